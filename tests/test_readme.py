@@ -290,7 +290,17 @@ def test_the_annotated_json_is_a_config(tmp_path):
     assert config.mesh == shipped.mesh
     assert config.global_batch_size == shipped.global_batch_size
     more = {"partition", "recompute", "zero", "profile", "profile_micro_batches"}
-    more |= {"compile", "loss", "memory_check", "optimizer_bytes", "faults", "outer", "elastic", "adapter"}
+    more |= {
+        "compile",
+        "loss",
+        "memory_check",
+        "optimizer_bytes",
+        "proof",
+        "faults",
+        "outer",
+        "elastic",
+        "adapter",
+    }
     blocks_shown = set(json.loads(ZERO3.read_text())["dsx"]) | more
     assert config.dsx.model_fields_set == blocks_shown == set(type(config.dsx).model_fields)
 

@@ -763,6 +763,12 @@ class DsxConfig(SchemaBlock):
         description="What happens if the estimated peak (`dsx estimate`) is above a rank's memory: a warning "
         "before anything is built, or the end of the run; off does not look.",
     )
+    proof: Literal["start", "off"] = Field(
+        default="start",
+        description="start: before anything is built, a small model of this config takes a step in the "
+        "run's own layout, and the run ends if that is not what one process of transformers does; off trains "
+        "unproved.",
+    )
     optimizer_bytes: int | None = Field(
         default=None,
         ge=0,

@@ -331,6 +331,7 @@ class PipelineModule(nn.Module):
         self.device = torch.device(get_accelerator().current_device_name())
         self.seed_layers, self.base_seed, self.seed_fn = seed_layers, base_seed, seed_fn
         self.weights_changed: Callable[[], None] | None = None
+        self.proof: str | None = None  # what the layout was proved by, for the header of a run
         self._load_layer = load_layer
         self.partitioner = (
             LayerPartitioner.of_context(self.groups)

@@ -247,14 +247,18 @@ _SOURCES = (
 
 
 @cache
-def code_version() -> str:
-    """What a record depends on besides the layer: torch, Python, and the code that runs and records it."""
+def code_version(*sources: str) -> str:
+    """What a result of code depends on besides its input: Python, the packages that run, and the code.
+
+    Args:
+        sources: Patterns of dsx's files; by default those that run and record a layer.
+    """
     package = Path(__file__).parents[1]
     content = hashlib.sha256(sys.version.encode())
-    for pattern in _SOURCES:
+    for pattern in sources or _SOURCES:
         for path in sorted(package.glob(pattern)):
             content.update(path.read_bytes())
-    for name in ("torch", "transformers"):
+    for name in ("torch", "transformers", "deepspeed"):
         with suppress(PackageNotFoundError):
             content.update(version(name).encode())
     return content.hexdigest()[:16]

@@ -69,7 +69,7 @@ class Monitor:
         self._last_step, last = int(engine.global_steps), config.dsx.train.steps
         self._resumed_after = self._last_step
         device = device_name()
-        more = self._corpus.rows(last * config.global_batch_size, config.micro_batch_size * config.mesh.dp)
+        more = self._rows(last)
         self._peaks: dict[str, int] = {}
         self._memory = PeakMemory(engine.pipeline.device)
         self._estimate: RunMemory | None = None
@@ -96,6 +96,12 @@ class Monitor:
         self._pace: tuple[int, float] | None = None
         self._untold: list[OuterReport] = []
         self._rounds = RoundsTotal()
+
+    def _rows(self, last: int) -> list[tuple[str, str]]:
+        """Rows of the header about the proof at start, and about the data."""
+        proof, micro = self._engine.pipeline.proof, self._config.micro_batch_size * self._config.mesh.dp
+        rows = self._corpus.rows(last * self._config.global_batch_size, micro)
+        return rows if proof is None else [("proved", proof), *rows]
 
     @property
     def state(self) -> dict[str, Any]:

@@ -91,11 +91,13 @@ def build_model(
 
     Raises:
         CheckpointError: The folder's weights do not fit the model.
-        DsxError: It is made of transformers' modules, and a small model of it does not compute what
-            transformers does.
+        LayoutError: A small model of the config, in this layout, does not train as one process of
+            transformers does (:func:`dsx.verify.proof.prove`).
     """
+    from dsx.verify.proof import prove  # here: what is proved is built by this function as well
+
     settings = config.dsx
-    require_right_layers(config)
+    proof = prove(config, groups, quiet=is_mute(groups))
     split = WeightGradients() if config.program.divides else None
     layers = families.layers(
         config.model,
@@ -117,7 +119,7 @@ def build_model(
                 files.enter_context(Waiting(reading, quiet=is_mute(groups)))
             made = layer_weights(config.weights, config.model, groups, adapter, given=load_layer)
             load_layer = files.enter_context(made)
-        return PipelineModule(
+        pipeline = PipelineModule(
             layers,
             # The engine drops the logits, so that their memory can take the gradient.
             loss_fn=families.loss(
@@ -136,6 +138,8 @@ def build_model(
             load_layer=load_layer,
             dynamic_shape=dynamic_shape,
         )
+    pipeline.proof = proof.words
+    return pipeline
 
 
 def require_right_layers(config: RunConfig) -> None:

@@ -277,6 +277,7 @@ class Trainer:
         if self._given.whole is not None:
             load_layer = weights_of(self._given.whole, config.model, groups)
         pipeline = recipe.build_model(config, groups, load_layer=load_layer, dynamic_shape=config.mesh.pp > 1)
+        _LOG.info(f"proved: {pipeline.proof}")
         written = read_json(args)
         own = "optimizer" not in written
         steps = 1 if self._length is None else self._length.steps

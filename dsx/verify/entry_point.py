@@ -34,13 +34,14 @@ class UserModel:
         return int(self.arguments["num_stages"])
 
 
-def user_model(name: str) -> UserModel:
-    """Call the function that ``name`` names, ``module:function`` or ``path/to/file.py:function``.
+def user_model(entry: str | Callable[[], Any]) -> UserModel:
+    """Call a function, or the one that ``module:function`` or ``path/to/file.py:function`` names.
 
     Raises:
         ModelError: There is none, or it gives something else.
     """
-    given = user_function(name)()
+    name = entry if isinstance(entry, str) else getattr(entry, "__qualname__", repr(entry))
+    given = (user_function(entry) if isinstance(entry, str) else entry)()
     if not isinstance(given, Mapping):
         raise ModelError(name, f"it returns {type(given).__name__}, not a dict", _FIX)
     arguments = dict(given)

@@ -8,6 +8,7 @@ For a list of layers it is those layers, called in order.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
@@ -184,14 +185,14 @@ class Transformers:
         made = dict(self._changed_weights())
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in made.items()}
         total = 0.0
-        for batch in batches:
+        for batch, times in _counted(batches):
             for ids, labels in _documents(batch):
                 outputs = self._outputs(ids, leaves)
                 loss = _summed(outputs.logits, labels) / tokens
                 extra = getattr(outputs, "aux_loss", None)
                 if extra is not None:  # of routers, where the config asks for it
                     loss = loss + self._model.router_aux_loss_coef * extra
-                loss = loss / len(batches)
+                loss = loss * times / len(batches)
                 loss.backward()
                 total += loss.item()
         used = [name for name, leaf in leaves.items() if leaf.grad is not None]
@@ -275,6 +276,12 @@ def _documents(batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
     for row, own in enumerate(positions):
         for begin, end in pairwise([*(own == 0).nonzero().flatten().tolist(), len(own)]):
             yield ids[row : row + 1, begin:end], labels[row : row + 1, begin:end]
+
+
+def _counted(batches: Sequence[Batch]) -> Iterator[tuple[Batch, int]]:
+    """The different micro-batches, and how often each is there."""
+    times = Counter(map(id, batches))
+    return ((batch, times[one]) for one, batch in {id(batch): batch for batch in batches}.items())
 
 
 def _summed(logits: Tensor, labels: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -227,7 +227,10 @@ def _launched(request: Request, *, use_gpus: bool) -> Verdict | None:
 def prepare(request: Request, *, on_cpu: bool = True) -> VerifyPlan:
     """The ranks' job, and the bench to compare on, with a clipping that is sure to be at work."""
     job, config, model, changes = _job(request, on_cpu=on_cpu)
-    plan = _family_plan(job, config, changes) if config is not None else _user_plan(job, model, changes)
+    if config is not None:
+        plan = replace(family_plan(job, config, layers=True), changes=changes)
+    else:
+        plan = replace(user_plan(job, model), changes=changes)
     clipping = float(job.content.get("gradient_clipping", 1.0))
     if clipping > 0.0:
         clipping, said = _clipping(plan.bench, clipping)
@@ -296,14 +299,25 @@ def _job(
     return job, job.config(), None, alone + small.changes
 
 
-def _family_plan(job: VerifyJob, config: RunConfig, changes: tuple[str, ...]) -> VerifyPlan:
-    reference, layers = Transformers(config), family_layers(config)
+def family_plan(job: VerifyJob, config: RunConfig, *, layers: bool = False) -> VerifyPlan:
+    """The bench for the small model of a config.
+
+    Args:
+        job: The ranks' job.
+        config: Its config.
+        layers: Whether to make dsx's layers in one process too: they tell which layer's output differs
+            first, and whether the weights are those that the layout should have been built with.
+    """
+    reference, own = Transformers(config), family_layers(config) if layers else None
     mesh, m = config.mesh, config.accumulation
     width = mesh.tp * config.dsx.model.vocab_multiple
     padded = -(-config.model.vocab_size // width) * width - config.model.vocab_size
 
+    numbers = [job.number(index, share, mesh) for index in range(m) for share in range(mesh.num_shares)]
+
     def batches(step: int) -> list[Batch]:
-        return [random_tokens(config, step, index) for index in range(m * mesh.num_shares)]
+        made = {number: random_tokens(config, step, number) for number in set(numbers)}
+        return [made[number] for number in numbers]
 
     def suppose(weights: Weights, given: Sequence[Batch]) -> Mapping[str, float]:
         found = {}
@@ -329,10 +343,10 @@ def _family_plan(job: VerifyJob, config: RunConfig, changes: tuple[str, ...]) ->
         updates=lambda: Updates(config.deepspeed),
         tolerances=EXACT,
         suppose=suppose,
-        layers=layers,
-        built=fresh_weights(config, layers) if is_known else None,
+        layers=own,
+        built=fresh_weights(config, own) if is_known and own is not None else None,
     )
-    return VerifyPlan(job=job, bench=bench, changes=changes, layout=_layout(config))
+    return VerifyPlan(job=job, bench=bench, changes=(), layout=_layout(config))
 
 
 def _token_mean(losses: Tensor) -> float:
@@ -345,7 +359,8 @@ def _mean_of_means(losses: Tensor) -> float:
     return float((losses[:, 0] / losses[:, 1].clamp(min=1)).mean())
 
 
-def _user_plan(job: VerifyJob, model: UserModel | None, changes: tuple[str, ...]) -> VerifyPlan:
+def user_plan(job: VerifyJob, model: UserModel | None) -> VerifyPlan:
+    """The bench for a user's own layers."""
     assert model is not None
     assert job.entry is not None
     arguments = model.arguments
@@ -378,7 +393,7 @@ def _user_plan(job: VerifyJob, model: UserModel | None, changes: tuple[str, ...]
         f"{engine}, {mesh.words} = {mesh.size} ranks, ZeRO-{zero}, "
         f"{batch.accumulation} micro-batches of {batch.micro}"
     )
-    return VerifyPlan(job=job, bench=bench, changes=changes, layout=layout)
+    return VerifyPlan(job=job, bench=bench, changes=(), layout=layout)
 
 
 def _is_seeded(arguments: Mapping[str, Any]) -> bool:
@@ -387,7 +402,7 @@ def _is_seeded(arguments: Mapping[str, Any]) -> bool:
     return bool(arguments.get("seed_layers")) and not modules
 
 
-def _in_one_process(name: str, arguments: Mapping[str, Any]) -> ReferenceLayers:
+def _in_one_process(name: str | Callable[[], Any], arguments: Mapping[str, Any]) -> ReferenceLayers:
     """The user's layers, built as PipelineModule builds them."""
     from deepspeed.runtime.utils import set_random_seed
 

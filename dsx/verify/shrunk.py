@@ -54,7 +54,11 @@ class Trial:
 
 
 def trial(
-    config: RunConfig, *, full: bool = False, keep_precision: bool = False, on_cpu: bool = True
+    config: RunConfig,
+    *,
+    full: bool = False,
+    keep_precision: bool = False,
+    on_cpu: bool = True,
 ) -> Trial:
     """A config for a few steps of training beside one process.
 
@@ -67,7 +71,7 @@ def trial(
     changes: list[str] = []
     content = _deepspeed(config, changes, keep_precision=keep_precision, on_cpu=on_cpu, full=full)
     block = config.resolved()["dsx"]
-    block["profile"] = None
+    block |= {"profile": None, "outer": None, "proof": "off", "memory_check": "off"}
     block["train"] |= {"resume": "never", "trace_steps": [], "eval_every": 0}
     if config.model.adapter is not None:
         block["adapter"] = _adapter(config, changes, full=full)

@@ -184,18 +184,24 @@ class VerifyJob:
     Attributes:
         content: DeepSpeed's JSON, with its ``dsx`` block unless there is an ``entry``.
         clipping: Largest norm in the pass with clipping; 0 leaves that pass out.
-        entry: A user's function (:mod:`dsx.verify.entry_point`); None for dsx's families.
+        entry: A user's function, or its name (:mod:`dsx.verify.entry_point`); None for dsx's families.
         stock: Whether to run ``entry``'s model under stock DeepSpeed.
         dropout: The JSON with dropout on, to look at its masks; None if the model has none.
+        distinct: Replicas with data of their own, which the others repeat; 0 for all.
     """
 
     content: Mapping[str, Any]
     world_size: int
     steps: int
     clipping: float
-    entry: str | None = None
+    entry: str | Callable[[], Any] | None = None
     stock: bool = False
     dropout: Mapping[str, Any] | None = None
+    distinct: int = 0
+
+    def number(self, index: int, share: int, mesh: Mesh) -> int:
+        """The number, over all replicas, of the micro-batch that is the ``index``-th of a replica."""
+        return index * mesh.num_shares + (share % self.distinct if self.distinct else share)
 
     def config(self, clipping: float = 0.0) -> RunConfig:
         """The resolved config of a job without ``entry``."""
@@ -225,9 +231,7 @@ class VerifyJob:
 
 def witness(job: VerifyJob, groups: Groups) -> Witness | None:
     """Run the layout and give all that was seen to rank 0. A collective call over all ranks."""
-    passes = [
-        _passed(job, groups, clipping) for clipping in ((0.0, job.clipping) if job.clipping else (0.0,))
-    ]
+    passes = [passed(job, groups, clipping) for clipping in ((0.0, job.clipping) if job.clipping else (0.0,))]
     masks: list[dict[str, Mask]] | None = None
     if job.dropout is not None:
         masks = _gathered(masks_of(resolve(job.dropout, world_size=job.world_size), groups))
@@ -236,14 +240,15 @@ def witness(job: VerifyJob, groups: Groups) -> Witness | None:
     return Witness(passes=[seen for seen in passes if seen is not None], masks=masks or ())
 
 
-def _passed(job: VerifyJob, groups: Groups, clipping: float) -> Seen | None:
+def passed(job: VerifyJob, groups: Groups, clipping: float) -> Seen | None:
+    """Build the job's model, train it and give what was seen to rank 0. A collective call over all ranks."""
     config = job.config(clipping) if job.entry is None else None
     model = None if job.entry is None else user_model(job.entry)
     batch = job.batch()
 
     def batches(step: int) -> Iterator[Any]:
         for index in range(batch.accumulation):
-            at = index * groups.mesh.dp + groups.dp_rank
+            at = job.number(index, groups.share, groups.mesh)
             if model is not None:
                 yield model.batch(step, at, batch.micro)
             else:
@@ -251,7 +256,9 @@ def _passed(job: VerifyJob, groups: Groups, clipping: float) -> Seen | None:
                 yield random_tokens(config, step, at)
 
     subject = _family(config, groups) if config is not None else _user(job, model, groups, clipping)
-    ranks: list[RankSeen] | None = _gathered(observe(subject, batches, job.steps))
+    mine = observe(subject, batches, job.steps)
+    subject.inner.destroy()  # DeepSpeed's hooks hold the engine where Python's collector cannot see it
+    ranks: list[RankSeen] | None = _gathered(mine)
     if ranks is None:
         return None
     return Seen(mesh=groups.mesh, micro_batches=batch.accumulation, clipping=clipping, ranks=ranks)

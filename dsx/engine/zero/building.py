@@ -12,6 +12,7 @@ _configure_distributed_model and _broadcast_model).
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +21,7 @@ import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import CASTABLE_DTYPES
-from deepspeed.runtime.zero import partition_parameters
+from deepspeed.runtime.zero import parameter_offload, partition_parameters
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.utils import groups as deepspeed_groups
@@ -151,6 +152,28 @@ def outside_of_init() -> Iterator[None]:
         yield
     finally:
         partition_parameters.restore_init_context()
+
+
+@contextmanager
+def without_a_trace() -> Iterator[None]:
+    """Inside the block, what ZeRO-3 cuts neither counts for models that are made after it, nor stays alive.
+
+    DeepSpeed numbers parameters, and adds up those that it keeps whole, by class (partition_parameters.py,
+    Init.param_id and Init.num_persisted_elements), and keeps the module whose forward came last
+    (parameter_offload.py, FWD_MODULE_STACK).
+    """
+    counts = {name: getattr(Init, name) for name in _COUNTS}
+    modules = [*parameter_offload.FWD_MODULE_STACK]
+    try:
+        yield
+    finally:
+        parameter_offload.FWD_MODULE_STACK[:] = modules
+        gc.collect()  # an engine is full of cycles
+        for name, count in counts.items():
+            setattr(Init, name, count)
+
+
+_COUNTS = ("param_id", "num_persisted_parameters", "num_persisted_elements")
 
 
 def _name(device: Any) -> str:

@@ -22,7 +22,6 @@ from dsx.engine.engine import PipelineEngine
 from dsx.engine.initialize import initialize
 from dsx.engine.p2p import Signature, TensorMeta
 from dsx.engine.pipeline_module import PipelineModule
-from dsx.hub import probe
 from dsx.memory.paper import accelerator as paper
 from dsx.memory.paper.device import Device, swapped, without_values
 from dsx.memory.paper.meter import CUDA_ROUNDING_BYTES, StorageMeter
@@ -81,15 +80,10 @@ def trace(
         host: Also count what ``paper`` keeps on the host (offload). Takes longer.
         capacity_bytes: What ``paper`` has, if DeepSpeed asks; None for enough.
     """
-    config = replace(config, weights=None)  # a folder's take the same memory as fresh ones, and time to read
-
-    def build(groups: Groups) -> PipelineModule:
-        # A trial without values would fail, and its result be kept.
-        with swapped(probe, "require_probed", lambda *_, **__: None):
-            return recipe.build_model(config, groups)
-
+    # A folder's weights take the memory of fresh ones, and time to read; without values nothing is proved.
+    config = replace(config, weights=None, dsx=config.dsx.model_copy(update={"proof": "off"}))
     return trace_pipeline(
-        build,
+        lambda groups: recipe.build_model(config, groups),
         config,
         rank,
         mesh=config.mesh,

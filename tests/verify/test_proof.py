@@ -1,0 +1,172 @@
+"""The proof at start: right layouts pass it, planted mistakes end the run, and it leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec
+from torch import nn
+
+import ranks
+from dsx.config.resolve import resolve
+from dsx.errors import LayoutError
+from often import often
+from verify import user_pipeline
+
+QWEN3 = {"model_type": "qwen3", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+QWEN3 |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def content(output: Path, *, zero: int = 1, **block: Any) -> dict[str, Any]:
+    """A config of a small model."""
+    model = block.pop("model", {"config": QWEN3, "implementation": "transformers"})
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": zero},
+        "dsx": {
+            "model": model,
+            "data": {"source": "own", "sequence_length": 32},
+            "train": {"steps": 2, "output": str(output)},
+            **block,
+        },
+    }
+
+
+def _proved(
+    rank: int, world_size: int, given: dict[str, Any], home: str, plant: str
+) -> tuple[str, list[float]]:
+    """The line of the header, and numbers of a run that comes after the proof."""
+    Path.home = lambda: Path(home)  # type: ignore[method-assign]
+    if plant:
+        PLANTS[plant](rank)
+    from dsx.launch.processes import distributed
+    from dsx.train import recipe
+    from dsx.verify.subject import random_tokens
+
+    config = resolve(given, world_size=world_size)
+    parallel = config.dsx.parallel
+    with distributed(config.mesh, sequence_parallel=parallel.sequence_parallel, seed=7) as groups:
+        engine = recipe.build_engine(config, groups)
+        figures = []
+        for step in range(2):
+            batches = (random_tokens(config, step, index) for index in range(config.accumulation))
+            figures += [float(engine.train_batch(batches)), float(engine.get_global_grad_norm())]
+        drawn = float(torch.rand(()))
+    return engine.pipeline.proof or "", [*figures, drawn]
+
+
+def proved(given: dict[str, Any], size: int, home: Path, plant: str = "") -> list[tuple[str, list[float]]]:
+    return ranks.run(_proved, size, given, str(home), plant, proved=True)
+
+
+LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {  # name -> ranks, ZeRO stage, block
+    "tensor x pipeline": (4, 1, {"parallel": {"tensor": 2, "pipeline": 2, "chunks": 2}}),
+    "dsx's modules, ZeRO-3": (
+        4,
+        3,
+        {
+            "parallel": {"tensor": 2, "pipeline": 1},
+            "model": {"config": {**QWEN3, "tie_word_embeddings": True}, "implementation": "dsx"},
+        },
+    ),
+    "adapter": (2, 2, {"parallel": {"pipeline": 2}, "adapter": {"rank": 4}}),
+    "frozen": (
+        2,
+        0,
+        {"parallel": {"tensor": 2}, "train": {"steps": 2, "freeze": ["embed_tokens", r"layers\.0\."]}},
+    ),
+    "documents apart": (2, 1, {"parallel": {"tensor": 2}, "data": {"documents": "apart"}}),
+    "zero-bubble": (2, 1, {"parallel": {"pipeline": 2}, "schedule": {"name": "zb_h1"}}),
+}
+
+
+@pytest.mark.parametrize("name", often(LAYOUTS, 1))
+def test_a_proof_says_how_near_and_changes_nothing(name: str, tmp_path: Path) -> None:
+    size, zero, block = LAYOUTS[name]
+    for key in ("data", "train"):
+        if key in block:
+            base = content(tmp_path, zero=zero)["dsx"][key]
+            block = {**block, key: {**base, **block[key]}}
+    given = content(tmp_path, zero=zero, **block)
+    off = json.loads(json.dumps(given))
+    off["dsx"]["proof"] = "off"
+    told, plain = proved(given, size, tmp_path), proved(off, size, tmp_path)
+    assert all(" as one process: loss " in line for line, _ in told)
+    assert all(line == 'not: "dsx.proof" is off' for line, _ in plain)
+    assert [figures for _, figures in told] == [figures for _, figures in plain]
+    again = proved(given, size, tmp_path)
+    assert all("kept from an earlier start" in line for line, _ in again)
+
+
+def _large_loss(_rank: int) -> None:
+    """The loss is a thousandth too large."""
+    from dsx.nn import loss
+
+    right = loss.TokenMean.__call__
+    loss.TokenMean.__call__ = lambda self, *a, **k: right(self, *a, **k) * 1.001  # type: ignore[method-assign]
+
+
+def _other_attention(rank: int) -> None:
+    """One tensor-parallel rank's attention output is off."""
+    right = nn.functional.scaled_dot_product_attention
+    if rank % 2:
+        nn.functional.scaled_dot_product_attention = lambda *a, **k: right(*a, **k) * 1.01  # type: ignore[assignment]
+
+
+PLANTS: dict[str, Callable[[int], None]] = {"loss": _large_loss, "attention": _other_attention}
+
+
+@pytest.mark.parametrize("plant", often(PLANTS, 1))
+def test_a_mistake_ends_the_run_before_it_trains(plant: str, tmp_path: Path) -> None:
+    given = content(tmp_path, parallel={"tensor": 2, "pipeline": 1})
+    with pytest.raises(ranks.RankError) as failed:
+        proved(given, 2, tmp_path, plant)
+    error = failed.value.error
+    assert isinstance(error, LayoutError)
+    assert "qwen3 over tensor 2: a small model of this config does not train here as one process" in str(
+        error
+    )
+    assert '{"dsx": {"proof": "off"}}' in error.fix
+    assert not list(tmp_path.rglob("*.json"))
+
+
+class OffOnOneRank(nn.Module):
+    """Gives something else on the second rank than in one process, which is on the first."""
+
+    def forward(self, inputs: Any) -> Any:
+        hidden, mask = inputs
+        return hidden * (1.0 + 0.01 * torch.distributed.get_rank()), mask
+
+
+def _layers(_rank: int, _world_size: int, broken: bool) -> str:
+    import dsx
+
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+    config |= {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "zero_optimization": {"stage": 1}}
+
+    def make() -> dict[str, Any]:
+        given = user_pipeline.make_model()
+        return (
+            given | {"layers": [*given["layers"][:-2], LayerSpec(OffOnOneRank), *given["layers"][-2:]]}
+            if broken
+            else given
+        )
+
+    return dsx.prove(make, config).words
+
+
+def test_layers_of_ones_own_are_proved() -> None:
+    for words in ranks.run(_layers, 2, False, proved=True):
+        assert words.startswith("pipeline 2 as one process: loss ")
+    with pytest.raises(ranks.RankError) as failed:
+        ranks.run(_layers, 2, True, proved=True)
+    assert "the layers over pipeline 2: the layers do not train here as in one process" in str(
+        failed.value.error
+    )
