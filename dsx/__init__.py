@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from dsx.train import recipe
     from dsx.train.generation import generate, load_transformers
     from dsx.trainer.trainer import Trainer
-    from dsx.verify.proof import prove_layers as prove
+    from dsx.verify.small_step import prove_layers as prove
 
 __version__ = "0.1.0"
 
@@ -139,7 +139,7 @@ _HOMES = {
     "plan_layers": ("dsx.planner.own_layers", "plan_layers"),
     "printable": ("dsx.terminal", "printable"),
     "profile_layers": ("dsx.planner.profiler", "profile_layers"),
-    "prove": ("dsx.verify.proof", "prove_layers"),
+    "prove": ("dsx.verify.small_step", "prove_layers"),
     "rank": ("dsx.launch.entry", "rank"),
     "recipe": ("dsx.train.recipe", ""),
     "run": ("dsx.launch.entry", "run"),

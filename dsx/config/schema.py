@@ -760,14 +760,10 @@ class DsxConfig(SchemaBlock):
     )
     memory_check: Literal["warn", "refuse", "off"] = Field(
         default="warn",
-        description="What happens if the estimated peak (`dsx estimate`) is above a rank's memory: a warning "
-        "before anything is built, or the end of the run; off does not look.",
+        description="If the estimated peak is above a rank's memory: a warning, or no run; off: no look.",
     )
     proof: Literal["start", "off"] = Field(
-        default="start",
-        description="start: before anything is built, a small model of this config takes a step in the "
-        "run's own layout, and the run ends if that is not what one process of transformers does; off trains "
-        "unproved.",
+        default="start", description="start: the layout is proved on a small model before it trains."
     )
     optimizer_bytes: int | None = Field(
         default=None,

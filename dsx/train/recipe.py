@@ -7,20 +7,18 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 import dsx
 from dsx.checkpoint import store
 from dsx.config.run import RunConfig
-from dsx.config.schema import MEASURE, OWN, DsxConfig
+from dsx.config.schema import MEASURE, OWN
 from dsx.config.wording import at
 from dsx.data.batches import Batches, EvaluationBatches, OfIsland, Prefetched, Samples
 from dsx.data.own import OwnCorpus, OwnPart, OwnText, as_text, require_same_everywhere
@@ -33,14 +31,13 @@ from dsx.fault_tolerance.guard import Guard
 from dsx.launch.entry import ALONE, local_rank, rank
 from dsx.launch.processes import agree
 from dsx.memory.watch import check_memory
-from dsx.models import families
-from dsx.models.spec import HubModel, Recompute
-from dsx.nn.parameters import DTYPES
-from dsx.nn.split import WeightGradients
+from dsx.models.spec import HubModel
 from dsx.parallel.groups import Groups
 from dsx.terminal import printable
+from dsx.train.building import build_layers, is_mute
 from dsx.train.monitor import Monitor, device_name, is_due
 from dsx.train.run_folder import CONFIG, own_checkpoint, start_of
+from dsx.verify.proof import known_proof
 from dsx.waiting import Waiting
 
 if TYPE_CHECKING:
@@ -77,67 +74,25 @@ def build_model(
     load_layer: Callable[[int, nn.Module], None] | None = None,
     dynamic_shape: bool = False,
 ) -> PipelineModule:
-    """This rank's layers of the config's model, freshly initialised or read from its Hugging Face folder.
-
-    Fresh weights depend on the seed alone, not on the layout. At ZeRO-3 each layer is partitioned as soon as
-    it has its weights.
+    """This rank's layers of the config's model, once the layout has been proved to train as one process does.
 
     Args:
         config: The resolved config.
         groups: This rank's process groups.
-        load_layer: Gives layers their weights, as for :class:`~dsx.PipelineModule`; by default those of the
-            config's folder are read, if it has any.
-        dynamic_shape: Whether lengths may differ from micro-batch to micro-batch.
+        load_layer: As of :func:`dsx.train.building.build_layers`, which builds them.
+        dynamic_shape: Likewise.
 
     Raises:
         CheckpointError: The folder's weights do not fit the model.
         LayoutError: A small model of the config, in this layout, does not train as one process of
-            transformers does (:func:`dsx.verify.proof.prove`).
+            transformers does (:func:`dsx.verify.small_step.prove`).
     """
-    from dsx.verify.proof import prove  # here: what is proved is built by this function as well
+    proof = known_proof(config)
+    if proof is None:
+        from dsx.verify.small_step import prove  # here: most starts have been proved before
 
-    settings = config.dsx
-    proof = prove(config, groups, quiet=is_mute(groups))
-    split = WeightGradients() if config.program.divides else None
-    layers = families.layers(
-        config.model,
-        groups.tensor_parallel,
-        dtype=DTYPES[config.precision],
-        device=get_accelerator().current_device_name(),
-        seed=settings.train.seed,
-        recompute=_recompute(settings),
-        pad_multiple=settings.model.vocab_multiple,
-        split=split,
-    )
-    with ExitStack() as files:
-        adapter = None if settings.adapter is None else settings.adapter.path
-        if config.model.adapter is not None or (load_layer is None and config.weights is not None):
-            from dsx.checkpoint.run.export import layer_weights
-
-            if config.weights is not None or adapter is not None:
-                reading = f"reading the weights in {config.weights or adapter}"
-                files.enter_context(Waiting(reading, quiet=is_mute(groups)))
-            made = layer_weights(config.weights, config.model, groups, adapter, given=load_layer)
-            load_layer = files.enter_context(made)
-        pipeline = PipelineModule(
-            layers,
-            # The engine drops the logits, so that their memory can take the gradient.
-            loss_fn=families.loss(
-                config.model,
-                groups.tensor_parallel,
-                overwrite_logits=True,
-                chunk_tokens=config.loss_chunk,
-            ),
-            groups=groups,
-            stage_map=config.stage_map,
-            schedule=config.program,
-            release_outputs=True,
-            shard_transfers=not groups.tensor_parallel.sequence,
-            split=split,
-            config=config,
-            load_layer=load_layer,
-            dynamic_shape=dynamic_shape,
-        )
+        proof = prove(config, groups, quiet=is_mute(groups))
+    pipeline = build_layers(config, groups, load_layer=load_layer, dynamic_shape=dynamic_shape)
     pipeline.proof = proof.words
     return pipeline
 
@@ -367,12 +322,6 @@ def export(config: RunConfig, engine: PipelineEngine, monitor: Monitor) -> None:
     monitor.exported(folder)
 
 
-def is_mute(groups: Groups) -> bool:
-    """Whether this rank has no console: all but the first of the job, or of its first island."""
-    station = groups.station
-    return groups.rank != 0 or not (station is None or station.islands.speaks)
-
-
 def _saved_profile(config: RunConfig, own: Path) -> tuple[Path, Profile] | None:
     """The profile by which the checkpoint to be continued was laid out, or the one that the config names."""
     from dsx.planner import measured
@@ -401,16 +350,6 @@ def _saved_profile(config: RunConfig, own: Path) -> tuple[Path, Profile] | None:
     profile = measured.read_saved(named, "dsx.profile")
     profile.require(wanted, name=str(named))
     return named, profile
-
-
-def _recompute(settings: DsxConfig) -> Recompute:
-    if settings.recompute == "auto":
-        raise ConfigError(
-            'dsx.recompute = "auto"',
-            "nothing has been measured yet",
-            "call dsx.recipe.measure before the model is built",
-        )
-    return settings.recompute
 
 
 def _open(config: RunConfig, folders: Sequence[Path]) -> Text:

@@ -1,53 +1,22 @@
-"""The proof at start: a run's layout beside one process, before the run reads its weights.
+"""The proof at start: what a run's layout is known by, and where that is kept.
 
-A small model of the config takes one step in the run's own process groups. It is ``dsx verify`` at another
-size: the same small config, ranks' job, reference, comparison and words. Replicas beyond the second or third
-repeat the data of the first ones, so that the reference stays small.
+Before a run builds its model, a small model of its config takes one step in the run's own process groups
+(:mod:`dsx.verify.small_step`), unless an earlier start with the same config has shown the same.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import random
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import torch
-import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from dsx.config.load import content_of
 from dsx.config.run import RunConfig
-from dsx.engine.zero.building import without_a_trace
-from dsx.errors import ConfigError, DsxError, LayoutError
 from dsx.launch.processes import agree
 from dsx.memory.records import code_version, keep
-from dsx.models.quiet_transformers import first_line
-from dsx.parallel.groups import Groups, make_groups
 from dsx.parallel.mesh import AXES, Mesh
-from dsx.verify import diagnosis
-from dsx.verify.diagnosis import ParityFinding
-from dsx.verify.entry_point import user_model
-from dsx.verify.run import VerifyPlan, family_plan, judge, user_plan
-from dsx.verify.seen import Witness
-from dsx.verify.shrunk import make_exact, trial
-from dsx.verify.subject import VerifyJob, passed
-from dsx.waiting import Waiting
-
-_TENSOR = (
-    diagnosis.TENSOR_NOT_SUMMED, diagnosis.TENSOR_SUMMED_TWICE, diagnosis.BIAS_PER_RANK, diagnosis.PADDING,
-    diagnosis.NORM_OF_ONE_TENSOR_RANK, diagnosis.NORM_REPLICATED,
-)  # fmt: skip
-_PIPELINE = (
-    diagnosis.TIE_NOT_SUMMED, diagnosis.TIE_SUMMED_TWICE, diagnosis.NORM_TIED, diagnosis.NORM_OF_ONE_STAGE,
-)  # fmt: skip
-_DOCUMENTS = (diagnosis.DOCUMENTS, diagnosis.JOINED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,209 +50,29 @@ class Proof:
         return f"{self.layout} as one process: {off} ({took})"
 
 
-def prove(config: RunConfig, groups: Groups, *, quiet: bool) -> Proof:
-    """Prove a run's layout. A collective call over all ranks, before the run's own model is built.
-
-    What was proved is kept in the user's cache, by config, degrees and versions. Random generators and
-    what DeepSpeed counts are afterwards as they were.
-
-    Args:
-        config: The run's resolved config.
-        groups: Its process groups.
-        quiet: Whether this rank is not to say that it takes long.
-
-    Raises:
-        LayoutError: The small model does not train as one process does; names the tensor, the likely mistake
-            and the way out.
-    """
-    layout = _layout(config.mesh)
+def known_proof(config: RunConfig) -> Proof | None:
+    """What is known of a run's layout before it is tried, or None. A collective call over all ranks."""
     if config.dsx.proof == "off":
-        return Proof(layout=layout, why_not='"dsx.proof" is off')
-    began, place = time.perf_counter(), _place(config)
-    kept = agree(lambda: _kept(place))
-    if kept is not None:
-        return kept
-    with Waiting("proving the layout on a small model", quiet=quiet):
-        found = _tried(config, groups)
-        if isinstance(found, ParityFinding):
-            # A router's tie may fall either way; a mistake shows with any weights and tokens.
-            found = _tried(config, groups, seed=config.dsx.train.seed + 1)
-    if isinstance(found, ParityFinding):
-        where = f"{config.model.family} over {layout}"
-        what = "a small model of this config does not train here as one process of transformers does"
-        raise _refusal(where, found, what, _way_out(config, found.cause))
-    if not found.why_not:
-        if groups.rank == 0:
-            keep(place, json.dumps(asdict(found)))
-        found = replace(found, seconds=time.perf_counter() - began)
-    return found
+        return Proof(layout=layout_words(config.mesh), why_not='"dsx.proof" is off')
+    return agree(lambda: _kept(config))
 
 
-def prove_layers(
-    make: Callable[[], Mapping[str, Any]],
-    config: str | Path | Mapping[str, Any],
-    groups: Groups | None = None,
-) -> Proof:
-    """Prove a pipeline of layers of one's own. A collective call over all ranks, before it is built.
-
-    The layers take one step as a :class:`dsx.PipelineModule` under the config's ZeRO stage, and are called in
-    order in one process beside it, both in fp32. Nothing is kept.
-
-    Args:
-        make: Returns a dict of PipelineModule's arguments (``layers``, ``loss_fn``, ``num_stages`` ...) and
-            ``batch(step, index, size) -> (inputs, labels)``, as ``dsx verify --model`` wants it: of a small
-            model, since rank 0 holds it whole.
-        config: The DeepSpeed JSON, or its path.
-        groups: Process groups of the layout; by default they are made.
-
-    Raises:
-        ConfigError: The config has no optimizer.
-        LayoutError: The layers do not train as in one process, or ``groups`` are of another layout.
-        ModelError: ``make`` returns something else.
-    """
-    content = content_of(config, ())
-    content.pop("dsx", None)
-    if not isinstance(content.get("optimizer"), dict):
-        raise ConfigError("optimizer", "the config has none", 'add {"type": "AdamW", "params": {"lr": 1e-3}}')
-    make_exact(content, on_cpu=get_accelerator().device_name() == "cpu", keep_precision=False)
-    job = VerifyJob(content=content, world_size=dist.get_world_size(), steps=1, clipping=0.0, entry=make)
-    mesh = job.mesh()
-    groups = groups or make_groups(mesh)
-    if groups.mesh != mesh:
-        raise LayoutError(
-            f"dsx.prove over {_layout(groups.mesh)}",
-            f"num_stages = {mesh.pp} of the layers makes it {_layout(mesh)}",
-            "give groups of that layout, or none; layers with tensor parallelism cannot be proved",
-        )
-    began, where = time.perf_counter(), f"the layers over {_layout(mesh)}"
-    found = _compared(job, groups, where, lambda: user_plan(job, user_model(make)))
-    if isinstance(found, ParityFinding):
-        raise _refusal(where, found, "the layers do not train here as in one process", _OUT_OF_LAYERS)
-    return replace(found, seconds=time.perf_counter() - began)
-
-
-def _tried(config: RunConfig, groups: Groups, seed: int | None = None) -> Proof | ParityFinding:
-    """Train the small model of a config a step in ``groups``, and compare it on rank 0."""
-    layout = _layout(config.mesh)
+def _kept(config: RunConfig) -> Proof | None:
     try:
-        job = agree(lambda: _job(config, seed))
-    except DsxError as error:
-        return Proof(layout=layout, why_not=f"no small model of it can be made ({error.what})")
-    return _compared(
-        job,
-        groups,
-        f"{config.model.family} over {layout}",
-        lambda: family_plan(job, job.config()),
-        lambda: family_plan(job, job.config(), layers=True),
-    )
+        return Proof(**json.loads(_place(config).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
-def _compared(
-    job: VerifyJob,
-    groups: Groups,
-    where: str,
-    plan: Callable[[], VerifyPlan],
-    thorough: Callable[[], VerifyPlan] | None = None,
-) -> Proof | ParityFinding:
-    """A step of a job beside ``plan``; if it differs, beside ``thorough``, which tells more in more time."""
-    try:
-        with _undisturbed():
-            seen = passed(job, groups, 0.0)
-    except DsxError:
-        raise
-    except Exception as error:
-        raise LayoutError(
-            where, f"a small model of it does not take a step ({first_line(error)})", _OUT
-        ) from error
-
-    def judged() -> Proof | ParityFinding:
-        assert seen is not None, "this is rank 0"
-        witness = Witness(passes=[seen])
-        with torch.random.fork_rng(devices=[]):
-            verdict = judge(plan(), witness)
-            if not verdict.equal:
-                return (judge(thorough(), witness) if thorough else verdict).findings[0]
-        row = verdict.rows[0]
-        return Proof(
-            layout=_layout(groups.mesh),
-            loss=_off(row.loss, row.expected_loss),
-            norm=None if row.norm is None else _off(row.norm, row.expected_norm),
-            gradient=row.gradient,
-        )
-
-    return agree(judged)
+def keep_proof(config: RunConfig, proof: Proof) -> None:
+    """Keep a proof in the user's cache, by config, degrees and versions."""
+    keep(_place(config), json.dumps(asdict(proof)))
 
 
-def _off(seen: float, expected: float) -> float:
-    return abs(seen - expected) / max(abs(expected), 1e-30)
-
-
-_OUT = (
-    '`dsx verify CONFIG --gpus N` tells more; {"dsx": {"proof": "off"}} trains it all the same, to results '
-    "that nothing vouches for"
-)
-
-
-def _job(config: RunConfig, seed: int | None) -> VerifyJob:
-    """The ranks' job, whose config is known to be right."""
-    content = trial(config, on_cpu=get_accelerator().device_name() == "cpu").content
-    content["dsx"]["compile"] = "none"
-    for part in ("offload_param", "offload_optimizer"):
-        where = content.get("zero_optimization", {}).get(part)
-        if isinstance(where, dict) and where.get("device") == "nvme":
-            content["zero_optimization"][part] = {"device": "cpu"}
-    if seed is not None:
-        content["dsx"]["train"]["seed"] = seed
-    shares = config.mesh.num_shares
-    distinct = next((number for number in (2, 3) if shares % number == 0), 1)
-    job = VerifyJob(content=content, world_size=config.mesh.size, steps=1, clipping=0.0, distinct=distinct)
-    job.config()
-    return job
-
-
-_OUT_OF_LAYERS = "give every layer the same input and weights on all ranks; `dsx verify --model` tells more"
-
-
-def _refusal(where: str, found: ParityFinding, what: str, fix: str) -> LayoutError:
-    """The end of a run that would train something else, in the words of ``dsx verify``."""
-    return LayoutError(where, f"{what}. {found.cause}: {found.what}. Likely: {found.why}", fix)
-
-
-def _way_out(config: RunConfig, cause: str) -> str:
-    """What trains right in place of the config, by the likely mistake."""
-    if cause in _DOCUMENTS:
-        return f'set dsx.data.documents to "joined"; {_OUT}'
-    if config.mesh.pp > 1 and cause in _PIPELINE:
-        return f"set dsx.parallel.pipeline to 1; {_OUT}"
-    if config.mesh.tp == 1:
-        return f"set dsx.parallel.pipeline to 1; {_OUT}" if config.mesh.pp > 1 else _OUT
-    if config.dsx.parallel.sequence_parallel and cause not in _TENSOR:
-        return f"set dsx.parallel.sequence_parallel to false, or dsx.parallel.tensor to 1; {_OUT}"
-    return f"set dsx.parallel.tensor to 1; {_OUT}"
-
-
-def _layout(mesh: Mesh) -> str:
+def layout_words(mesh: Mesh) -> str:
+    """The degrees above 1."""
     degrees = [(axis.title, mesh.degree(axis.name)) for axis in reversed(AXES)]
     return " x ".join(f"{title} {degree}" for title, degree in degrees if degree > 1) or "one rank"
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Inside, whatever draws numbers or is counted by DeepSpeed changes nothing of what comes after."""
-    device = get_accelerator()
-    own = [] if device.device_name() == "cpu" else [device.current_device()]
-    numbers, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002 - that of everybody
-    exact = torch.backends.cuda.matmul.allow_tf32
-    with ExitStack() as states:
-        states.enter_context(torch.random.fork_rng(devices=own, device_type=device.device_name()))
-        states.enter_context(without_a_trace())
-        torch.backends.cuda.matmul.allow_tf32 = False
-        try:
-            yield
-        finally:
-            torch.backends.cuda.matmul.allow_tf32 = exact
-            random.setstate(numbers)
-            np.random.set_state(numpy_state)  # noqa: NPY002
 
 
 _NEUTRAL = (
@@ -316,10 +105,3 @@ def _place(config: RunConfig) -> Path:
     )
     name = hashlib.sha256(json.dumps(said, sort_keys=True, default=repr).encode()).hexdigest()[:32]
     return Path.home() / ".cache" / "dsx" / "proofs" / code_version("**/*.py", "**/*.toml") / f"{name}.json"
-
-
-def _kept(place: Path) -> Proof | None:
-    try:
-        return Proof(**json.loads(place.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None

@@ -23,7 +23,7 @@ from dsx.models.param import ParamSpec
 from dsx.nn.dropout import Dropout
 from dsx.parallel.groups import Groups
 from dsx.parallel.mesh import Mesh
-from dsx.train import recipe
+from dsx.train.building import build_layers
 from dsx.verify.entry_point import UserModel, user_model
 from dsx.verify.reference import put
 from dsx.verify.seen import Known, Mask, RankSeen, RankStep, Seen, SeenPiece, Weight, Witness
@@ -272,7 +272,7 @@ def _gathered(mine: Any) -> list[Any] | None:
 
 
 def _family(config: RunConfig, groups: Groups) -> Subject:
-    pipeline = recipe.build_model(config, groups)
+    pipeline = build_layers(config, groups)
     parameters = {spec_of(parameter).name: parameter for parameter in pipeline.chunks.parameters()}
     built = _prepare(parameters, groups, fresh=config.weights is None)
     return _ours(pipeline, config, parameters, built)
@@ -372,7 +372,7 @@ def random_tokens(config: RunConfig, step: int, index: int) -> tuple[Any, Tensor
 
 def masks_of(config: RunConfig, groups: Groups) -> dict[str, Mask]:
     """What each dropout module drops in its first call of a training step, by ``layer.path``."""
-    engine = recipe.build_engine(config, groups)
+    engine = initialize(model=build_layers(config, groups), config=config)[0]
     found: dict[str, Mask] = {}
 
     def hook(name: str) -> Callable[..., None]:

@@ -58,7 +58,7 @@ class Run:
             get_lr=lambda: [0.5],
             get_global_grad_norm=lambda: 2.0,
             wait_for_checkpoint=lambda: None,
-            pipeline=SimpleNamespace(device=torch.device("cpu")),
+            pipeline=SimpleNamespace(device=torch.device("cpu"), proof=None),
             trace=self.trace,
             data_wait=SimpleNamespace(seconds=0.0),
             steering=SimpleNamespace(sums=torch.ones(3)),

@@ -142,7 +142,7 @@ class OffOnOneRank(nn.Module):
 
     def forward(self, inputs: Any) -> Any:
         hidden, mask = inputs
-        return hidden * (1.0 + 0.01 * torch.distributed.get_rank()), mask
+        return hidden + 0.01 * torch.distributed.get_rank() * hidden.square(), mask
 
 
 def _layers(_rank: int, _world_size: int, broken: bool) -> str:

@@ -30,7 +30,7 @@ from dsx.models.spec import HubModel
 from dsx.nn.parameters import DTYPES
 from dsx.parallel.groups import Groups, make_groups
 from dsx.parallel.mesh import Mesh
-from dsx.train import recipe
+from dsx.train.building import build_layers
 
 STEPS = 2
 """The first step makes the optimizer's state; the second is like all that follow."""
@@ -80,10 +80,9 @@ def trace(
         host: Also count what ``paper`` keeps on the host (offload). Takes longer.
         capacity_bytes: What ``paper`` has, if DeepSpeed asks; None for enough.
     """
-    # A folder's weights take the memory of fresh ones, and time to read; without values nothing is proved.
-    config = replace(config, weights=None, dsx=config.dsx.model_copy(update={"proof": "off"}))
+    config = replace(config, weights=None)  # a folder's take the same memory as fresh ones, and time to read
     return trace_pipeline(
-        lambda groups: recipe.build_model(config, groups),
+        lambda groups: build_layers(config, groups),
         config,
         rank,
         mesh=config.mesh,
@@ -161,7 +160,7 @@ def measure(config: RunConfig) -> TracedPeaks:
     meter = StorageMeter("cpu")
     with meter:
         with meter.phase("build"):
-            model = recipe.build_model(config, groups)
+            model = build_layers(config, groups)
         with meter.phase("engine"):
             engine = initialize(model=model, config=config)[0]
         announce(signatures(config), engine)

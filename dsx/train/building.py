@@ -1,0 +1,101 @@
+"""From a resolved config to this rank's layers, for runs, and for those who prove, verify and trace them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+
+from dsx.config.run import RunConfig
+from dsx.config.schema import DsxConfig
+from dsx.engine.pipeline_module import PipelineModule
+from dsx.errors import ConfigError
+from dsx.models import families
+from dsx.models.spec import Recompute
+from dsx.nn.parameters import DTYPES
+from dsx.nn.split import WeightGradients
+from dsx.parallel.groups import Groups
+from dsx.waiting import Waiting
+
+
+def build_layers(
+    config: RunConfig,
+    groups: Groups,
+    *,
+    load_layer: Callable[[int, nn.Module], None] | None = None,
+    dynamic_shape: bool = False,
+) -> PipelineModule:
+    """This rank's layers of the config's model, freshly initialised or read from its Hugging Face folder.
+
+    Fresh weights depend on the seed alone, not on the layout. At ZeRO-3 each layer is partitioned as soon as
+    it has its weights.
+
+    Args:
+        config: The resolved config.
+        groups: This rank's process groups.
+        load_layer: Gives layers their weights, as for :class:`~dsx.PipelineModule`; by default those of the
+            config's folder are read, if it has any.
+        dynamic_shape: Whether lengths may differ from micro-batch to micro-batch.
+
+    Raises:
+        CheckpointError: The folder's weights do not fit the model.
+    """
+    settings = config.dsx
+    split = WeightGradients() if config.program.divides else None
+    layers = families.layers(
+        config.model,
+        groups.tensor_parallel,
+        dtype=DTYPES[config.precision],
+        device=get_accelerator().current_device_name(),
+        seed=settings.train.seed,
+        recompute=_recompute(settings),
+        pad_multiple=settings.model.vocab_multiple,
+        split=split,
+    )
+    with ExitStack() as files:
+        adapter = None if settings.adapter is None else settings.adapter.path
+        if config.model.adapter is not None or (load_layer is None and config.weights is not None):
+            from dsx.checkpoint.run.export import layer_weights
+
+            if config.weights is not None or adapter is not None:
+                reading = f"reading the weights in {config.weights or adapter}"
+                files.enter_context(Waiting(reading, quiet=is_mute(groups)))
+            made = layer_weights(config.weights, config.model, groups, adapter, given=load_layer)
+            load_layer = files.enter_context(made)
+        return PipelineModule(
+            layers,
+            # The engine drops the logits, so that their memory can take the gradient.
+            loss_fn=families.loss(
+                config.model,
+                groups.tensor_parallel,
+                overwrite_logits=True,
+                chunk_tokens=config.loss_chunk,
+            ),
+            groups=groups,
+            stage_map=config.stage_map,
+            schedule=config.program,
+            release_outputs=True,
+            shard_transfers=not groups.tensor_parallel.sequence,
+            split=split,
+            config=config,
+            load_layer=load_layer,
+            dynamic_shape=dynamic_shape,
+        )
+
+
+def is_mute(groups: Groups) -> bool:
+    """Whether this rank has no console: all but the first of the job, or of its first island."""
+    station = groups.station
+    return groups.rank != 0 or not (station is None or station.islands.speaks)
+
+
+def _recompute(settings: DsxConfig) -> Recompute:
+    if settings.recompute == "auto":
+        raise ConfigError(
+            'dsx.recompute = "auto"',
+            "nothing has been measured yet",
+            "call dsx.recipe.measure before the model is built",
+        )
+    return settings.recompute
