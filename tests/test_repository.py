@@ -90,7 +90,7 @@ def test_what_needs_no_tensors_loads_nothing_heavy():
 
 # Of dsx, by a recipe up to its first step; 136 on the day that this was written, and six more where layers
 # have to be recorded first.
-MOST_MODULES = 144
+MOST_MODULES = 145
 
 FIRST_STEP = """
 import os, runpy, sys
