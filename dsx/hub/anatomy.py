@@ -516,6 +516,7 @@ def anatomy_of(config: str) -> Anatomy:
         ModelError: transformers cannot make it, or it cannot be cut into layers; names the reason.
     """
     model: Any = without_weights(json.loads(config))
+    _require_all_blocks(model)
     found = _found(model)
     _require_apart(model, found)
     return _looked_at(found)
@@ -527,6 +528,17 @@ def _refusal(model: Any, why: str) -> ModelError:
         why,
         "dsx cannot cut this family into stages: use another",
     )
+
+
+def _require_all_blocks(model: Any) -> None:
+    """Refuse a model that leaves out blocks at random while it trains."""
+    for key, value in model.config.to_dict().items():
+        if key.replace("_", "").endswith("layerdrop") and value:
+            raise ModelError(
+                at(f"model_type = {model.config.model_type!r}, {key}", value),
+                "its forward leaves out blocks at random, which ranks and stages would do each by itself",
+                "set it to 0 (dsx.model.overrides)",
+            )
 
 
 def _found(model: Any) -> Anatomy:

@@ -38,9 +38,13 @@ def settled(module: nn.Module, model: HubModel, weights: Weights, summed: set[st
         shape = weights.specs[path].local_shape(weights.tp.size)
         empty = torch.empty(shape, dtype=weights.dtype, device=weights.device)
         setattr(module.get_submodule(owner), name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
+    paths = {inner: path for path, inner in module.named_modules()}
     for inner in module.modules():
         for name, buffer in inner.named_buffers(recurse=False):
-            setattr(inner, name, buffer.to(weights.device))
+            # Those that are stored with the weights have their dtype, as from_pretrained gives it.
+            stored = name not in inner._non_persistent_buffers_set and buffer.is_floating_point()  # noqa: SLF001
+            wide = anatomy_of(model.config).keeps_wide(f"{paths[inner]}.{name}")
+            setattr(inner, name, buffer.to(weights.device, weights.dtype if stored and not wide else None))
     weights.initialise(module)
     memory = dict(model.own_values)
     for path, spec in weights.specs.items():

@@ -136,12 +136,21 @@ def block_plan(model: HubModel, anatomy: Anatomy, number: int) -> BlockPlan:
 
 def _plan_of_block(anatomy: Anatomy, plan: Mapping[str, str | None], number: int) -> BlockPlan:
     settings, prefix = anatomy.model.config, f"{anatomy.blocks}.{number}"
-    pairs = _number(settings, "num_key_value_heads") or _number(settings, "num_attention_heads") or 0
+    block = anatomy.list_of_blocks[number]
+    pairs = _pairs_of(block) or _number(settings, "num_key_value_heads")
+    pairs = pairs or _number(settings, "num_attention_heads") or 0
     rotary = _number(settings, "qk_rope_head_dim") or 0
     counts = tuple(known_of(settings.model_type).get("heads", ()))
-    return BlockPlan.of(
-        anatomy.list_of_blocks[number], prefix, plan, pairs=pairs, rotary=rotary, counts=counts
-    )
+    return BlockPlan.of(block, prefix, plan, pairs=pairs, rotary=rotary, counts=counts)
+
+
+def _pairs_of(block: nn.Module) -> int:
+    """Key/value heads of a block's attention by its own sizes; 0 where they do not say it."""
+    for module in block.modules():
+        keys, size = getattr(module, "k_proj", None), getattr(module, "head_dim", None)
+        if isinstance(keys, nn.Linear) and isinstance(size, int) and keys.out_features % size == 0:
+            return keys.out_features // size
+    return 0
 
 
 def _number(settings: Any, name: str) -> int | None:
@@ -259,14 +268,14 @@ class _Reader:
                     "dsx cannot cut this family into stages: use another",
                 )
 
-    def pairs(self, params: tuple[ParamSpec, ...]) -> Iterator[str]:
-        """Names of the parameters of blocks' key and value projections that are cut head by head."""
+    def pairs(self, params: tuple[ParamSpec, ...]) -> Iterator[tuple[str, int]]:
+        """Parameters of blocks' key and value projections that are cut head by head, with their heads."""
         first = min(spec.layer for spec in params if ".block." in spec.name)
         for spec in params:
             owner = spec.name.partition(".block.")[2].rpartition(".")[0]
             is_pair = owner.endswith((".k_proj", ".v_proj")) and spec.split == 0
             if is_pair and self.plans[spec.layer - first].styles.get(owner) == "colwise":
-                yield spec.name
+                yield spec.name, self.plans[spec.layer - first].pairs
 
     def in_order(self, specs: tuple[ParamSpec, ...]) -> tuple[str, ...]:
         """Names of tensors in the order of transformers' module."""
@@ -283,7 +292,7 @@ class _Reader:
             for path, style in plan.styles.items()
         )
         queries = _number(self.model.config, "num_attention_heads")
-        pairs = self.plans[0].pairs if self.plans else 0
+        pairs = min((plan.pairs for plan in self.plans), default=0)
         return (queries, pairs) if cut and queries and pairs else None
 
     def whole(self) -> Iterator[tuple[str, float]]:

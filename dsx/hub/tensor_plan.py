@@ -106,8 +106,8 @@ class BlockPlan:
         """
         names = [path for path, _ in block.named_modules() if path]
         names += [path for path, _ in block.named_parameters(remove_duplicate=False)]
-        found = {path: plan.get(generic(f"{prefix}.{path}")) for path in names}
-        return cls({path: style for path, style in found.items() if style}, **facts)
+        said = {path: plan[pattern] for path in names if (pattern := generic(f"{prefix}.{path}")) in plan}
+        return cls(_completed(block, said), **facts)
 
     def cut(self, block: nn.Module, path: str, parameter: Tensor) -> Cut:
         """How the parameter at ``path`` is cut."""
@@ -130,6 +130,40 @@ class BlockPlan:
         return (
             bool(self.pairs % heads) and last in ("k_proj", "v_proj") and self.styles.get(path) == "colwise"
         )
+
+
+_OF_HEADS = re.compile(r"(q|k|query|key)_?(layer)?_?norm")
+_ACTIVATIONS = ("act", "act_fn", "activation", "activation_fn")
+
+
+def _completed(block: nn.Module, said: Mapping[str, str | None]) -> dict[str, str]:
+    """The styles of a block, with those of parts of cut regions that its plan does not name.
+
+    Plans name what a family's defaults have, not what its options add: norms of queries and keys, activations
+    with parameters, queries that are projected at once. Norms and activations inside a cut region see a
+    rank's own heads or features. So the gradients of parameters that all ranks hold are partial, and a
+    parameter with a dimension of heads is cut along it. A region with a list of modules, one for each head,
+    is left whole: every rank would use the first ones.
+    """
+    styles = {path: style for path, style in said.items() if style}
+    for path, child in _children(block):
+        inside = {name for name in styles if name.startswith(f"{path}.")}
+        if not any(styles[name] in COLUMN - _GATHERS for name in inside) or isinstance(child, nn.Linear):
+            continue
+        gathered = any(styles[name] in _GATHERS for name in inside)
+        for name, module in child.named_modules(prefix=path):
+            last = name.rpartition(".")[2]
+            if isinstance(module, nn.Linear):
+                queries = last == "q_proj" and f"{path}.kv_b_proj" in inside
+                styles |= {name: "colwise"} if queries and name not in said else {}
+            elif isinstance(module, nn.ModuleList) and _OF_HEADS.fullmatch(name.split(".")[-2]):
+                styles = {each: style for each, style in styles.items() if each not in inside}
+                break
+            elif (_OF_HEADS.fullmatch(last) and not gathered) or last in _ACTIVATIONS:
+                for own, parameter in module.named_parameters(recurse=False):
+                    if name not in said and f"{name}.{own}" not in said:
+                        styles[f"{name}.{own}"] = "colwise" if parameter.ndim > 1 else SUMMED
+    return styles
 
 
 def _halves(size: int) -> tuple[int, int]:
@@ -283,7 +317,7 @@ def _divide_counts(owner: Any, plan: BlockPlan, tp: TensorParallel) -> None:
         count = vars(owner).get(name)
         if isinstance(count, int) and f"{name} of all ranks" not in vars(owner):
             vars(owner)[f"{name} of all ranks"] = count
-            setattr(owner, name, count // tp.size)
+            setattr(owner, name, max(count // tp.size, 1))  # one is shared where there are fewer
 
 
 def _wrap(child: nn.Module, path: str, plan: BlockPlan, tp: TensorParallel) -> set[str]:

@@ -218,7 +218,8 @@ class HubModel:
         buffers: Every tensor that is stored with them and not trained.
         order: Names of both in the order of transformers' module.
         heads: Attention heads, key/value heads, if the plan cuts attention head by head; else None.
-        pair_projections: Names of parameters that give keys or values, each rank its own heads.
+        pair_projections: Parameters that give keys or values, each rank its own heads, with their heads, of
+            which layers may have different numbers.
         own_values: (name, name in transformers' model) of every parameter whose fresh values only the
             family's own code can give.
         query_size: Width of all query heads; 0 if the config does not say it.
@@ -247,7 +248,7 @@ class HubModel:
     buffers: tuple[ParamSpec, ...] = field(default=(), repr=False, compare=False)
     order: tuple[str, ...] = field(repr=False, compare=False)
     heads: tuple[int, int] | None = None
-    pair_projections: frozenset[str] = field(default=frozenset(), repr=False)
+    pair_projections: frozenset[tuple[str, int]] = field(default=frozenset(), repr=False)
     own_values: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     query_size: int = 0
     routed: float = 1.0
@@ -267,9 +268,8 @@ class HubModel:
         """The same model with the cut of its parameters that ``tensor`` tensor-parallel ranks train."""
         if not self.shares_heads(tensor):
             return self
-        params = tuple(
-            replace(spec, split=None) if spec.name in self.pair_projections else spec for spec in self.params
-        )
+        shared = {name for name, pairs in self.pair_projections if pairs % tensor}
+        params = tuple(replace(spec, split=None) if spec.name in shared else spec for spec in self.params)
         return replace(self, params=params)
 
     def shares_heads(self, tensor: int) -> bool:
@@ -287,6 +287,8 @@ class HubModel:
             )
         if self.heads is not None:
             queries, pairs = self.heads
+            several = {pairs} | {each for _, each in self.pair_projections}
+            pairs = next((each for each in several if each % tensor and tensor % each), pairs)
             shared = self.pair_projections and tensor % pairs == 0
             if queries % tensor or (pairs % tensor and not shared):
                 return f"attention heads = {queries}, key/value heads = {pairs}: they cannot be shared by it"

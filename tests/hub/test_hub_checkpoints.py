@@ -242,6 +242,24 @@ def test_buffers_that_transformers_keeps_wide_keep_their_bits():
     assert torch.equal(found, kept)
 
 
+def test_stored_buffers_have_the_dtype_that_from_pretrained_gives_them(tmp_path):
+    sizes = {
+        "vocab_size": 40,
+        "hidden_size": 32,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+    }
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2}
+    config = AutoConfig.for_model("minimax", **sizes, layer_types=["linear_attention", "full_attention"])
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).model.layers[0]
+    block = families.layers(hub_model(config.to_dict()), TensorParallel(), dtype=torch.bfloat16)[1].build()
+    ours = {name.removeprefix("block."): buffer.dtype for name, buffer in block.named_buffers()}
+    assert ours == {name: buffer.dtype for name, buffer in theirs.named_buffers()}
+    assert torch.bfloat16 in ours.values()
+
+
 def test_a_stock_engine_finds_its_optimizer_groups_by_position(tmp_path):
     """OPT's own module has the last norm before the blocks, and the layer list after them."""
     sizes = {

@@ -14,7 +14,7 @@ from torch import nn
 
 import ranks
 from dsx.config.resolve import resolve
-from dsx.errors import LayoutError
+from dsx.errors import DsxError, LayoutError
 from often import often
 from verify import user_pipeline
 
@@ -135,6 +135,74 @@ def test_a_mistake_ends_the_run_before_it_trains(plant: str, tmp_path: Path) -> 
     )
     assert '{"dsx": {"proof": "off"}}' in error.fix
     assert not list(tmp_path.rglob("*.json"))
+
+
+SMALL = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1}
+EXPERTS |= {"topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
+LATENT = {"q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+SLIDING = {
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 16,
+    "swa_v_head_dim": 16,
+}
+SLIDING |= {"hybrid_layer_pattern": [0, 1], "sliding_window": 8, "moe_layer_freq": [0, 1]}
+OPTIONS: dict[str, tuple[int, dict[str, Any]]] = {  # what families' tensor plans do not name -> ranks, config
+    "a list of norms by head": (2, {"model_type": "stablelm", "qk_layernorm": True}),
+    "a list of norms, 4 ranks": (4, {"model_type": "stablelm", "qk_layernorm": True}),
+    "one shared head": (2, {"model_type": "stablelm", "num_key_value_heads": 1}),
+    "one head, norms": (2, {"model_type": "stablelm", "num_key_value_heads": 1, "qk_layernorm": True}),
+    "norms alike": (2, {"model_type": "phi", "num_key_value_heads": 4, "qk_layernorm": True}),
+    "norms, experts": (2, {"model_type": "glm4_moe", **EXPERTS, "head_dim": 16, "use_qk_norm": True}),
+    "norms with a dimension of heads": (2, {"model_type": "cohere", "use_qk_norm": True}),
+    "queries at once": (
+        2,
+        {"model_type": "glm4_moe_lite", **EXPERTS, **LATENT, "num_key_value_heads": 4, "v_head_dim": 16},
+    ),
+    "heads that differ by layer": (
+        2,
+        {
+            "model_type": "mimo_v2_flash",
+            **EXPERTS,
+            **SLIDING,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "v_head_dim": 16,
+        },
+    ),
+    "an activation with parameters": (
+        2,
+        {"model_type": "apertus", "rope_parameters": {"rope_type": "default"}},
+    ),
+    "norms of the full width": (2, {"model_type": "olmo2"}),
+}
+
+
+@pytest.mark.parametrize("name", often(OPTIONS, 2))
+def test_what_a_tensor_plan_does_not_name_trains_as_in_one_process(name: str, tmp_path: Path) -> None:
+    size, options = OPTIONS[name]
+    model = {"config": {**SMALL, **options}, "implementation": "transformers"}
+    given = content(tmp_path, model=model, parallel={"tensor": size, "pipeline": 1})
+    for line, _ in proved(given, size, tmp_path):
+        assert f"tensor {size} as one process: loss " in line
+
+
+def test_a_norm_of_shared_heads_and_blocks_left_out_are_refused_by_name(tmp_path: Path) -> None:
+    def refused(tensor: int, **options: Any) -> str:
+        model = {"config": {**SMALL, **options}, "implementation": "transformers"}
+        with pytest.raises(DsxError) as error:
+            resolve(
+                content(tmp_path, model=model, parallel={"tensor": tensor, "pipeline": 1}), world_size=tensor
+            )
+        return str(error.value)
+
+    said = refused(4, model_type="cohere", use_qk_norm=True)
+    assert "self_attn.k_norm.weight: 2 of dim 0 are not divisible" in said
+    assert "layerdrop = 0.1: its forward leaves out blocks at random" in refused(
+        1, model_type="opt", layerdrop=0.1
+    )
 
 
 class OffOnOneRank(nn.Module):
