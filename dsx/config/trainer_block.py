@@ -27,7 +27,7 @@ _DECIDED: Mapping[str, Mapping[str, str]] = {
     },
 }
 _WHOLE = {"tracking": "report_to", "elastic": "the number of ranks, by which a Trainer counts its steps"}
-_LEFT = ("dsx.data.sequence_length",)
+_LEFT = ("dsx.data.sequence_length", "dsx.train.freeze")
 
 
 def decided(block: Mapping[str, Any]) -> Iterator[ConfigError]:

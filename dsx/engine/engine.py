@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,7 @@ from dsx.engine.whereabouts import Whereabouts
 from dsx.engine.zero import adapt, count_samples
 from dsx.engine.zero.calls import Backwards, calls
 from dsx.engine.zero.norm import Refuses
-from dsx.errors import ConfigError, DataError, ModelError
+from dsx.errors import CheckpointError, ConfigError, DataError, ModelError
 from dsx.nn.loss import TokenMean
 from dsx.parallel.groups import Grid
 from dsx.parallel.stages import StageMap
@@ -135,6 +136,11 @@ def _refused(name: str) -> Callable[..., None]:
     return refuse
 
 
+def _require(fine: bool, where: str, fix: str) -> None:
+    if not fine:
+        raise CheckpointError(f"engine.{where}", "dsx saves and loads a run as a whole", fix)
+
+
 class PipelineEngine:
     """Trains a :class:`~dsx.PipelineModule`. Made by :func:`dsx.initialize`.
 
@@ -206,6 +212,15 @@ class PipelineEngine:
         if name in ("deepspeed_engine", "names"):
             raise AttributeError(name)
         return getattr(self.names if self.names.has(name) else self.deepspeed_engine, name)
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The schedule that moves the learning rate after each step; None for none. May be assigned."""
+        return self.deepspeed_engine.lr_scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, schedule: Any) -> None:
+        self.deepspeed_engine.lr_scheduler = schedule
 
     forward, backward, step = map(_refused, ("forward", "backward", "step"))
 
@@ -404,6 +419,8 @@ class PipelineEngine:
         save_dir: str | Path,
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
         *,
         background: bool = False,
         keep: int = 0,
@@ -414,13 +431,18 @@ class PipelineEngine:
             save_dir: Folder of checkpoints, on a file system that all ranks share.
             tag: Name; ``global_step<N>`` by default.
             client_state: Plain data that :meth:`load_checkpoint` shall give back.
+            save_latest: Stock DeepSpeed's; True alone, as the newest whole checkpoint is always the latest.
+            exclude_frozen_parameters: Stock DeepSpeed's; frozen parameters are left out where a config says
+                where they come from, and else kept, whatever it says.
             background: Whether to go on training once the states are copied to the host's memory.
             keep: Number of the newest checkpoints to keep there; 0 keeps all.
 
         Raises:
             CheckpointError: It cannot be written, or one before that was written in the background has
-                failed.
+                failed; or ``save_latest`` is False.
         """
+        del exclude_frozen_parameters  # a checkpoint that holds more is read alike
+        _require(save_latest is True, "save_checkpoint(save_latest=False)", "leave it out")
         tag = tag or f"global_step{self.global_steps}"
         if self.outer is not None:
             self.outer.settle()
@@ -437,15 +459,47 @@ class PipelineEngine:
             if self._saver is not None:
                 self._saver.wait()
 
-    def load_checkpoint(self, load_dir: str | Path, tag: str | None = None) -> tuple[Path, dict[str, Any]]:
-        """Continue from a checkpoint of any layout; see :func:`dsx.checkpoint.run.state.load`."""
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[Path, dict[str, Any]]:
+        """Continue from a checkpoint of any layout; see :func:`dsx.checkpoint.run.state.load`.
+
+        Args:
+            load_dir: Folder of checkpoints, or one of them.
+            tag: Its name; the newest by default.
+            load_module_strict: Stock DeepSpeed's; a checkpoint of other parameters is refused, even without.
+            load_optimizer_states: Stock DeepSpeed's; True alone.
+            load_lr_scheduler_states: Whether the schedule goes on where the checkpoint's was.
+            load_module_only: Stock DeepSpeed's; False alone.
+            custom_load_fn: Stock DeepSpeed's; None alone.
+
+        Raises:
+            CheckpointError: There is none, it does not fit, or an argument has another value than these.
+        """
         from dsx.checkpoint.run.state import load
 
+        del load_module_strict
+        weights = "give the weights to the layers before dsx.initialize, as PipelineModule(load_layer=)"
+        _require(load_optimizer_states is True, "load_checkpoint(load_optimizer_states=False)", weights)
+        _require(load_module_only is False, "load_checkpoint(load_module_only=True)", weights)
+        _require(custom_load_fn is None, "load_checkpoint(custom_load_fn=)", weights)
+        schedule = self.lr_scheduler if not load_lr_scheduler_states else None
+        kept = None if schedule is None else copy.deepcopy(schedule.state_dict())
         self.wait_for_checkpoint()
         if self.outer is not None:
             self.outer.settle()
         with self.whereabouts.doing("loading a checkpoint"):
-            return load(self, Path(load_dir), tag=tag)
+            found = load(self, Path(load_dir), tag=tag)
+        if schedule is not None:
+            schedule.load_state_dict(kept)
+        return found
 
     def _outer_steps(self, config: RunConfig) -> Outer:
         """What averages this island's movements with those of the others."""

@@ -311,10 +311,13 @@ class PipelineModule(nn.Module):
             several = (num_chunks if stage_map is None else stage_map.num_chunks) > 1
             schedule = "interleaved" if several else "1f1b"
         self.program = Program(name=schedule) if isinstance(schedule, str) else schedule
+        self._grid = Grid(self.groups, topology)
+        self._topo = self._grid.topology()
+        method = self._method_of_subclass(partition_method, several=num_chunks > 1)
         with outside_of_init():  # counting parameters builds layers, too
             self.stage_map = stage_map or cut_layers(
                 self.layer_specs,
-                partition_method,
+                method,
                 self.groups.mesh.pp,
                 num_chunks,
                 self.program.placement,
@@ -361,8 +364,6 @@ class PipelineModule(nn.Module):
         self._adopt(chunks)
         self.to(self.device)
         self.ties = self._tie()
-        self._grid = Grid(self.groups, topology)
-        self._topo = self._grid.topology()
         self._note_places()
 
     # Names of stock DeepSpeed's class that nothing else of dsx needs.
@@ -373,14 +374,54 @@ class PipelineModule(nn.Module):
     micro_offset = property(lambda self: self.chunks.forwards)
     curr_layer = property(lambda self: self.chunks.running)
 
-    def _note_places(self) -> None:
-        """Set what stock DeepSpeed's constructor sets as plain attributes."""
-        mesh, bounds, here = self.groups.mesh, self.stage_map.bounds, self.groups.pp_rank
+    def _method_of_subclass(self, method: str | Sequence[int], *, several: bool) -> str | Sequence[int]:
+        """The cut of a subclass that overrides stock's ``_partition_layers``, as layers of each stage.
+
+        Stock calls it in its constructor; it leaves the first layer of every stage, and the number of layers,
+        in ``parts`` (deepspeed/runtime/pipe/module.py).
+        """
+        self._note_ranks()
+        kind = next(kind for kind in type(self).mro() if "_partition_layers" in vars(kind))
+        if kind is PipelineModule:
+            return method
+        where = f"{type(self).__name__}._partition_layers({method!r})"
+        if several:
+            fix = "use one chunk, or give partition_method a list of the layers of every virtual stage"
+            raise LayoutError(where, "it cuts stages, and with chunks each rank has several", fix)
+        self.parts: list[int] = []
+        self._partition_layers(method=method)
+        if not self.parts:  # it has called this class's own
+            return method
+        sizes = [int(stop) - int(start) for start, stop in pairwise(self.parts)]
+        if len(sizes) != self.num_stages or sum(sizes) != self._num_layers or self.parts[0]:
+            raise LayoutError(
+                where,
+                f"it leaves parts = {list(self.parts)}, which are no {self.num_stages} stages of "
+                f"{self._num_layers} layers",
+                "set parts to the first layer of each stage, and the number of layers",
+            )
+        return sizes
+
+    def _partition_layers(self, method: str | Sequence[int] = "uniform") -> None:
+        """Leave the cut to ``partition_method``; a subclass may override it as stock's."""
+
+    def _set_bounds(self, start: int | None = None, stop: int | None = None) -> None:
+        """Stock's, which a subclass calls with this rank's part of ``parts``."""
+        self._local_start, self._local_stop = start or 0, self._num_layers if stop is None else stop
+
+    def _note_ranks(self) -> None:
+        """Set what stock DeepSpeed's constructor knows before it cuts."""
+        mesh = self.groups.mesh
         self.global_rank, self.world_size = self.groups.rank, mesh.size
         self.local_rank = int(comm.get_local_rank()) if comm.is_initialized() else 0
         self.world_group = dist.group.WORLD
-        self.num_stages, self.stage_id, self.parts = mesh.pp, here, list(bounds)
+        self.num_stages, self.stage_id = mesh.pp, self.groups.pp_rank
         self._layer_specs, self._num_layers = list(self.layer_specs), len(self.layer_specs)
+
+    def _note_places(self) -> None:
+        """Set what stock DeepSpeed's constructor sets as plain attributes."""
+        mesh, bounds, here = self.groups.mesh, self.stage_map.bounds, self.groups.pp_rank
+        self.parts = list(bounds)
         if len(bounds) == mesh.pp + 1:
             self._local_start, self._local_stop = bounds[here], bounds[here + 1]
 

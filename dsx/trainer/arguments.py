@@ -5,10 +5,12 @@ One table, as data. Every field of ``TrainingArguments`` stands in exactly one o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from enum import Enum
 from typing import Any
+
+from transformers.trainer_utils import SaveStrategy
 
 from dsx.config.load import raise_all
 from dsx.config.wording import at
@@ -148,7 +150,7 @@ REFUSED: Mapping[str, Refusal] = {
 _NOT_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 
 OF_TRAINER: Mapping[str, Refusal] = {
-    "model_init": Refusal("hyperparameter search is not there", "pass model="),
+    "model_init": Refusal("hyperparameter search is not there", "pass model=", (None,)),
     "compute_loss_func": Refusal("the loss is the plain cross entropy", "leave it out", (None,)),
     "optimizers": Refusal(
         "layers are built and cut later, and an optimizer made before has other parameters",
@@ -214,9 +216,33 @@ def refusals(args: Any, given: Mapping[str, Any]) -> Sequence[ConfigError]:
     return found
 
 
-def refuse(args: Any, given: Mapping[str, Any]) -> None:
-    """Raise a ConfigError about all of :func:`refusals`."""
-    raise_all("TrainingArguments", list(refusals(args, given)))
+def refuse(args: Any, given: Mapping[str, Any], *, metrics: bool = True) -> None:
+    """Raise a ConfigError about all of :func:`refusals`, and about arguments that cannot hold together.
+
+    Args:
+        args: As of :func:`refusals`.
+        given: Likewise.
+        metrics: Whether there are metrics besides the loss.
+    """
+    raise_all("TrainingArguments", [*refusals(args, given), *_disagreements(args, metrics=metrics)])
+
+
+def _disagreements(args: Any, *, metrics: bool) -> Iterator[ConfigError]:
+    """Arguments that only fail together, and would after hours."""
+    best = args.metric_for_best_model
+    if args.save_only_model and args.load_best_model_at_end:
+        what = "a checkpoint of the weights alone cannot be loaded again at the end (load_best_model_at_end)"
+        yield ConfigError(at("save_only_model", True), what, "set one of them to False")
+    if SaveStrategy(args.save_strategy) == SaveStrategy.BEST and best is None:
+        fix = 'name one, such as metric_for_best_model="loss"'
+        yield ConfigError(at("save_strategy", "best"), "no metric says which checkpoint is best", fix)
+    if best is not None and best.removeprefix("eval_") != "loss" and not metrics:
+        what = "without compute_metrics= the loss is the only metric"
+        yield ConfigError(at("metric_for_best_model", best), what, 'pass compute_metrics=, or use "loss"')
+    for name in ("bf16", "fp16"):
+        if getattr(args, f"{name}_full_eval") and not getattr(args, name):
+            what = "an evaluation computes in the precision of the training"
+            yield ConfigError(at(f"{name}_full_eval", True), what, f"leave it out, or set {name}=True")
 
 
 def _is_default(field: Any, value: Any) -> bool:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, Trainer
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel, Trainer
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, set_hf_deepspeed_config
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -56,6 +56,7 @@ class GivenModel:
         block: ``dsx.model`` for it.
         whole: The model itself, if it was given with its weights.
         adapter: PEFT's folder of its adapter, if it has one.
+        generation: The generation settings of a model that was given with its weights.
     """
 
     hf_config: PreTrainedConfig
@@ -63,6 +64,7 @@ class GivenModel:
     block: dict[str, Any]
     whole: PreTrainedModel | None
     adapter: str | None = None
+    generation: GenerationConfig | None = None
 
     @classmethod
     def of(cls, model: Any, output: Path) -> GivenModel:
@@ -78,6 +80,7 @@ class GivenModel:
             return cls(hf_config=config, skeleton=_skeleton(config), block={"path": folder}, whole=None)
         adapter = None
         if hasattr(model, "peft_config"):
+            _require_adapter_alone(model)
             adapter, model = _adapter(model, output), model.get_base_model()
         whole = None if isinstance(model, PreTrainedConfig) else _usable(model)
         config = model if whole is None else whole.config
@@ -89,6 +92,7 @@ class GivenModel:
             block={"config": content},
             whole=whole,
             adapter=adapter,
+            generation=getattr(whole, "generation_config", None),
         )
 
 
@@ -122,6 +126,22 @@ def _adapter(model: Any, output: Path) -> str:
     return str(folder)
 
 
+def _require_adapter_alone(model: Any) -> None:
+    """Refuse a PEFT model that trains something else than its whole adapter."""
+    where = f"Trainer(model={type(model).__name__})"
+    for name, parameter in model.named_parameters():
+        added = _OF_ADAPTER.search(name) is not None
+        if added and not parameter.requires_grad:
+            fix = "make the adapter with is_trainable=True, or leave its parameters trained"
+            raise ModelError(f"{where}: {name}", "a part of the adapter is frozen", fix)
+        if parameter.requires_grad and not added:
+            raise ModelError(
+                f"{where}: {name}",
+                "it is trained beside the adapter, which dsx.Trainer does not do",
+                "freeze it, or name its module in the adapter's modules_to_save",
+            )
+
+
 def _usable(model: Any) -> PreTrainedModel:
     """The model, if its class and weights are ones that dsx can take."""
     where = f"Trainer(model={type(model).__name__})"
@@ -145,7 +165,33 @@ def _usable(model: Any) -> PreTrainedModel:
         )
     if getattr(model, "is_quantized", False):
         raise ModelError(where, "its weights are quantised", "give the folder of the weights themselves")
+    head = model.get_output_embeddings()
+    tied = head is not None and head.weight is model.get_input_embeddings().weight
+    if tied != bool(getattr(model.config.get_text_config(), "tie_word_embeddings", tied)):
+        raise ModelError(
+            where,
+            f"its head and word embedding are {'one tensor' if tied else 'two tensors'}, and its config says "
+            f"tie_word_embeddings = {not tied}",
+            "set model.config.tie_word_embeddings to what they are",
+        )
+    for path, module in model.named_modules():
+        if "forward" in vars(module) or any(map(_is_foreign, _hooks_of(module))):
+            raise ModelError(
+                f"{where}: {path or 'the model'}",
+                "it has a hook or a forward of its own, and dsx makes layers of the class's own modules",
+                "remove it, or give the model's folder",
+            )
     return model
+
+
+def _hooks_of(module: nn.Module) -> Iterator[Any]:
+    for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+        yield from getattr(module, kind).values()
+
+
+def _is_foreign(hook: Any) -> bool:
+    """Whether a hook is none of those that transformers and PEFT leave, which change no value."""
+    return not str(getattr(hook, "__module__", "")).startswith(("transformers.", "peft."))
 
 
 def _skeleton(config: PreTrainedConfig, kind: type[PreTrainedModel] | None = None) -> nn.Module:
@@ -190,14 +236,46 @@ def configure(
             raise ConfigError(where, what, "remove it, or give the model without an adapter")
         block["adapter"] = {"path": given.adapter}
     # transformers below 5.18 has the older name alone; newer ones keep both alike.
-    if getattr(args, "activation_checkpointing", args.gradient_checkpointing):
+    asked = getattr(args, "activation_checkpointing", args.gradient_checkpointing)
+    names = ("is_activation_checkpointing", "is_gradient_checkpointing")  # the latter below 5.18
+    own = next((name for name in names if hasattr(type(given.whole), name)), "")
+    if asked or (own and getattr(given.whole, own)):
         block.setdefault("recompute", "full")
     most = getattr(given.hf_config, "max_position_embeddings", None) or _MOST_TOKENS
     # Of whole blocks, which tensor-parallel ranks can share, as batches are made to be.
     length = min(-(-(longest or _MOST_TOKENS) // _BLOCK) * _BLOCK, most - most % _BLOCK or most)
     train = {"steps": max(steps, 1), "output": args.output_dir, "seed": args.seed, "resume": "never"}
+    train["freeze"] = [*(block.get("train") or {}).get("freeze", ()), *_frozen(given)]
     block = completed(block, model=given.block, length=length, train=train)
     return resolve({**content, "dsx": block}, world_size=world_size)
+
+
+def _frozen(given: GivenModel) -> list[str]:
+    """What ``dsx.train.freeze`` says of the parameters that the given model does not train."""
+    if given.whole is None or given.adapter is not None:
+        return []
+    names = [name for name, each in given.whole.named_parameters() if not each.requires_grad]
+    return [f"^({'|'.join(map(re.escape, names))})$"] if names else []
+
+
+def require_trained_as_given(pipeline: nn.Module, given: GivenModel) -> None:
+    """Refuse parameters that would be trained though the given model freezes them.
+
+    Raises:
+        ModelError: Names one. Names in a model and in its files differ, or one tensor here is several there.
+    """
+    if given.whole is None or given.adapter is not None:
+        return
+    held = dict(given.whole.named_parameters(remove_duplicate=False))
+    for parameter in pipeline.parameters():
+        spec = spec_of(parameter)
+        own = held.get(_name_in(held, spec))
+        if own is not None and parameter.requires_grad and not own.requires_grad:
+            raise ModelError(
+                f"Trainer(model=): {spec.hf[0]}",
+                "the model does not train it, and it would be trained here",
+                'freeze it by dsx.train.freeze, or set dsx.model.implementation to "transformers"',
+            )
 
 
 def read_json(args: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerState
+from transformers import GenerationConfig, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from dsx.checkpoint import store
@@ -76,7 +76,9 @@ def keep_newest(folder: Path, limit: int | None, best: str | None) -> None:
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def write_model(engine: PipelineEngine, folder: Path, tokenizer: Any) -> None:
+def write_model(
+    engine: PipelineEngine, folder: Path, tokenizer: Any, generation: GenerationConfig | None = None
+) -> None:
     """Write the weights as a Hugging Face model folder. Collective.
 
     Args:
@@ -84,6 +86,7 @@ def write_model(engine: PipelineEngine, folder: Path, tokenizer: Any) -> None:
         folder: Where. A folder that is there keeps its other files; a model in it is replaced when the new
             one is complete.
         tokenizer: It is saved beside the model, whose config gets its special tokens; None for none.
+        generation: Generation settings to save; None for those of the folder that the model was read from.
     """
     assert engine.run_config is not None
     config, told = engine.run_config.hf_config, {name: getattr(tokenizer, name, None) for name in _TOKENS}
@@ -97,7 +100,7 @@ def write_model(engine: PipelineEngine, folder: Path, tokenizer: Any) -> None:
     export_hf(engine, aside, config=config)
     if not new:
         agree(lambda: _replace(aside, folder))
-    agree(lambda: None if tokenizer is None else tokenizer.save_pretrained(folder))
+    agree(lambda: [each.save_pretrained(folder) for each in (tokenizer, generation) if each is not None])
 
 
 def _replace(aside: Path, folder: Path) -> None:

@@ -64,7 +64,14 @@ from dsx.trainer.batches import (
     micro_batch,
     tokens_in,
 )
-from dsx.trainer.configure import GivenModel, configure, parameter_groups, read_json, weights_of
+from dsx.trainer.configure import (
+    GivenModel,
+    configure,
+    parameter_groups,
+    read_json,
+    require_trained_as_given,
+    weights_of,
+)
 from dsx.trainer.evaluation import Collected, Pass
 from dsx.trainer.length import Length
 from dsx.trainer.saving import keep_newest, load, save, write_model
@@ -112,24 +119,29 @@ class Trainer:
     log_metrics, save_metrics = log_metrics, save_metrics
     metrics_format = staticmethod(metrics_format)
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 - as transformers' Trainer takes them
         self,
         model: Any = None,
         args: TrainingArguments | None = None,
-        *,
         data_collator: Callable[[list[Any]], Any] | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
+        model_init: Any = None,
+        compute_loss_func: Any = None,
         compute_metrics: Callable[[EvalPrediction], Mapping[str, Any]] | None = None,
         callbacks: list[Any] | None = None,
+        optimizers: Any = (None, None),
+        optimizer_cls_and_kwargs: Any = None,
         preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
         **others: Any,
     ) -> None:
+        others |= {"model_init": model_init, "compute_loss_func": compute_loss_func, "optimizers": optimizers}
+        others |= {"optimizer_cls_and_kwargs": optimizer_cls_and_kwargs}
         if not isinstance(args, TrainingArguments):
             fix = 'pass args=TrainingArguments(deepspeed="config.json", ...)'
             raise ConfigError(f"dsx.Trainer(args={args!r})", "no TrainingArguments", fix)
-        refuse(args, others)
+        refuse(args, others, metrics=compute_metrics is not None)
         _require_called(type(self))
         if args.eval_strategy != "no" and eval_dataset is None:
             raise ConfigError(
@@ -277,6 +289,7 @@ class Trainer:
         if self._given.whole is not None:
             load_layer = weights_of(self._given.whole, config.model, groups)
         pipeline = recipe.build_model(config, groups, load_layer=load_layer, dynamic_shape=config.mesh.pp > 1)
+        require_trained_as_given(pipeline, self._given)
         _LOG.info(f"proved: {pipeline.proof}")
         written = read_json(args)
         own = "optimizer" not in written
@@ -593,7 +606,7 @@ class Trainer:
         del _internal_call
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
-        write_model(self._build(), folder, tokenizer)
+        write_model(self._build(), folder, tokenizer, self._given.generation)
 
     def save_state(self) -> None:
         """Write trainer_state.json into ``output_dir``, on the first rank."""

@@ -97,6 +97,10 @@ def test_calls_take_stock_deepspeeds_arguments() -> None:
             assert (parameter.name, parameter.kind) == (name, other.kind)
             assert parameter.default == other.default or name == "activation_checkpoint_func"
         assert all(more.kind is more.KEYWORD_ONLY for more in mine[len(theirs) :])
+    for method in ("save_checkpoint", "load_checkpoint"):
+        theirs = list(inspect.signature(getattr(stock_engine.PipelineEngine, method)).parameters)
+        mine = [*inspect.signature(getattr(dsx.PipelineEngine, method)).parameters]
+        assert mine[: len(theirs)] == theirs
     for method in ("train_batch", "eval_batch", "set_batch_fn", "set_dataloader", "set_dataiterator"):
         theirs = dict(inspect.signature(getattr(stock_engine.PipelineEngine, method)).parameters)
         mine = list(inspect.signature(getattr(dsx.PipelineEngine, method)).parameters.values())
@@ -436,6 +440,54 @@ def test_models_of_users_train_as_in_stock_deepspeed() -> None:
             assert mine["extra"] == pytest.approx(other["extra"])
             assert mine["weights"] == pytest.approx(other["weights"], rel=1e-4, abs=1e-4)
     assert stock[0][0]["extra"]["two"] == 2.0
+
+
+def _manual(rank: int, world_size: int, stock: bool, zero: int, folder: str) -> dict[str, Any]:
+    """A program that cuts its stages itself and assigns torch's schedule to the engine."""
+    import deepspeed
+    from deepspeed.pipe import PipelineModule
+
+    import dsx
+
+    class Manual(PipelineModule if stock else dsx.PipelineModule):  # type: ignore[misc]
+        def _partition_layers(self, method: str = "uniform") -> None:
+            assert method == "manual"
+            here = self._topo.get_coord(self.global_rank).pipe
+            self.parts = [0, 1, len(self._layer_specs)]
+            self._set_bounds(start=self.parts[here], stop=self.parts[here + 1])
+
+    deepspeed.init_distributed()
+    torch.manual_seed(5)
+    layers = [LayerSpec(nn.Linear, 8, 8) for _ in range(5)]
+    module = Manual(layers, num_stages=2, loss_fn=nn.MSELoss(), partition_method="manual")
+    start = deepspeed.initialize if stock else dsx.initialize
+    config = toy.config(Case(zero=zero)) | {"gradient_clipping": 0.0}  # stock clips by the norm of one stage
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}}
+    made, optimizer, *_ = start(model=module, model_parameters=list(module.parameters()), config=config)
+    plain = getattr(optimizer, "optimizer", optimizer)  # below ZeRO's, which is no optimizer of torch's
+    made.lr_scheduler = torch.optim.lr_scheduler.StepLR(plain, step_size=1, gamma=0.5)
+    losses, rates = [], []
+    for step in range(3):
+        x = torch.randn(2, 2, 3, 8, generator=torch.Generator().manual_seed(step))
+        losses.append(made.train_batch((inputs, labels) for inputs, labels in x).item())
+        rates.append(made.get_lr()[0])
+    made.save_checkpoint(folder, client_state={"x": 1}, save_latest=True, exclude_frozen_parameters=True)
+    made.lr_scheduler.step()
+    made.load_checkpoint(folder, load_module_strict=False, load_lr_scheduler_states=False)
+    epoch = made.lr_scheduler.last_epoch
+    return {"losses": losses, "rates": rates, "held": sorted(module.state_dict()), "epoch": epoch}
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_subclasses_cut_and_an_assigned_schedule_are_taken_as_in_stock_deepspeed(
+    zero: int, tmp_path: Path
+) -> None:
+    stock = ranks.run(_manual, 2, True, zero, str(tmp_path / "stock"))
+    ours = ranks.run(_manual, 2, False, zero, str(tmp_path / "ours"))
+    for mine, theirs in zip(ours, stock, strict=True):
+        assert mine["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
+        assert mine["rates"] == theirs["rates"] == [0.05, 0.025, 0.0125]
+        assert (mine["held"], mine["epoch"]) == (theirs["held"], theirs["epoch"])
 
 
 def _layer_files(rank: int, world_size: int, folder: str) -> list[str]:

@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     DataCollatorForLanguageModeling,
     DataCollatorWithFlattening,
+    GenerationConfig,
     PreTrainedTokenizerFast,
     TrainerCallback,
     TrainingArguments,
@@ -169,6 +170,7 @@ def run(
     packed: bool = False,
     shortest: int = 6,
     longest: int = 24,
+    save: bool = False,
     **arguments: Any,
 ) -> dict[str, Any]:
     """Train, evaluate and predict with transformers' Trainer or dsx's."""
@@ -208,7 +210,11 @@ def run(
     )
     result = trainer.train(resume_from_checkpoint=resume)
     predicted = trainer.predict(Texts(5, seed=3, longest=12))
-    return {
+    saved = {}
+    if save:
+        trainer.save_model(str(folder / "model"))
+        saved["max_length"] = GenerationConfig.from_pretrained(folder / "model").max_length
+    return saved | {
         "history": trainer.state.log_history,
         "events": events.seen,
         "step": result.global_step,
@@ -253,6 +259,14 @@ def with_adapter(whole: Any) -> Any:
     return get_peft_model(whole, lora)
 
 
+def frozen(whole: Any) -> Any:
+    """The model with its embedding and first block frozen, and generation settings of its own."""
+    for part in (whole.get_input_embeddings(), whole.get_decoder().layers[0]):
+        part.requires_grad_(False)
+    whole.generation_config.max_length = 77
+    return whole
+
+
 def theirs(rank: int, world_size: int, folder: str, model: str, options: dict[str, Any]) -> dict[str, Any]:
     """transformers' Trainer in one process, without DeepSpeed, in fp32."""
     from transformers import Trainer
@@ -262,6 +276,8 @@ def theirs(rank: int, world_size: int, folder: str, model: str, options: dict[st
     whole = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager")
     if options.pop("lora", False):
         whole = with_adapter(whole)
+    if options.pop("frozen", False):
+        whole = frozen(whole)
     return run(Trainer, Path(folder), whole, deepspeed=None, **options)
 
 
@@ -273,6 +289,8 @@ def ours(
     given: Any = model
     if options.pop("instance", False):
         given = AutoModelForCausalLM.from_pretrained(model)
+    if options.pop("frozen", False):
+        given = frozen(AutoModelForCausalLM.from_pretrained(model))
     if options.pop("lora", False):
         given = with_adapter(AutoModelForCausalLM.from_pretrained(model))
     return run(dsx.Trainer, Path(folder), given, deepspeed=config(layout), shares=SHARES[layout], **options)

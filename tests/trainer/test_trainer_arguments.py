@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 import dsx
 from dsx.config.ordinary import complete
@@ -15,8 +23,9 @@ from dsx.config.resolve import resolve
 from dsx.doctor.examine import examine
 from dsx.doctor.run import trainer_block
 from dsx.errors import ConfigError, DsxError, ModelError
-from dsx.trainer.arguments import HONOURED, NO_MATTER, NOT_THERE, REFUSED, refusals
+from dsx.trainer.arguments import HONOURED, NO_MATTER, NOT_THERE, REFUSED, refusals, refuse
 from dsx.trainer.configure import GivenModel, configure
+from trainer import scripts_of_both as scripts
 
 LLAMA = {
     "vocab_size": 128,
@@ -282,6 +291,60 @@ def test_models_that_cannot_be(tmp_path):
         with pytest.raises(DsxError) as caught:
             GivenModel.of(given, tmp_path)
         assert said in str(caught.value)
+
+
+def test_what_a_given_model_trains_beside_or_not_of_its_adapter_is_refused(tmp_path):
+    def given(pattern, trained):
+        whole = scripts.with_adapter(AutoModelForCausalLM.from_config(model()))
+        for name, parameter in whole.named_parameters():
+            if pattern in name:
+                parameter.requires_grad_(trained)
+        with pytest.raises(ModelError) as caught:
+            GivenModel.of(whole, tmp_path)
+        return str(caught.value)
+
+    assert "input_layernorm.weight: it is trained beside the adapter" in given("0.input_layernorm", True)
+    assert "a part of the adapter is frozen" in given("1.self_attn.q_proj.lora_A", False)
+
+
+def test_state_of_a_given_model_that_layers_would_not_have_is_refused(tmp_path):
+    def said(change):
+        whole = AutoModelForCausalLM.from_config(model())
+        change(whole)
+        with pytest.raises(ModelError) as caught:
+            GivenModel.of(whole, tmp_path)
+        return str(caught.value)
+
+    assert "layers.0.mlp: it has a hook" in said(
+        lambda whole: whole.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+    )
+    assert "a forward of its own" in said(lambda whole: vars(whole.lm_head).update(forward=abs))
+    assert "two tensors" in said(lambda whole: setattr(whole.config, "tie_word_embeddings", True))
+    whole = AutoModelForCausalLM.from_config(model())
+    whole.gradient_checkpointing_enable()
+    GivenModel.of(whole, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (
+            {"save_only_model": True, "load_best_model_at_end": True, "eval_strategy": "epoch"},
+            "save_only_model",
+        ),
+        ({"save_strategy": "best"}, "no metric says which checkpoint is best"),
+        ({"metric_for_best_model": "accuracy"}, "the loss is the only metric"),
+        ({"bf16_full_eval": True}, "bf16_full_eval = true: an evaluation computes in the precision"),
+    ],
+)
+def test_arguments_that_cannot_hold_together_are_refused_before_the_first_step(args, values, said):
+    with pytest.raises(ConfigError, match=said):
+        refuse(changed(args, **values), {}, metrics=False)
+
+
+def test_positional_arguments_are_those_of_transformers():
+    ours, theirs = (list(inspect.signature(kind.__init__).parameters) for kind in (dsx.Trainer, Trainer))
+    assert ours[: len(theirs)] == theirs
 
 
 def test_callbacks_are_added_and_removed(args):

@@ -117,6 +117,14 @@ def test_a_model_under_lora_of_peft(models, tmp_path, layout):
     assert_same({**found, "flos": wanted["flos"]}, wanted)  # transformers counts the adapter's parameters too
 
 
+@pytest.mark.parametrize("layout", ["pp2", pytest.param("tp2-pp2", marks=pytest.mark.slow)])
+def test_a_given_model_with_frozen_parameters(models, tmp_path, layout):
+    options = {"frozen": True, "num_train_epochs": 1, "learning_rate": 1e-2, "save": True}
+    found, wanted = mine(layout, tmp_path, models["llama"], **options), reference(models["llama"], **options)
+    assert_same({**found, "flos": wanted["flos"]}, wanted)
+    assert found["max_length"] == wanted["max_length"] == 77
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",

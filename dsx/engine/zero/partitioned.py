@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -124,13 +125,13 @@ class PartitionedAdapter:
         self._tied = [(tie.group, index) for tie in ties for index in self._groups_of(tie)]
         step = self._optimizer.step
 
-        def step_with_ties(*args: Any, **kwargs: Any) -> Any:
+        def step_with_ties(_optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             self.norm = torch.full((), torch.nan)  # until computed, if it is
             # The one moment at which gradients are final and not yet used, at every stage and with offload.
             self._reduce_ties()
             return step(*args, **kwargs)
 
-        self._optimizer.step = step_with_ties
+        self._optimizer.step = MethodType(step_with_ties, optimizer)  # torch's schedules wrap methods
         self._optimizer.scaled_global_norm = self._global_norm
         if reduction.by_dsx:
             self._optimizer.process_gradients = lambda parameter, _: gradients.accumulate(parameter)

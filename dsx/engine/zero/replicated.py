@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -113,10 +114,10 @@ class ReplicatedAdapter:
         step = optimizer.step
 
         @functools.wraps(step)  # with the marks that torch's schedulers leave on it
-        def unless_refused(*args: Any, **kwargs: Any) -> Any:
+        def unless_refused(_optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             return None if self.loss_scale.refused else step(*args, **kwargs)
 
-        optimizer.overflow, optimizer.step = False, unless_refused
+        optimizer.overflow, optimizer.step = False, MethodType(unless_refused, optimizer)
 
 
 class _NormTells:
