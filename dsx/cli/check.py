@@ -18,7 +18,7 @@ from dsx.cli.options import CONFIG, FORMAT, GPU_MEMORY, GPUS, SET
 from dsx.cli.output import BAD, say
 from dsx.config.keys import shown
 from dsx.config.refusals import ABSENT, Finding
-from dsx.config.wording import at, dotted
+from dsx.config.wording import at, dotted, without_secrets
 from dsx.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -100,6 +100,11 @@ def _file_facts(outcome: Outcome) -> dict[str, Any]:
     }
 
 
+def _key_of(path: Sequence[str | int]) -> str:
+    """The name of a key, without where it stands."""
+    return next((part for part in reversed(path) if isinstance(part, str)), "")
+
+
 def _facts(report: Report | None, finding: Finding) -> dict[str, Any]:
     place = None if report is None else report.source.place(finding.path)
     return {
@@ -107,13 +112,16 @@ def _facts(report: Report | None, finding: Finding) -> dict[str, Any]:
         "severity": finding.severity,
         "key": dotted(finding.path),
         "path": list(finding.path),
-        "value": None if finding.value is ABSENT else finding.value,
+        "value": None if finding.value is ABSENT else without_secrets(finding.value, _key_of(finding.path)),
         "written": finding.value is not ABSENT,
         "line": place[0] if place else None,
         "column": place[1] if place else None,
         "why": finding.why,
         "fix": finding.fix,
-        "edits": [{"kind": e.kind, "path": list(e.path), "value": e.value} for e in finding.edits],
+        "edits": [
+            {"kind": e.kind, "path": list(e.path), "value": without_secrets(e.value, _key_of(e.path))}
+            for e in finding.edits
+        ],
         "safe": finding.safe,
     }
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dsx.config.schema import DsxConfig
-from dsx.config.wording import at
+from dsx.config.wording import at, without_secrets
 from dsx.errors import ConfigError, LayoutError
 from dsx.models.flops import WIDTHS, Precision, auto_chunk, layer_flops
 from dsx.models.param import ParamSpec
@@ -161,6 +161,11 @@ class RunConfig:
         if self.program.rows is None:
             block["schedule"]["name"] = self.schedule_name
         return copy.deepcopy(self.deepspeed) | {"dsx": block}
+
+    def recorded(self) -> dict[str, Any]:
+        """:meth:`resolved` as it may be written, sent and shown: without values of keys that are secrets."""
+        found: dict[str, Any] = without_secrets(self.resolved())
+        return found
 
     def summary(self) -> dict[str, Any]:
         """What a person wants to see before starting, as JSON values."""

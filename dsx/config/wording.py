@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from dsx.errors import KeyPlace
 
@@ -18,9 +19,38 @@ _SUM_UP_AFTER = 12
 _TYPO = 0.9
 
 
-def show(value: object) -> str:
-    """``value`` as JSON on one line, shortened."""
-    text = json.dumps(value, default=str)
+_SECRET = re.compile(
+    r"(^|.*_)(api_?key|passwd|password|passphrase|secret|secret_key|access_key|private_key|credentials?"
+    r"|(access|auth|bearer|hf|hub|refresh|session)_?token)|token",
+    re.IGNORECASE,
+)
+_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s:]*:[^/@\s]+(?=@)")
+HIDDEN = "***"
+"""In the place of a secret in what is recorded, printed or sent."""
+
+
+def without_secrets(value: Any, name: str = "") -> Any:
+    """A copy of a JSON value in which :data:`HIDDEN` stands for the texts of keys that are secrets.
+
+    Args:
+        value: The value.
+        name: Its own key.
+
+    >>> without_secrets({"comet": {"api_key": "k", "project": "p"}, "max_tokens": 3})
+    {'comet': {'api_key': '***', 'project': 'p'}, 'max_tokens': 3}
+    """
+    if isinstance(value, Mapping):
+        return {key: without_secrets(each, str(key)) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_secrets(each, name) for each in value]
+    if not isinstance(value, str) or not value:
+        return value
+    return HIDDEN if _SECRET.fullmatch(name.replace("-", "_")) else _IN_ADDRESS.sub(HIDDEN, value)
+
+
+def show(value: object, name: str = "") -> str:
+    """``value``, of the key ``name``, as JSON on one line, shortened and without secrets."""
+    text = json.dumps(without_secrets(value, name), default=str)
     return text if len(text) <= _MAX_VALUE_CHARACTERS else text[: _MAX_VALUE_CHARACTERS - 3] + "..."
 
 
@@ -45,7 +75,7 @@ def key(name: str) -> KeyPlace:
 
 def at(name: str, value: object) -> KeyPlace:
     """``key = value``, the place of an error."""
-    return KeyPlace(f"{name} = {show(value)}", key(name).path, value)
+    return KeyPlace(f"{name} = {show(value, name.rpartition('.')[2])}", key(name).path, value)
 
 
 def suggest(word: str, known: Iterable[str], *, otherwise: str = "remove it") -> str:

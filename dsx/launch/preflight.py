@@ -133,7 +133,7 @@ def _checkpoint_bytes(config: RunConfig) -> int:
 
 
 def _digest(config: RunConfig) -> str:
-    text = json.dumps(config.resolved(), sort_keys=True, default=str)
+    text = json.dumps(config.recorded(), sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 

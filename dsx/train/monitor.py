@@ -336,7 +336,7 @@ class Monitor:
             self._config.output,
             wandb_of(self._config),
             run_config={
-                "config": self._config.resolved(),
+                "config": self._config.recorded(),
                 **self._config.summary(),
                 "environment": environment(),
             },

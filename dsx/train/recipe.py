@@ -302,7 +302,7 @@ def save(
         root, client_state=client_state, background=train.save_in_background, keep=train.keep_checkpoints
     )
     if engine.groups.rank == 0:
-        content = json.dumps(config.resolved(), indent=2) + "\n"
+        content = json.dumps(config.recorded(), indent=2) + "\n"
         store.write_atomically(config.output / CONFIG, content.encode())
     monitor.saved(path, background=train.save_in_background)
     monitor.wrote("checkpoints", root)
