@@ -13,7 +13,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -573,8 +573,8 @@ def _require_apart(model: Any, found: Anatomy) -> None:
 def _looked_at(found: Anatomy) -> Anatomy:
     """Run the family's forward around placeholders and note what happens."""
     model, order = found.model, list[Any]()
-    tried: dict[type, int | None] = {}
-    handed: list[Tensor] = []
+    tried: dict[Any, tuple[int | None, list[str]]] = {}
+    handed, written = list[Tensor](), list[str]()
     base = model.get_submodule(found.base)
     others = tuple(
         path
@@ -588,9 +588,11 @@ def _looked_at(found: Anatomy) -> Anatomy:
     def called(number: int, call: Call) -> Tensor:
         order.append(number)
         block = found.list_of_blocks[number]
-        if type(block) not in tried:
-            tried[type(block)] = _extras(block, call)
-        found.extras[number] = tried[type(block)]
+        kind = tuple((type(module), settings_of(module)) for module in block.modules())
+        if kind not in tried:
+            tried[kind] = _extras(block, call)
+        found.extras[number], wrote = tried[kind]
+        written.extend(f"block {number} writes into its argument {name}" for name in wrote)
         if number == 0:
             handed.append(call.hidden)
         return torch.full_like(call.hidden, float(number + 2))
@@ -605,6 +607,10 @@ def _looked_at(found: Anatomy) -> Anatomy:
             end = copied(inputs_embeds=x, use_cache=False)
     except Exception as error:  # noqa: BLE001 - whatever the family's code does
         raise _refusal(model, f"its forward does not run without its blocks ({_told(error)})") from None
+    if written:
+        raise _refusal(
+            model, f"{written[0]}, which later blocks get too: state that is carried across blocks"
+        )
     _require_order(model, order, len(found.list_of_blocks))
     first, last = order.index(0), len(order) - 1 - order[::-1].index(len(found.list_of_blocks) - 1)
     found.before = tuple(dict.fromkeys(path for path in order[:first] if isinstance(path, str)))
@@ -643,25 +649,44 @@ def _require_order(model: Any, order: list[Any], blocks: int) -> None:
         raise _refusal(model, f"its forward runs {between[0]} between its blocks")
 
 
-def _extras(block: nn.Module, call: Call) -> int | None:
-    """How many outputs a block has beside the hidden states; None if it returns these alone.
+def _extras(block: nn.Module, call: Call) -> tuple[int | None, list[str]]:
+    """How many outputs a block has beside the hidden states, None if it returns these alone; what it writes.
 
-    It is run without storage. One that looks at values cannot be; then its annotation counts.
+    It is run without storage. One that looks at values cannot be; then its annotation counts. It writes into
+    those of its arguments that hold something else afterwards, as a dict does that blocks share.
     """
 
     def moved(value: Any) -> Any:
         return tree_map(lambda each: _without_storage(each) if isinstance(each, Tensor) else each, value)
 
+    there = Call(moved(call.hidden), moved(call.arguments), moved(call.named), call.by_name)
+    places = {**{str(place): value for place, value in enumerate(there.arguments, 1)}, **there.named}
+    before = {name: list(leaves(value)) for name, value in places.items()}
     try:
         with torch.no_grad():
-            alone = copy.deepcopy(block).to("meta", torch.bfloat16)
-            there = Call(moved(call.hidden), moved(call.arguments), moved(call.named), call.by_name)
-            gave = there.make(alone, there.hidden)
+            gave = there.make(copy.deepcopy(block).to("meta", torch.bfloat16), there.hidden)
     except Exception:  # noqa: BLE001 - as above
         function = getattr(type(block).forward, "__wrapped__", type(block).forward)
         told = str(function.__annotations__.get("return", ""))
-        return max(told.count(","), 0) if "uple" in told else None
-    return len(gave) - 1 if isinstance(gave, tuple) else None
+        beside = max(told.count(","), 0) if "uple" in told else None
+    else:
+        beside = len(gave) - 1 if isinstance(gave, tuple) else None
+    return beside, [name for name in places if _ids(leaves(places[name])) != _ids(before[name])]
+
+
+def _ids(held: Iterable[tuple[str, Any]]) -> list[tuple[str, int]]:
+    """What a value consists of, by place and identity."""
+    return [(path, id(each)) for path, each in held]
+
+
+def settings_of(module: nn.Module) -> tuple[Any, ...]:
+    """What a module was made with, its own number aside."""
+    plain = bool | int | float | str | None
+    return tuple(
+        (name, value)
+        for name, value in sorted(vars(module).items())
+        if isinstance(value, plain) and name not in ("layer_idx", "layer_id", "layer_number", "idx")
+    )
 
 
 def _without_storage(tensor: Tensor) -> Tensor:

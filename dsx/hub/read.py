@@ -13,7 +13,7 @@ from torch import nn
 
 from dsx.config.wording import suggest
 from dsx.errors import ModelError
-from dsx.hub.anatomy import Anatomy, anatomy_of
+from dsx.hub.anatomy import Anatomy, anatomy_of, settings_of
 from dsx.hub.balance import balance_of
 from dsx.hub.disk_names import DiskForm, FolderNames, disk_forms
 from dsx.hub.tensor_plan import COLUMN, ROW, BlockPlan, check_plan, generic
@@ -325,17 +325,7 @@ def _alike(reader: _Reader) -> Iterator[int]:
         key = (
             kinds[number],
             tuple(sorted(reader.plans[number].styles.items())),
-            tuple((path, type(module), _settings(module)) for path, module in block.named_modules()),
+            tuple((path, type(module), settings_of(module)) for path, module in block.named_modules()),
             tuple((path, tuple(parameter.shape)) for path, parameter in block.named_parameters()),
         )
         yield first.setdefault(key, number)
-
-
-def _settings(module: nn.Module) -> tuple[Any, ...]:
-    """What a module was made with, its own number aside."""
-    plain = bool | int | float | str | None
-    return tuple(
-        (name, value)
-        for name, value in sorted(vars(module).items())
-        if isinstance(value, plain) and name not in ("layer_idx", "layer_id", "layer_number", "idx")
-    )

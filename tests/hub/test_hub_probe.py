@@ -120,6 +120,15 @@ def test_what_does_not_compose_is_refused_by_name_and_remembered(
     assert json.loads(kept.read_text())["differs"] is None
 
 
+def test_keys_that_blocks_write_into_a_shared_dict_are_refused_by_name() -> None:
+    """A later stage would read those of another micro-batch."""
+    sizes = {**TINY, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    sizes |= {"head_dim": 8, "global_head_dim": 8, "model_type": "gemma4_unified_text"}
+    hub_model({**sizes, "num_kv_shared_layers": 0})
+    with pytest.raises(ModelError, match="block 0 writes into its argument shared_kv_states"):
+        hub_model({**sizes, "num_kv_shared_layers": 2})
+
+
 def test_a_sequence_that_cannot_be_cut_is_refused_where_it_would_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
