@@ -43,7 +43,7 @@ def run(
 
 def _unproved(rank: int, world_size: int, fn: Callable[..., Any], *args: Any) -> Any:
     stand_in = SimpleNamespace(known_proof=lambda _config: SimpleNamespace(words="not: tests/ranks.py"))
-    sys.modules["dsx.verify.proof"] = stand_in  # type: ignore[assignment]
+    sys.modules["dsx.train.proof"] = stand_in  # type: ignore[assignment]
     if recipe := sys.modules.get("dsx.train.recipe"):
         recipe.known_proof = stand_in.known_proof  # type: ignore[attr-defined]
     return fn(rank, world_size, *args)

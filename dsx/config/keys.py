@@ -123,8 +123,8 @@ class Key:
         low, high: Inclusive bounds; with ``low_open`` the lower one is exclusive.
         unit: "elements", "bytes", "steps", "seconds", "ranks" ... or empty.
         no_effect: When it does nothing.
-        status: "deprecated" still works (replacement, if there is one), "removed" is refused by the version
-            in ``until``, "dead" is accepted and never read.
+        status: "deprecated" still works as ``replacement`` (without one it does nothing but warn), "removed"
+            is refused by the version in ``until``, "dead" is accepted and never read.
         since, until: First version that reads it, first version that does not; empty: before 0.9, still.
         replacement: Dotted key that replaces it.
         auto: What the word "auto" does in DeepSpeed itself here: "default" (dropped: the default is used),

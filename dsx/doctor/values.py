@@ -267,14 +267,17 @@ def check_old_form(context: Context) -> Iterator[Finding]:
     """Find ``"zero_optimization": true``, which means stage 1."""
     value = context.at(("zero_optimization",))
     if isinstance(value, bool) and context.runner != "dsx":
-        edits = (Edit("set", ("zero_optimization",), {"stage": int(value)}),)
+        meant: dict[str, Any] = {"stage": int(value)}
+        if value and "allgather_size" in context.config:
+            meant["allgather_bucket_size"] = context.config["allgather_size"]
+        edits = (Edit("set", ("zero_optimization",), meant),)
         why = f"the form of before 2020; DeepSpeed takes it for stage {int(value)}"
         yield context.find(
             "deprecated",
             "warning",
             ("zero_optimization",),
             why,
-            f'write {{"stage": {int(value)}}}',
+            f"write {show(meant)}",
             *edits,
             safe=True,
         )
@@ -286,13 +289,18 @@ def check_deprecated(context: Context) -> Iterator[Finding]:
         key = slot.key
         if key is None or key.status != "deprecated" or key.path == "bfloat16":
             continue
-        target = tuple(key.replacement.split(".")) if key.replacement else ()
-        if target and context.at(target) is not ABSENT:
+        if not key.replacement:
+            why = f"deprecated, and DeepSpeed does not read it ({key.effect})"
+            gone = Edit("remove", slot.path)
+            yield context.find("deprecated", "warning", slot.path, why, "remove it", gone, safe=True)
+            continue
+        target = tuple(key.replacement.split("."))
+        if context.at(target) is not ABSENT:
             why = f"{key.replacement} replaces it, and is given too: DeepSpeed stops with an assertion"
             gone, safe = Edit("remove", slot.path), _says_the_same(slot, context.at(target))
             yield context.find("deprecated", "error", slot.path, why, "remove it", gone, safe=safe)
             continue
-        fix = f"use {key.replacement}" if key.replacement else "remove it"
+        fix = f"use {key.replacement}"
         why = "deprecated; DeepSpeed still reads it"
         yield context.find("deprecated", "warning", slot.path, why, fix, *_renewed(slot, target), safe=True)
 
@@ -306,17 +314,11 @@ def _says_the_same(slot: Slot, new: object) -> bool:
 
 def _renewed(slot: Slot, target: tuple[str, ...]) -> tuple[Edit, ...]:
     """Edits from a deprecated key to its replacement, where their values mean the same."""
-    if not target:
-        return ()
     if target[-1] in ("offload_optimizer", "offload_param"):
         gone = Edit("remove", slot.path)
         if slot.value is not True:
             return (gone,) if slot.value is False else ()
-        return (
-            (gone, Edit("set", target, {"device": "cpu"}))
-            if slot.path[-1] != "cpu_offload_use_pin_memory"
-            else ()
-        )
+        return (gone, Edit("set", target, {"device": "cpu"}))
     if slot.path[:-1] == target[:-1]:
         return (Edit("rename", slot.path, target[-1]),)
     return (Edit("remove", slot.path), Edit("set", target, slot.value))

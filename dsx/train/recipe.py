@@ -36,8 +36,8 @@ from dsx.parallel.groups import Groups
 from dsx.terminal import printable
 from dsx.train.building import build_layers, is_mute
 from dsx.train.monitor import Monitor, device_name, is_due
+from dsx.train.proof import known_proof
 from dsx.train.run_folder import CONFIG, own_checkpoint, start_of
-from dsx.verify.proof import known_proof
 from dsx.waiting import Waiting
 
 if TYPE_CHECKING:

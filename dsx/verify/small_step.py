@@ -26,10 +26,10 @@ from dsx.errors import ConfigError, DsxError, LayoutError
 from dsx.launch.processes import agree
 from dsx.models.quiet_transformers import first_line
 from dsx.parallel.groups import Groups, make_groups
+from dsx.train.proof import Proof, keep_proof, layout_words
 from dsx.verify import diagnosis
 from dsx.verify.diagnosis import ParityFinding
 from dsx.verify.entry_point import user_model
-from dsx.verify.proof import Proof, keep_proof, layout_words
 from dsx.verify.run import VerifyPlan, family_plan, judge, user_plan
 from dsx.verify.seen import Witness
 from dsx.verify.shrunk import make_exact, trial

@@ -17,6 +17,7 @@ from test_evidence_valid import VALID
 from test_mend import BASE, MISTAKES
 
 from dsx.config.document import from_text
+from dsx.config.keys import reference
 from dsx.doctor import examine
 from dsx.doctor.mend import settle
 from often import often
@@ -92,9 +93,11 @@ def leaves(node):
     return [] if word in ("none", "false", "auto", "0", "null", "") else [word]
 
 
-def mended(config):
+def mended(config, runner="deepspeed", unsafe=False):
     text = json.dumps(config)
-    changed = settle(text, lambda text: examine(text, version="0.19.8", runner="deepspeed").findings)
+    changed = settle(
+        text, lambda text: examine(text, version="0.19.8", runner=runner).findings, unsafe=unsafe
+    )
     return from_text(changed.after).config
 
 
@@ -170,3 +173,51 @@ def test_a_safe_fix_changes_nothing_that_works(part):
             assert resolved(after) == before, (config, after)
     assert changed > 30
     assert accepted > 3
+
+
+DEPRECATED = [row for row in reference().rows if row.status == "deprecated"]
+# What people write for a boolean; and what stands beside it, which may be what replaces the key.
+BOOLEANS = (True, False, None, "true", "False", 1, 0, "auto")
+BESIDE = (
+    {},
+    {"cpu_offload": True, "overlap_comm": True},
+    {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "nvme", "nvme_path": "/x"}},
+    {"offload_optimizer": {"device": "none", "pin_memory": False}, "offload_param": {"pin_memory": True}},
+    {"stage3_gather_16bit_weights_on_model_save": True},
+)
+
+
+def with_deprecated(key):
+    """Configs that have ``key``, with each kind of value and neighbour."""
+    owner, _, last = key.path.rpartition(".")
+    for beside in BESIDE:
+        for value in BOOLEANS:
+            config = {"train_batch_size": 8, "gradient_clipping": 1.0}
+            config["zero_optimization"] = {"stage": 3, **beside}
+            node = config[owner] if owner else config
+            node[last] = {"enabled": value} if "object" in key.kinds else value
+            yield config
+
+
+@pytest.mark.parametrize("unsafe", [False, True])
+@pytest.mark.parametrize("key", DEPRECATED, ids=lambda key: key.path)
+def test_a_deprecated_key_is_mended_as_deepspeed_reads_it(key, unsafe):
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    owner, _, last = key.path.rpartition(".")
+    gone = 0
+    for config in with_deprecated(key):
+        for runner in ("deepspeed", "trainer"):
+            before, after = resolved(config), mended(config, runner, unsafe)
+            if before is not None:
+                assert resolved(after) == before, (config, after)
+                gone += last not in (after[owner] if owner else after)
+    assert gone > len(BESIDE), key.path
+
+
+@pytest.mark.parametrize("config", [{"allgather_size": 1000}, {}])
+@pytest.mark.parametrize("switch", [True, False])
+def test_the_form_of_zero_before_2020_is_mended_as_deepspeed_reads_it(config, switch):
+    config = {"train_batch_size": 8, "zero_optimization": switch, **config}
+    after = mended(config)
+    assert isinstance(after["zero_optimization"], dict)
+    assert resolved(after) == resolved(config)
