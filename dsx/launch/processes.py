@@ -27,7 +27,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from dsx.errors import ConfigError, DsxError
 from dsx.fault_tolerance.waits import clock, named
-from dsx.launch.entry import AGREED, local_rank, rank
+from dsx.launch.entry import AGREED, local_rank, local_world_size, rank
 from dsx.launch.extension_locks import extension_locks, extensions_folder
 from dsx.parallel.groups import Groups, make_groups
 from dsx.parallel.islands import Islands
@@ -209,6 +209,7 @@ def distributed(
         # torch keeps a record of each of the last 2,000 collectives. Between the activations of a pipeline
         # these small blocks fragment the heap: 20 to 50 MiB in a thousand steps of a tiny model.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
+        share_cores()
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeedEngine reads it
     for lock in extension_locks(extensions_folder()) if local_rank() == 0 else ():
         # DeepSpeed would be silent about an operator that this run waits for, and does without this one.
@@ -312,6 +313,17 @@ def _groups(mesh: Mesh, sequence_parallel: bool, seed: int, station: Station | N
     return groups
 
 
+def share_cores() -> None:
+    """Give this rank's operators its part of the cores, as torchrun does and DeepSpeed's launcher does not.
+
+    torch takes a thread for each core of the machine. Ranks that share the cores would wait for each other's
+    threads in every matrix product: 4 ms in place of 10 us for small ones, 4 ranks on 2 cores.
+    ``OMP_NUM_THREADS``, which also DeepSpeed's ``--bind_cores_to_rank`` sets, is left as it is.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size()))
+
+
 def without_builds() -> None:
     """Keep DeepSpeed from compiling its shared-memory collectives at start.
 
@@ -373,7 +385,7 @@ class LateDynamo(ModuleType):
 
 
 def load_compilers_late() -> None:
-    """Keep torch's compilers out of a start that compiles nothing, unless they are there already.
+    """Keep torch's compilers out of a start that compiles nothing, but for what is there already.
 
     torch's optimizers import ``torch._dynamo`` to say of a few functions that they are not to be compiled.
     And DeepSpeed's ZeRO imports its Muon to ask whether an optimizer is one: that module has three functions
@@ -383,10 +395,9 @@ def load_compilers_late() -> None:
     loads it.
 
     Called when there is a process group, because torch asks ``torch._dynamo`` for more when it makes one.
+    Where transformers has been imported, which loads ``torch._dynamo``, the inductor is still spared.
     """
-    if _DYNAMO in sys.modules:
-        return
-    sys.modules[_DYNAMO] = LateDynamo()
+    sys.modules.setdefault(_DYNAMO, LateDynamo())
     _import_muon()
 
 

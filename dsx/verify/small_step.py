@@ -227,14 +227,16 @@ def _undisturbed() -> Iterator[None]:
     device = get_accelerator()
     own = [] if device.device_name() == "cpu" else [device.current_device()]
     numbers, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002 - that of everybody
-    exact = torch.backends.cuda.matmul.allow_tf32
+    exact, threads = torch.backends.cuda.matmul.allow_tf32, torch.get_num_threads()
     with ExitStack() as states:
         states.enter_context(torch.random.fork_rng(devices=own, device_type=device.device_name()))
         states.enter_context(without_a_trace())
         torch.backends.cuda.matmul.allow_tf32 = False
+        torch.set_num_threads(1)  # more cost more than they give in operations of microseconds
         try:
             yield
         finally:
             torch.backends.cuda.matmul.allow_tf32 = exact
+            torch.set_num_threads(threads)
             random.setstate(numbers)
             np.random.set_state(numpy_state)  # noqa: NPY002

@@ -59,3 +59,61 @@ def test_nothing_is_loaded_before_something_compiles_and_nothing_differs_after()
     late = said("late")
     assert late == said("now")
     assert late.endswith("1 module")
+
+
+FIRST_STEP = """
+import sys
+import torch
+from dsx.engine.zero.calls import PlainCalls
+from dsx.nn.block import ACTIVATIONS, gated
+
+
+class Engine:
+    module = module_forward_pre_hook = module_forward_post_hook = optimizer = torch.nn.Identity()
+    remove = staticmethod(lambda: None)
+
+Engine.module.remove = Engine.remove
+calls = PlainCalls(Engine(), type("Backwards", (), {"begin": lambda self, boundary: None})(), None)
+torch.manual_seed(0)
+gradients = []
+for activation in ACTIVATIONS:
+    leaves = [torch.randn(2, 5, 16, requires_grad=True)]
+    leaves.append(leaves[0].detach().clone().requires_grad_())
+    given = torch.randn(2, 5, 8)
+    calls.backward((gated(leaves[0], activation),), (given,), boundary=False, is_loss=False)
+    gradients.append((activation, leaves, given))
+assert "sympy" not in sys.modules
+for activation, (own, other), given in gradients:
+    gate, up = other.chunk(2, dim=-1)
+    torch.autograd.backward(ACTIVATIONS[activation](gate) * up, given)
+    assert torch.equal(own.grad, other.grad), activation
+assert "sympy" in sys.modules  # else torch needs it no longer
+print("equal", len(gradients))
+"""
+
+
+def test_backward_with_given_gradients_is_torchs_without_sympy():
+    command = [sys.executable, "-c", FIRST_STEP]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout.split() == ["equal", "4"], done.stderr
+
+
+SHARES = """
+import os
+import torch
+from dsx.launch.processes import share_cores
+
+os.sched_getaffinity = lambda _: {0, 1, 2, 3}
+for said, ranks in ((None, 1), (None, 2), (None, 3), (None, 8), ("1", 2)):
+    os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
+    os.environ.pop("OMP_NUM_THREADS", None) if said is None else os.environ.update(OMP_NUM_THREADS=said)
+    share_cores()
+    print(torch.get_num_threads())
+"""
+
+
+def test_ranks_of_a_machine_share_its_cores_unless_they_are_told():
+    command = [sys.executable, "-c", SHARES]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    # What OMP_NUM_THREADS says when torch is loaded, it takes by itself; here it stays at the case before.
+    assert done.stdout.split() == ["4", "2", "1", "1", "1"]

@@ -104,6 +104,15 @@ class _Seed(torch.autograd.Function):
         return (None, *ctx.gradients)
 
 
+def _roots(outputs: Tensors, gradients: Tensors) -> Tensors:
+    """What a backward starts from, with gradients of its own.
+
+    Given gradients beside it, torch compares their shapes with SymPy (torch/autograd/__init__.py,
+    _make_grads), whose import takes each rank a second of processor time in its first step.
+    """
+    return (_Seed.apply(gradients, *outputs),) if gradients else outputs
+
+
 class EngineCalls:
     """DeepSpeed's own calls, which ZeRO-3 needs, and models that are measured, compiled or cast."""
 
@@ -118,7 +127,7 @@ class EngineCalls:
     def backward(self, outputs: Tensors, gradients: Tensors, *, boundary: bool, is_loss: bool) -> None:
         """``engine.backward``; the prologue comes with the outputs of ``engine.forward``."""
         self._backwards.begin(boundary=boundary)
-        scalar = _Seed.apply(gradients, *outputs) if gradients else outputs[0]
+        scalar = _roots(outputs, gradients)[0]
         if is_loss:
             scalar = self._scale.scaled_without_zero(scalar)
         self._engine.backward(scalar, scale_wrt_gas=is_loss)
@@ -182,10 +191,11 @@ class DirectCalls:
         engine = self._engine
         if is_loss:
             outputs = (self._scale.scaled(outputs[0] / engine.gradient_accumulation_steps()),)
+        outputs = _roots(outputs, gradients)
         _before_backward(outputs, engine._backward_prologue)  # noqa: SLF001
         engine._running_engine_backward = True  # noqa: SLF001
         try:
-            torch.autograd.backward(outputs, gradients or None)
+            torch.autograd.backward(outputs)
             engine._backward_epilogue()  # noqa: SLF001
         finally:
             engine._running_engine_backward = False  # noqa: SLF001
@@ -229,7 +239,7 @@ class PlainCalls:
         self._backwards.begin(boundary=boundary)
         if is_loss:
             outputs = (self._scale.scaled(outputs[0] / self._engine.gradient_accumulation_steps()),)
-        torch.autograd.backward(outputs, gradients or None)
+        torch.autograd.backward(_roots(outputs, gradients))
 
 
 def calls(engine: Any, backwards: Backwards, loss_scale: LossScale, *, reduced_here: bool) -> Calls:
