@@ -70,7 +70,7 @@ class _Gated(torch.autograd.Function):
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:
-    """``activation(gate) * up`` of a fused [gate, up], [..., 2 F] to [..., F]; a name of :data:`ACTIVATIONS`."""
+    """``ACTIVATIONS[activation](gate) * up`` of the fused [gate, up]: [..., 2 F] to [..., F]."""
     if torch.compiler.is_compiling():  # which chooses by itself what it saves
         gate, up = gate_up.chunk(2, dim=-1)
         return ACTIVATIONS[activation](gate) * up
