@@ -95,7 +95,7 @@ print("equal", len(gradients))
 def test_backward_with_given_gradients_is_torchs_without_sympy():
     command = [sys.executable, "-c", FIRST_STEP]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.stdout.split() == ["equal", "4"], done.stderr
+    assert done.stdout.splitlines()[-1:] == ["equal 4"], done.stderr
 
 
 SHARES = """
@@ -116,4 +116,4 @@ def test_ranks_of_a_machine_share_its_cores_unless_they_are_told():
     command = [sys.executable, "-c", SHARES]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     # What OMP_NUM_THREADS says when torch is loaded, it takes by itself; here it stays at the case before.
-    assert done.stdout.split() == ["4", "2", "1", "1", "1"]
+    assert done.stdout.split()[-5:] == ["4", "2", "1", "1", "1"]
