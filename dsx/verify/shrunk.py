@@ -16,6 +16,7 @@ from typing import Any
 from dsx.config.deepspeed import precision
 from dsx.config.resolve import resolve
 from dsx.config.run import RunConfig
+from dsx.config.schema import NO_TOKENIZER, OWN
 from dsx.models.adapters import ALL_LINEAR
 from dsx.models.family import BYTES_VOCABULARY
 from dsx.models.hf_config import FAMILIES, own_keys, without_names_of
@@ -90,7 +91,13 @@ def trial(
         if isinstance(config.model, ModelSpec):
             hf_config = without_names_of(config.model.family, sizes, hf_config)
         hf_config = {**hf_config, **sizes}
-        block["data"] |= {"sequence_length": _sequence_length(config), "tokenizer": "bytes"}
+        # The text is never read, and a vocabulary may be smaller than any tokenizer of dsx's own.
+        block["data"] = {
+            "source": OWN,
+            "tokenizer": NO_TOKENIZER,
+            "documents": "apart" if config.dsx.data.keeps_apart else "joined",
+            "sequence_length": _sequence_length(config),
+        }
         changes.append(f"sequence_length: {config.sequence_length} -> {block['data']['sequence_length']}")
         block["partition"] = {"method": layers}
     elif block["partition"]["method"] == "time":
