@@ -6,8 +6,8 @@
 Each draw is a config: a tiny model of any family, tensor and pipeline degrees, chunks and a schedule, ZeRO
 stage and offload, sequence parallelism, documents kept apart, an adapter, frozen parameters, recompute, ties,
 heads. Those for one number of ranks are proved one after another by the same processes, as
-`dsx.recipe.build_model` proves a run. What the config itself refuses is counted apart. A difference is a false
-alarm, or a wrong result that nobody had seen: either is a bug.
+`dsx.recipe.build_model` proves a run. What the config itself refuses is counted apart. A difference is a
+false alarm, or a wrong result that nobody had seen: either is a bug.
 """
 
 from __future__ import annotations
