@@ -17,6 +17,9 @@ from dsx.config.resolve import resolve
 from dsx.errors import DsxError, LayoutError
 from often import often
 from verify import user_pipeline
+from verify.mistakes import FAULTS
+from verify.test_verify_faults import CASES
+from verify.test_verify_faults import LAYOUTS as LAYOUTS_OF_VERIFY
 
 QWEN3 = {"model_type": "qwen3", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 QWEN3 |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -135,6 +138,40 @@ def test_a_mistake_ends_the_run_before_it_trains(plant: str, tmp_path: Path) -> 
     )
     assert '{"dsx": {"proof": "off"}}' in error.fix
     assert not list(tmp_path.rglob("*.json"))
+
+
+# `dsx verify` clips, drops and takes a second step for these; a proof does not.
+_LATER = ("clipped", "dropout", "gradients not cleared", "replica moved")
+PLANTED = [
+    (layout, fault, cause)
+    for layout, fault, cause, _, _ in CASES
+    if layout != "bf16" and not any(word in fault for word in _LATER)
+]
+
+
+def _causes(_rank: int, world_size: int, planted: list[tuple[str, str]]) -> list[str | None]:
+    """What the proof names under each mistake; None where it proves."""
+    from dsx.launch import processes
+    from dsx.parallel.groups import make_groups
+    from dsx.verify import small_step
+
+    found = []
+    for layout, fault in planted:
+        config = resolve(LAYOUTS_OF_VERIFY[layout], world_size=world_size)
+        groups = make_groups(config.mesh, sequence_parallel=config.dsx.parallel.sequence_parallel)
+        with FAULTS[fault]():
+            processes.seed_generators(groups, 0)
+            shown = small_step._tried(config, groups)
+        found.append(getattr(shown, "cause", None))
+    return found
+
+
+@pytest.mark.parametrize("first", often(range(5), 5))
+def test_mistakes_in_layers_ties_reductions_and_optimizers_are_named(first: int) -> None:
+    planted = PLANTED[first::5]
+    found = ranks.run(_causes, 4, [(layout, fault) for layout, fault, _ in planted], proved=True)
+    for of_rank in found:
+        assert of_rank == [cause for *_, cause in planted]
 
 
 SMALL = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
