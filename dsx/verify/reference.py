@@ -392,7 +392,11 @@ def family_layers(config: RunConfig) -> ReferenceLayers:
     """Dsx's own layers of a config, whole, in one process, which give the right output of every layer."""
     alone = TensorParallel()
     layers = families.layers(
-        config.model, alone, dtype=torch.float32, pad_multiple=config.dsx.model.vocab_multiple
+        config.model,
+        alone,
+        dtype=torch.float32,
+        seed=config.dsx.train.seed,
+        pad_multiple=config.dsx.model.vocab_multiple,
     )
     return ReferenceLayers(layers, families.loss(config.model, alone), "dsx's layers, one process, fp32")
 
