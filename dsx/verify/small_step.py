@@ -6,11 +6,14 @@ Replicas beyond the second or third repeat the data of the first ones, so that t
 
 from __future__ import annotations
 
+import copy
+import json
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +29,8 @@ from dsx.errors import ConfigError, DsxError, LayoutError
 from dsx.launch.processes import agree
 from dsx.models.quiet_transformers import first_line
 from dsx.parallel.groups import Groups, make_groups
+from dsx.parallel.mesh import Mesh
 from dsx.train.proof import Proof, keep_proof, layout_words
-from dsx.verify import diagnosis
 from dsx.verify.diagnosis import ParityFinding
 from dsx.verify.entry_point import user_model
 from dsx.verify.run import VerifyPlan, family_plan, judge, user_plan
@@ -36,14 +39,21 @@ from dsx.verify.shrunk import make_exact, trial
 from dsx.verify.subject import VerifyJob, passed
 from dsx.waiting import Waiting
 
-_TENSOR = (
-    diagnosis.TENSOR_NOT_SUMMED, diagnosis.TENSOR_SUMMED_TWICE, diagnosis.BIAS_PER_RANK, diagnosis.PADDING,
-    diagnosis.NORM_OF_ONE_TENSOR_RANK, diagnosis.NORM_REPLICATED,
-)  # fmt: skip
-_PIPELINE = (
-    diagnosis.TIE_NOT_SUMMED, diagnosis.TIE_SUMMED_TWICE, diagnosis.NORM_TIED, diagnosis.NORM_OF_ONE_STAGE,
-)  # fmt: skip
-_DOCUMENTS = (diagnosis.DOCUMENTS, diagnosis.JOINED)
+_WAYS: tuple[tuple[str, Any, dict[str, dict[str, Any]]], ...] = (
+    ("dsx.data.documents", "joined", {"data": {"documents": "joined"}}),
+    ("dsx.parallel.sequence_parallel", False, {"parallel": {"sequence_parallel": False}}),
+    (
+        "dsx.parallel.pipeline",
+        1,
+        {
+            "parallel": {"pipeline": 1, "chunks": 1},
+            "schedule": {"name": "auto", "file": None},
+            "partition": {"method": "uniform"},
+        },
+    ),
+    ("dsx.parallel.tensor", 1, {"parallel": {"tensor": 1}}),
+)
+"""Keys, the values that do less in parallel, and what of the ``dsx`` block has them; the cheapest first."""
 
 
 def prove(config: RunConfig, groups: Groups, *, quiet: bool) -> Proof:
@@ -70,7 +80,7 @@ def prove(config: RunConfig, groups: Groups, *, quiet: bool) -> Proof:
     if isinstance(found, ParityFinding):
         where = f"{config.model.family} over {layout_words(config.mesh)}"
         what = "a small model of this config does not train here as one process of transformers does"
-        raise _refusal(where, found, what, _way_out(config, found.cause))
+        raise _refusal(where, found, what, _way_out(config))
     if not found.why_not:
         if groups.rank == 0:
             keep_proof(config, found)
@@ -128,6 +138,11 @@ def _tried(config: RunConfig, groups: Groups, seed: int | None = None) -> Proof 
         job = agree(lambda: _job(config, seed))
     except DsxError as error:
         return Proof(layout=layout, why_not=f"no small model of it can be made ({error.what})")
+    return _job_tried(job, config, groups)
+
+
+def _job_tried(job: VerifyJob, config: RunConfig, groups: Groups) -> Proof | ParityFinding:
+    layout = layout_words(groups.mesh)
     return _compared(
         job,
         groups,
@@ -193,11 +208,13 @@ def _job(config: RunConfig, seed: int | None) -> VerifyJob:
             content["zero_optimization"][part] = {"device": "cpu"}
     if seed is not None:
         content["dsx"]["train"]["seed"] = seed
-    shares = config.mesh.num_shares
-    distinct = next((number for number in (2, 3) if shares % number == 0), 1)
-    job = VerifyJob(content=content, world_size=config.mesh.size, steps=1, clipping=0.0, distinct=distinct)
-    job.config()
-    return job
+    job = VerifyJob(content=content, world_size=config.mesh.size, steps=1, clipping=0.0)
+    return replace(job, distinct=_distinct(job.config().mesh))
+
+
+def _distinct(mesh: Mesh) -> int:
+    """How many replicas see data of their own: as few as show a mistake in what replicas do together."""
+    return next((number for number in (2, 3) if mesh.num_shares % number == 0), 1)
 
 
 _OUT_OF_LAYERS = "give every layer the same input and weights on all ranks; `dsx verify --model` tells more"
@@ -208,17 +225,40 @@ def _refusal(where: str, found: ParityFinding, what: str, fix: str) -> LayoutErr
     return LayoutError(where, f"{what}. {found.cause}: {found.what}. Likely: {found.why}", fix)
 
 
-def _way_out(config: RunConfig, cause: str) -> str:
-    """What trains right in place of the config, by the likely mistake."""
-    if cause in _DOCUMENTS:
-        return f'set dsx.data.documents to "joined"; {_OUT}'
-    if config.mesh.pp > 1 and cause in _PIPELINE:
-        return f"set dsx.parallel.pipeline to 1; {_OUT}"
-    if config.mesh.tp == 1:
-        return f"set dsx.parallel.pipeline to 1; {_OUT}" if config.mesh.pp > 1 else _OUT
-    if config.dsx.parallel.sequence_parallel and cause not in _TENSOR:
-        return f"set dsx.parallel.sequence_parallel to false, or dsx.parallel.tensor to 1; {_OUT}"
-    return f"set dsx.parallel.tensor to 1; {_OUT}"
+def _way_out(config: RunConfig) -> str:
+    """What trains right in place of the config, as its small model shows. Collective over all ranks."""
+    for key, value, changes in _WAYS:
+        job = agree(partial(_changed, config, changes))
+        if job is None:
+            continue
+        other = replace(make_groups(job.mesh(), sequence_parallel=job.sequence_parallel), station=None)
+        try:
+            found = _job_tried(job, config, other)
+        except DsxError:
+            continue
+        if isinstance(found, Proof):
+            return f"set {key} to {json.dumps(value)}, with which it trains right; {_OUT}"
+    return _OUT
+
+
+def _changed(config: RunConfig, changes: Mapping[str, Mapping[str, Any]]) -> VerifyJob | None:
+    """The job of a config with other settings; None if it has these already, or cannot have them."""
+    job = _job(config, None)
+    given = copy.deepcopy(dict(job.content))
+    for block, values in changes.items():
+        given["dsx"][block] |= values
+    changed = replace(job, content=given)
+    try:
+        before, after = job.config(), changed.config()
+    except DsxError:
+        return None
+    said = [
+        (each.mesh, each.dsx.parallel.sequence_parallel, each.dsx.data.keeps_apart)
+        for each in (before, after)
+    ]
+    if said[0] == said[1]:
+        return None
+    return replace(changed, distinct=_distinct(after.mesh))
 
 
 @contextmanager

@@ -84,7 +84,7 @@ def in_backward(change: Callable[[Any, dict[str, Any]], Any]) -> Fault:
 
 
 def _twice_reduced(original: Any) -> Any:
-    return lambda tp, *parameters: original(tp, *original(tp, *parameters))
+    return lambda tp, *parameters, **cut: original(tp, *original(tp, *parameters, **cut), **cut)
 
 
 def _bias_on_each(original: Any) -> Any:
@@ -293,7 +293,9 @@ def _move_frozen(engine: Any) -> None:
 FAULTS: dict[str, Fault] = {
     "none": nullcontext,
     # Tensor parallelism and ties.
-    "norm gradients not all-reduced": replaced("dsx.nn.norm.copy_parameters", lambda _: lambda tp, *p: p),
+    "norm gradients not all-reduced": replaced(
+        "dsx.nn.norm.copy_parameters", lambda _: lambda tp, *p, **cut: p
+    ),
     "norm gradients all-reduced twice": replaced("dsx.nn.norm.copy_parameters", _twice_reduced),
     "bias on each rank": replaced("dsx.nn.linear.RowParallelLinear.forward", _bias_on_each),
     "padding in the softmax": replaced(

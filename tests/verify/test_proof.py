@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from all_families.tiny import tiny_config
 from deepspeed.pipe import LayerSpec
 from torch import nn
 
@@ -172,6 +173,49 @@ def test_mistakes_in_layers_ties_reductions_and_optimizers_are_named(first: int)
     found = ranks.run(_causes, 4, [(layout, fault) for layout, fault, _ in planted], proved=True)
     for of_rank in found:
         assert of_rank == [cause for *_, cause in planted]
+
+
+def _fixes(_rank: int, world_size: int, planted: list[tuple[dict[str, Any], str]]) -> list[str]:
+    from dsx.launch import processes
+    from dsx.parallel.groups import make_groups
+    from dsx.verify.small_step import prove
+
+    found = []
+    for given, fault in planted:
+        config = resolve(given, world_size=world_size)
+        groups = make_groups(config.mesh, sequence_parallel=config.dsx.parallel.sequence_parallel)
+        processes.seed_generators(groups, 0)
+        with FAULTS[fault](), pytest.raises(LayoutError) as error:
+            prove(config, groups, quiet=True)
+        found.append(error.value.fix)
+    return found
+
+
+def test_the_way_out_is_what_a_small_model_trains_right_with(tmp_path: Path) -> None:
+    llama = {"family": "llama", "preset": "tiny"}
+    hybrid = {"config": json.loads(tiny_config("qwen3_next").to_json_string(use_diff=False))}
+    ways = [
+        (content(tmp_path, model=llama, parallel={"tensor": 2}), "norm gradients not all-reduced"),
+        (content(tmp_path, model=llama, parallel={"pipeline": 2}), "norm of stage 0"),
+        (content(tmp_path, model=llama, parallel={"tensor": 2}), "norm of tensor rank 0"),
+        # Its recurrent blocks see the other documents of a pack, which transformers' own forward does, too.
+        (
+            content(
+                tmp_path, model=hybrid, data={"source": "own", "sequence_length": 32, "documents": "apart"}
+            ),
+            "none",
+        ),
+        (content(tmp_path, model=llama, parallel={"pipeline": 2}), "loss not divided"),
+    ]
+    fixes, _ = ranks.run(_fixes, 2, ways, proved=True)
+    assert all(fix.endswith("nothing vouches for") for fix in fixes)
+    assert [fix.partition(", with which it trains right")[0] for fix in fixes[:4]] == [
+        "set dsx.parallel.sequence_parallel to false",
+        "set dsx.parallel.pipeline to 1",
+        "set dsx.parallel.tensor to 1",
+        'set dsx.data.documents to "joined"',
+    ]
+    assert "trains right" not in fixes[4]
 
 
 SMALL = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
