@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from dsx.models.quiet_transformers import first_line
 from dsx.parallel.groups import Groups, make_groups
 from dsx.parallel.mesh import Mesh
 from dsx.train.proof import Proof, keep_proof, layout_words
-from dsx.verify.diagnosis import ParityFinding
+from dsx.verify.diagnosis import UNKNOWN, ParityFinding
 from dsx.verify.entry_point import user_model
 from dsx.verify.run import VerifyPlan, family_plan, judge, user_plan
 from dsx.verify.seen import Witness
@@ -39,21 +39,46 @@ from dsx.verify.shrunk import make_exact, trial
 from dsx.verify.subject import VerifyJob, passed
 from dsx.waiting import Waiting
 
-_WAYS: tuple[tuple[str, Any, dict[str, dict[str, Any]]], ...] = (
-    ("dsx.data.documents", "joined", {"data": {"documents": "joined"}}),
-    ("dsx.parallel.sequence_parallel", False, {"parallel": {"sequence_parallel": False}}),
-    (
-        "dsx.parallel.pipeline",
-        1,
-        {
-            "parallel": {"pipeline": 1, "chunks": 1},
-            "schedule": {"name": "auto", "file": None},
-            "partition": {"method": "uniform"},
-        },
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """A setting that does less in parallel.
+
+    Attributes:
+        key: Its key.
+        value: Its value.
+        block: What of the ``dsx`` block says it.
+        why: What is wrong where this trains right.
+    """
+
+    key: str
+    value: Any
+    block: Mapping[str, Mapping[str, Any]]
+    why: str
+
+
+_ONE_STAGE = {
+    "parallel": {"pipeline": 1, "chunks": 1},
+    "schedule": {"name": "auto", "file": None},
+    "partition": {"method": "uniform"},
+}
+_WAYS = (
+    _Way(
+        "dsx.data.documents",
+        "joined",
+        {"data": {"documents": "joined"}},
+        "the family's blocks let a document of a pack see the others",
     ),
-    ("dsx.parallel.tensor", 1, {"parallel": {"tensor": 1}}),
+    _Way(
+        "dsx.parallel.sequence_parallel",
+        False,
+        {"parallel": {"sequence_parallel": False}},
+        "a block of it mixes tokens outside of the modules that get the whole sequence",
+    ),
+    _Way("dsx.parallel.pipeline", 1, _ONE_STAGE, "something is lost or counted twice between the stages"),
+    _Way("dsx.parallel.tensor", 1, {"parallel": {"tensor": 1}}, "the tensor plan cuts something wrongly"),
 )
-"""Keys, the values that do less in parallel, and what of the ``dsx`` block has them; the cheapest first."""
+"""The cheapest first."""
 
 
 def prove(config: RunConfig, groups: Groups, *, quiet: bool) -> Proof:
@@ -80,7 +105,7 @@ def prove(config: RunConfig, groups: Groups, *, quiet: bool) -> Proof:
     if isinstance(found, ParityFinding):
         where = f"{config.model.family} over {layout_words(config.mesh)}"
         what = "a small model of this config does not train here as one process of transformers does"
-        raise _refusal(where, found, what, _way_out(config))
+        raise _refusal(where, found, what, _OUT, _way_out(config))
     if not found.why_not:
         if groups.rank == 0:
             keep_proof(config, found)
@@ -220,15 +245,18 @@ def _distinct(mesh: Mesh) -> int:
 _OUT_OF_LAYERS = "give every layer the same input and weights on all ranks; `dsx verify --model` tells more"
 
 
-def _refusal(where: str, found: ParityFinding, what: str, fix: str) -> LayoutError:
+def _refusal(where: str, found: ParityFinding, what: str, fix: str, way: _Way | None = None) -> LayoutError:
     """The end of a run that would train something else, in the words of ``dsx verify``."""
-    return LayoutError(where, f"{what}. {found.cause}: {found.what}. Likely: {found.why}", fix)
+    why = found.why if way is None or found.cause != UNKNOWN else way.why
+    if way is not None:
+        fix = f"set {way.key} to {json.dumps(way.value)}, with which it trains right; {fix}"
+    return LayoutError(where, f"{what}. {found.cause}: {found.what}. Likely: {why}", fix)
 
 
-def _way_out(config: RunConfig) -> str:
+def _way_out(config: RunConfig) -> _Way | None:
     """What trains right in place of the config, as its small model shows. Collective over all ranks."""
-    for key, value, changes in _WAYS:
-        job = agree(partial(_changed, config, changes))
+    for way in _WAYS:
+        job = agree(partial(_changed, config, way.block))
         if job is None:
             continue
         other = replace(make_groups(job.mesh(), sequence_parallel=job.sequence_parallel), station=None)
@@ -237,8 +265,8 @@ def _way_out(config: RunConfig) -> str:
         except DsxError:
             continue
         if isinstance(found, Proof):
-            return f"set {key} to {json.dumps(value)}, with which it trains right; {_OUT}"
-    return _OUT
+            return way
+    return None
 
 
 def _changed(config: RunConfig, changes: Mapping[str, Mapping[str, Any]]) -> VerifyJob | None:
