@@ -22,6 +22,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +39,19 @@ SCHEDULES = {
     1: ("1f1b", "gpipe", "zb_h1"),
     2: ("interleaved", "interleaved_zb", "zbv", "v_half", "dualpipev"),
 }
+OWN_SHARE = 0.4
+"""Of draws, are of families that dsx has modules of its own for."""
+
 TIMEOUT_SECONDS = 3600.0
 
 
-def draw(chance: random.Random, ranks: int) -> Json:
-    """A config for so many ranks; DeepSpeed, dsx or the family may refuse it."""
+def draw(chance: random.Random, ranks: int, families: Sequence[str]) -> Json:
+    """A config for ``ranks`` of one of the families; DeepSpeed, dsx or the family may refuse it."""
     tensor = chance.choice([n for n in (1, 2, 4) if ranks % n == 0])
     pipeline = chance.choice([n for n in (1, 2, 4) if ranks // tensor % n == 0])
     chunks = chance.choice((1, 2)) if pipeline > 1 else 1
-    own = chance.random() < 0.4
-    family = chance.choice(OWN if own else tiny.all_families())
+    family = chance.choice(families)
+    own = family in OWN
     heads = {"num_key_value_heads": chance.choice((1, 2, 4))} if chance.random() < 0.5 else {}
     ties = {"tie_word_embeddings": chance.random() < 0.5} if chance.random() < 0.5 else {}
     block: Json = {
@@ -109,7 +113,9 @@ def prove_each(rank: int, world_size: int, numbered: list[tuple[int, Json]], int
             row |= {"result": "unproved" if found.why_not else "proved", "said": found.words}
         except LayoutError as error:
             differs = "does not train" in error.what or "does not take a step" in error.what
-            row |= {"result": "differs" if differs else "refused", "said": str(error)}
+            # Recurrent blocks see the other documents of a pack, by transformers' own forward.
+            mixes = differs and error.fix.startswith("set dsx.data.documents")
+            row |= {"result": "differs" if differs and not mixes else "refused", "said": str(error)}
         except DsxError as error:
             row |= {"result": "refused", "said": str(error)}
         except Exception:  # noqa: BLE001 - whatever it is, it is a bug
@@ -193,9 +199,9 @@ def main() -> int:
         numbered = {row["number"]: (row["ranks"], row["config"]) for row in kept}
     chance = random.Random(arguments.seed)  # noqa: S311 - nothing is hidden by it
     while arguments.again is None and len(numbered) < arguments.draws:
-        ranks = chance.choice(arguments.ranks)
+        ranks, own = chance.choice(arguments.ranks), chance.random() < OWN_SHARE
         try:
-            numbered[len(numbered)] = ranks, draw(chance, ranks)
+            numbered[len(numbered)] = ranks, draw(chance, ranks, OWN if own else tiny.all_families())
         except Exception:  # noqa: BLE001, S112 - a family that cannot be made tiny in this way
             continue
     if arguments.number:

@@ -103,13 +103,15 @@ class LossCheck:
 
     def _loaded(self, catalog: Catalog) -> Any:
         """The model with a checkpoint's weights, rounded to their dtype there."""
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
+
+        from dsx.hub.anatomy import hf_config_of
 
         specs = stored_specs(self._model)
         known = as_model(under_known_names(catalog, self._model), specs, forms=forms_of(self._config))
         named = as_hf(known, specs, in_files=False)
         told = _precision(catalog)
-        config = AutoConfig.for_model(**{k: v for k, v in self._config.items() if k != "architectures"})
+        config = hf_config_of(self._config)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
         with Reader(named) as reader:
             buffers = {spec.hf_whole: model.get_buffer(spec.hf_whole) for spec in specs if spec.buffer}

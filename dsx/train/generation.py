@@ -399,13 +399,15 @@ def _empty(
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
+    from dsx.hub.anatomy import hf_config_of
+
     try:
         # The attention that from_pretrained chooses; from_config has the same default.
         if code is not None and "auto_map" in hf_config:
             folder = code if code.is_dir() else code.parent
             described = AutoConfig.from_pretrained(folder, trust_remote_code=True, local_files_only=True)
         else:
-            described = AutoConfig.for_model(**hf_config)
+            described = hf_config_of(hf_config)
         with quiet_transformers(), no_init_weights():
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 described, dtype=dtype, trust_remote_code=code is not None

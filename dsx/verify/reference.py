@@ -131,18 +131,17 @@ class Transformers:
     """The transformers model of a config of dsx's families, in float32."""
 
     def __init__(self, config: RunConfig) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
+
+        from dsx.hub.anatomy import hf_config_of
 
         # A padding token would get no gradient; the others are for generation, and may be cut off.
         # Modules of transformers themselves leave the padding's row out as here.
         own = isinstance(config.model, ModelSpec)
         tokens = ("pad_token_id", "bos_token_id", "eos_token_id") if own else ()
         settings = {**without_code(config.hf_config), **dict.fromkeys(tokens)}
-        settings.pop("torch_dtype", None)
-        kind = str(settings.pop("model_type"))
-        hf_config = AutoConfig.for_model(kind, **settings)
         self._model = AutoModelForCausalLM.from_config(
-            hf_config, dtype=torch.float32, trust_remote_code=False
+            hf_config_of(settings), dtype=torch.float32, trust_remote_code=False
         )
         self._model.train()
         held = dict(self._model.named_parameters())
