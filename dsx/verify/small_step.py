@@ -185,20 +185,16 @@ def _compared(
     thorough: Callable[[], VerifyPlan] | None = None,
 ) -> Proof | ParityFinding:
     """A step of a job beside ``plan``; if it differs, beside ``thorough``, which tells more in more time."""
-    try:
-        with _undisturbed():
-            seen = passed(job, replace(groups, station=None), 0.0)  # one island by itself
-    except DsxError:
-        raise
-    except Exception as error:
-        raise LayoutError(
-            where, f"a small model of it does not take a step ({first_line(error)})", _OUT
-        ) from error
+    with _steps(where, "a small model of it does not take a step"), _undisturbed():
+        seen = passed(job, replace(groups, station=None), 0.0)  # one island by itself
 
     def judged() -> Proof | ParityFinding:
         assert seen is not None, "this is rank 0"
         witness = Witness(passes=[seen])
-        with torch.random.fork_rng(devices=[]):
+        with (
+            _steps(where, "one process does not train a small model of it"),
+            torch.random.fork_rng(devices=[]),
+        ):
             verdict = judge(plan(), witness)
             if not verdict.equal:
                 return (judge(thorough(), witness) if thorough else verdict).findings[0]
@@ -211,6 +207,17 @@ def _compared(
         )
 
     return agree(judged)
+
+
+@contextmanager
+def _steps(where: str, what: str) -> Iterator[None]:
+    """Whatever a model's code raises inside ends the run as what it is: a model that nothing vouches for."""
+    try:
+        yield
+    except DsxError:
+        raise
+    except Exception as error:
+        raise LayoutError(where, f"{what} ({first_line(error)})", _OUT) from error
 
 
 def _off(seen: float, expected: float) -> float:
