@@ -192,7 +192,7 @@ def _compared(
         assert seen is not None, "this is rank 0"
         witness = Witness(passes=[seen])
         with (
-            _steps(where, "one process does not train a small model of it"),
+            _steps(where, "one process does not train its small model"),
             torch.random.fork_rng(devices=[]),
         ):
             verdict = judge(plan(), witness)
