@@ -120,6 +120,10 @@ def prove_each(rank: int, world_size: int, numbered: list[tuple[int, Json]], int
             row |= {"result": "refused", "said": str(error)}
         except Exception:  # noqa: BLE001 - whatever it is, it is a bug
             row |= {"result": "traceback", "said": traceback.format_exc()}
+        if row["result"] == "traceback" or "does not take a step" in row["said"]:
+            # The others may still wait for this rank.
+            _append(into, {**row, "seconds": time.perf_counter() - began})
+            raise SystemExit(1)
         if rank == 0:
             _append(into, {**row, "seconds": time.perf_counter() - began})
 
@@ -151,7 +155,7 @@ def proved(numbered: dict[int, tuple[int, Json]]) -> dict[int, Json]:
             found |= {row["number"]: row for row in rows if row["result"] != "begun"}
             if said and begun and begun[-1] not in found:
                 found[begun[-1]] = {"number": begun[-1], "result": "traceback", "said": said, "seconds": 0.0}
-            elif said:
+            elif said and not begun:
                 raise SystemExit(said)
             for number in begun:
                 print(f"{number:4} {ranks} ranks  {found[number]['result']:9}  {found[number]['said'][:150]}")
