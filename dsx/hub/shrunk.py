@@ -229,8 +229,9 @@ def _sizes(given: Mapping[str, Any], tensor: int, most: Mapping[str, int]) -> di
         found["initializer_range"] = max(given["initializer_range"], _INIT)
     for key, value in given.items():
         if key.endswith("_token_id"):
+            rows = most["vocab_size"]  # numbers below zero count from the end
             found[key] = (
-                None if value is None or isinstance(value, list) else min(value, most["vocab_size"] - 1)
+                None if value is None or isinstance(value, list) else max(-rows, min(value, rows - 1))
             )
         elif key.endswith("_config") and isinstance(value, dict):
             found[key] = {**value, **_sizes({"n_heads": given.get("n_heads"), **value}, tensor, most)}

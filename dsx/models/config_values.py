@@ -68,6 +68,20 @@ def size_or_none(config: Mapping[str, object], key: str, default: int | None) ->
     return None if config.get(key, default) is None else size(config, key, default or 0)
 
 
+def padding(config: Mapping[str, object], default: int | None, rows: int) -> int | None:
+    """The row of a table of ``rows`` that ``pad_token_id`` names; below zero it counts from the end.
+
+    So does ``torch.nn.Embedding``, which transformers gives it to.
+    """
+    value = config.get("pad_token_id", default)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not -rows <= value < rows:
+        what = f"no token of the vocabulary, whose {rows:,} have the numbers 0 to {rows - 1}"
+        raise ModelError(at("pad_token_id", value), what, "write the padding token's number, or null")
+    return value % rows
+
+
 def number(config: Mapping[str, object], key: str, default: float | None) -> float:
     """A number; None as default means that the key is needed."""
     value = config.get(key, default)
@@ -123,6 +137,14 @@ def check_even(key: str, value: int) -> None:
 _KINDS = ("default", "linear", "llama3", "yarn")
 
 
+_ROPE_NAMES = frozenset({
+    "rope_type", "type", "rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings",
+    "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
+    "attention_factor", "finetuned",
+})  # fmt: skip
+"""Names of rotary parameters; "finetuned" tells how a published model with YaRN came to be."""
+
+
 def read_rope(
     config: Mapping[str, object],
     max_positions: int,
@@ -148,6 +170,10 @@ def read_rope(
     given = config.get(key) or {}
     if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
         raise ModelError(at(key, given), "not one flat set of rope parameters", "give one object or null")
+    strange = next((name for name in given if name not in _ROPE_NAMES and given[name] is not None), None)
+    if strange is not None:
+        fix = f"remove it if it changes nothing; dsx knows {', '.join(sorted(_ROPE_NAMES))}"
+        raise ModelError(at(f"{key}.{strange}", given[strange]), "dsx does not know what it means", fix)
     values = {"rope_theta": config.get(theta, 10000.0), **given}
     # The place in messages is the key inside the nested object.
     rope = {f"{key}.{name}": value for name, value in values.items()}

@@ -34,6 +34,14 @@ def _read(config: Mapping[str, object]) -> ModelSpec:
     slides = values.layer_types(config, num_layers, window) or tuple(
         block % 2 == 0 for block in range(num_layers)
     )
+    vocab_size = values.size(config, "vocab_size", 256000)
+    activation = values.activation(config, "hidden_activation", "gelu_pytorch_tanh")
+    if config.get("hidden_act") is not None and values.activation(config, "hidden_act", "") != activation:
+        raise ModelError(
+            values.at("hidden_act", config["hidden_act"]),
+            "Gemma 2 goes by hidden_activation, which says otherwise",
+            "remove it",
+        )
     attention_bias = values.flag(config, "attention_bias", default=False)
     return ModelSpec(
         family="gemma2",
@@ -43,11 +51,11 @@ def _read(config: Mapping[str, object]) -> ModelSpec:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         ffn_size=values.size(config, "intermediate_size", 9216),
-        vocab_size=values.size(config, "vocab_size", 256000),
+        vocab_size=vocab_size,
         max_positions=max_positions,
         norm="rmsnorm",
         norm_epsilon=values.positive(config, "rms_norm_eps", 1e-6),
-        activation=values.activation(config, "hidden_activation", "gelu_pytorch_tanh"),
+        activation=activation,
         gated_mlp=True,
         attention_bias=attention_bias,
         attention_out_bias=attention_bias,
@@ -60,6 +68,7 @@ def _read(config: Mapping[str, object]) -> ModelSpec:
         attention_scale=values.positive(config, "query_pre_attn_scalar", 256) ** -0.5,
         attention_cap=_cap(config, "attn_logit_softcapping", 50.0),
         logit_cap=_cap(config, "final_logit_softcapping", 30.0),
+        pad_token_id=values.padding(config, 0, vocab_size),
     )
 
 
@@ -85,6 +94,7 @@ GEMMA2 = ModelFamily(
         "intermediate_size",
         "num_key_value_heads",
         "head_dim",
+        "hidden_act",
         "hidden_activation",
         "rms_norm_eps",
         "rope_theta",

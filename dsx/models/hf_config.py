@@ -1,9 +1,8 @@
 """From a Hugging Face ``config.json``, each value checked, to a :class:`~dsx.models.spec.ModelSpec`.
 
 Absent keys take the defaults of transformers' config classes. A setting that would make the model compute
-something else than dsx's is refused, never ignored. One difference remains on purpose: ``pad_token_id`` is
-not read, so the padding token's embedding row is trained like any other (transformers' Llama and its likes
-give that row no gradient, ``nn.Embedding(padding_idx=...)``).
+something else than dsx's is refused, never ignored; so is a key of which dsx does not know that it says
+nothing of that.
 """
 
 from __future__ import annotations
@@ -27,6 +26,39 @@ FAMILIES: dict[str, ModelFamily] = {
 """Every family of dsx's own, by its ``model_type``."""
 
 _MOST_KEYS = 1000  # each key is compared with all known ones
+_NEAR = 0.88
+
+_SAY_NOTHING = frozenset({
+    # transformers' PreTrainedConfig, of this and earlier versions.
+    "_name_or_path", "_commit_hash", "_attn_implementation", "_attn_implementation_autoset",
+    "_attn_implementation_internal", "_from_model_config", "attn_implementation", "auto_map",
+    "chunk_size_feed_forward", "cross_attention_hidden_size", "dtype", "finetuning_task", "id2label",
+    "is_decoder", "label2id", "num_labels", "output_attentions", "output_hidden_states",
+    "prefix", "problem_type", "return_dict", "task_specific_params", "tf_legacy_loss",
+    "tokenizer_class", "torch_dtype", "torchscript", "transformers_version", "use_bfloat16", "use_cache",
+    # Its special tokens and its GenerationConfig, which was a part of it.
+    "bos_token_id", "eos_token_id", "sep_token_id", "decoder_start_token_id",
+    "forced_bos_token_id", "forced_eos_token_id", "begin_suppress_tokens", "suppress_tokens",
+    "assistant_confidence_threshold", "assistant_early_exit", "assistant_ensemble_weight",
+    "assistant_lookbehind", "bad_words_ids", "cache_config", "cache_implementation", "compile_config",
+    "constraints", "continuous_batching_config", "disable_compile", "diversity_penalty", "do_sample",
+    "dola_layers", "early_stopping", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty",
+    "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty", "force_words_ids", "guidance_scale",
+    "is_assistant", "length_penalty", "low_memory", "max_cache_len", "max_length", "max_matching_ngram_size",
+    "max_new_tokens", "max_time", "min_length", "min_new_tokens", "min_p", "no_repeat_ngram_size",
+    "num_assistant_tokens", "num_assistant_tokens_schedule", "num_beam_groups", "num_beams",
+    "num_return_sequences", "output_logits", "output_scores", "penalty_alpha", "prefill_chunk_size",
+    "prompt_lookup_num_tokens", "remove_invalid_values", "renormalize_logits", "repetition_penalty",
+    "return_dict_in_generate", "sequence_bias", "speculation_type", "stop_strings", "target_lookbehind",
+    "temperature", "token_healing", "top_h", "top_k", "top_p", "typical_p", "use_mtp", "watermarking_config",
+    # Heads for other tasks, in configs of GPT-2 and GPT-NeoX.
+    "classifier_dropout", "n_ctx", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
+    "summary_type", "summary_use_proj",
+    # What published models have besides, and transformers does not read.
+    "gradient_checkpointing", "is_llama_config", "max_sequence_length", "transformers.js_config",
+    "unsloth_fixed", "unsloth_version",
+})  # fmt: skip
+"""Keys that say nothing of what a language model of dsx's families computes in training."""
 
 
 def model_spec(config: Mapping[str, object]) -> ModelSpec:
@@ -73,24 +105,31 @@ def without_names_of(family: str, keys: Iterable[str], config: Mapping[str, Any]
 
 
 def _check_keys(config: Mapping[str, object], family: ModelFamily) -> None:
-    """Refuse keys of other families and near misses of a known key: both would leave a default in silence.
+    """Refuse keys of other families, near misses of a known key, and what nobody here knows.
 
-    Another family's key that is null or false asks for nothing.
+    Each would leave a default in silence. A key that is null, false or empty asks for nothing.
     """
     if len(config) > _MOST_KEYS:
         raise ModelError(f"{len(config):,} keys", f"a config has at most {_MOST_KEYS:,}", "use its own")
     known = family.keys
     foreign = set[str]().union(*(other.keys for other in FAMILIES.values())) - known
     for key, value in config.items():
-        if key in known or (key in foreign and (value is None or value is False)):
+        if key in known or key in _SAY_NOTHING:
             continue
-        near = get_close_matches(key, sorted(known), n=1, cutoff=0.88)
-        if key in foreign or near:
-            raise ModelError(
-                at(key, value),
-                f"a {family.name} config has no such key",
-                f"write {near[0]}" if near else f"remove it; {family.name} knows {', '.join(sorted(known))}",
-            )
+        near = get_close_matches(key, sorted(known), n=1, cutoff=_NEAR)
+        if near and key not in foreign:
+            raise ModelError(at(key, value), f"a {family.name} config has no such key", f"write {near[0]}")
+        if value is None or value is False or value in ("", [], {}):
+            continue
+        if key in foreign:
+            fix = f"write {near[0]}" if near else f"remove it; {family.name} knows {', '.join(sorted(known))}"
+            raise ModelError(at(key, value), f"a {family.name} config has no such key", fix)
+        raise ModelError(
+            at(key, value),
+            f"dsx does not know what it means in a {family.name} config",
+            f'if it changes nothing in training, write {{"{key}": null}} into dsx.model.overrides; else set '
+            'dsx.model.implementation to "transformers"',
+        )
 
 
 def _check_fixed(config: Mapping[str, object], family: ModelFamily) -> None:

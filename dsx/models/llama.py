@@ -56,6 +56,7 @@ def _read(config: Mapping[str, object], family: Family) -> ModelSpec:
     head_dim = values.size_or_none(config, "head_dim", default["head_dim"]) or hidden_size // num_heads
     values.check_even("head_dim", head_dim)
     max_positions = values.size(config, "max_position_embeddings", default["max_position_embeddings"])
+    vocab_size = values.size(config, "vocab_size", default["vocab_size"])
     attention_bias = family == "qwen2" or values.flag(config, "attention_bias", default=False)
     return ModelSpec(
         family=family,
@@ -65,7 +66,7 @@ def _read(config: Mapping[str, object], family: Family) -> ModelSpec:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         ffn_size=values.size(config, "intermediate_size", default["intermediate_size"]),
-        vocab_size=values.size(config, "vocab_size", default["vocab_size"]),
+        vocab_size=vocab_size,
         max_positions=max_positions,
         norm="rmsnorm",
         norm_epsilon=values.positive(config, "rms_norm_eps", 1e-6),
@@ -81,6 +82,7 @@ def _read(config: Mapping[str, object], family: Family) -> ModelSpec:
         init_std=values.positive(config, "initializer_range", 0.02),
         windows=_windows(config, family, num_layers),
         qk_norm=family == "qwen3",
+        pad_token_id=values.padding(config, None, vocab_size),
     )
 
 

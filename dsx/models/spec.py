@@ -98,6 +98,7 @@ class ModelSpec:
         attention_scale: What attention's scores are multiplied by; None for 1 / sqrt(head_dim).
         attention_cap: Soft cap of attention's scores (Gemma 2); None for none.
         logit_cap: Soft cap of the logits.
+        pad_token_id: The token whose row the word embedding gives no gradient; None for none.
         parallel_residual: Attention and MLP read the same input, ``x + Attention(..) + MLP(..)`` (GPT-NeoX).
         shared_kv: Keys and values are a parameter beside the queries', whole on every tensor-parallel rank,
             because ranks share key/value heads: see :meth:`for_tensor`.
@@ -136,6 +137,7 @@ class ModelSpec:
     attention_scale: float | None = None
     attention_cap: float | None = None
     logit_cap: float | None = None
+    pad_token_id: int | None = None
     shared_kv: bool = False
     adapter: Adapter | None = None
     freeze: tuple[str, ...] = ()

@@ -60,36 +60,39 @@ class _Lookup(torch.autograd.Function):
     """Rows of a table whose gradient can be computed later."""
 
     @staticmethod
-    def forward(ctx: Any, row_BS: Tensor, weight: Tensor, split: WeightGradients) -> Tensor:
+    def forward(
+        ctx: Any, row_BS: Tensor, weight: Tensor, split: WeightGradients, padding: int | None
+    ) -> Tensor:
         ctx.save_for_backward(row_BS)
-        ctx.parameter, ctx.shape, ctx.split = weight, weight.shape, split
+        ctx.parameter, ctx.shape, ctx.split, ctx.padding = weight, weight.shape, split, padding
         return F.embedding(row_BS, weight)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, None, None]:
         (row_BS,) = ctx.saved_tensors
-        start = partial(_start_table_gradient, rows=ctx.shape[0])
+        start = partial(_start_table_gradient, rows=ctx.shape[0], padding=ctx.padding)
         if ctx.split.active:
             ctx.split.keep(ctx.parameter, ctx.shape, start, row_BS, dy)
-            return None, None, None
-        return None, start(row_BS, dy)(None), None
+            return None, None, None, None
+        return None, start(row_BS, dy)(None), None, None
 
 
-def _start_table_gradient(row_BS: Tensor, dy: Tensor, *, rows: int) -> Finish:
+def _start_table_gradient(row_BS: Tensor, dy: Tensor, *, rows: int, padding: int | None) -> Finish:
     def finish(total: Tensor | None) -> Tensor:
-        # The operator behind F.embedding's backward, without a padding row and scaling by frequency.
+        # The operator behind F.embedding's backward, without scaling by frequency; -1 is no row.
         backward = torch.ops.aten.embedding_dense_backward
-        gradient: Tensor = backward(dy, row_BS, rows, -1, scale_grad_by_freq=False)
+        none = -1 if padding is None else padding
+        gradient: Tensor = backward(dy, row_BS, rows, none, scale_grad_by_freq=False)
         return gradient if total is None else total.add_(gradient)
 
     return finish
 
 
-def _look_up(row_BS: Tensor, weight: Tensor, split: WeightGradients | None) -> Tensor:
+def _look_up(row_BS: Tensor, weight: Tensor, split: WeightGradients | None, padding: int | None) -> Tensor:
     if split is None or not split.divides or not weight.is_leaf:
-        return F.embedding(row_BS, weight)
-    y: Tensor = _Lookup.apply(row_BS, weight, split)
+        return F.embedding(row_BS, weight, padding)
+    y: Tensor = _Lookup.apply(row_BS, weight, split, padding)
     return y
 
 
@@ -103,6 +106,8 @@ class VocabParallelEmbedding(nn.Module):
         hidden_size: H.
         pad_multiple: Each rank's rows are rounded up to a multiple of this (64 suits GPUs); rows past
             ``vocab_size`` are zero and stay so, and their logits are -inf.
+        padding_idx: The row to which a look-up gives no gradient, as ``torch.nn.Embedding`` has it; the head
+            of a tied table gives it one.
     """
 
     def __init__(
@@ -112,6 +117,7 @@ class VocabParallelEmbedding(nn.Module):
         tp: TensorParallel,
         *,
         pad_multiple: int = 1,
+        padding_idx: int | None = None,
         init: Initialiser | None = NORMAL,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -132,6 +138,8 @@ class VocabParallelEmbedding(nn.Module):
         self.first = tp.rank * rows
         num_valid = min(max(vocab_size - self.first, 0), rows)
         self.num_valid = num_valid if num_valid < rows else None
+        here = padding_idx is not None and self.first <= padding_idx < self.first + rows
+        self.padding = padding_idx - self.first if padding_idx is not None and here else None
 
     def forward(
         self, x: Tensor, *, as_head: bool = False, loss: Callable[..., Tensor] | None = None
@@ -146,10 +154,10 @@ class VocabParallelEmbedding(nn.Module):
             return column_linear(x, self.weight, None, self.tp, num_valid=self.num_valid, split=self.split)
         check_ids(x, self.vocab_size, "token id")
         if self.tp.size == 1:
-            return _look_up(x, self.weight, self.split)
+            return _look_up(x, self.weight, self.split, self.padding)
         row_BS = x - self.first
         elsewhere_BS = (row_BS < 0) | (row_BS >= self.weight.shape[0])
-        partial_BSH = _look_up(row_BS.masked_fill(elsewhere_BS, 0), self.weight, self.split)
+        partial_BSH = _look_up(row_BS.masked_fill(elsewhere_BS, 0), self.weight, self.split, self.padding)
         partial_BSH = partial_BSH.masked_fill_(elsewhere_BS.unsqueeze(-1), 0.0)
         return collectives.reduce_from(partial_BSH, self.tp)
 
@@ -174,6 +182,7 @@ def vocabulary_table(model: ModelSpec, weights: Weights) -> VocabParallelEmbeddi
         model.hidden_size,
         weights.tp,
         pad_multiple=weights.specs["word.weight"].pad_multiple or 1,
+        padding_idx=model.pad_token_id,
         init=None,
         **weights.form,
     )

@@ -135,10 +135,8 @@ class Transformers:
 
         from dsx.hub.anatomy import hf_config_of
 
-        # A padding token would get no gradient; the others are for generation, and may be cut off.
-        # Modules of transformers themselves leave the padding's row out as here.
-        own = isinstance(config.model, ModelSpec)
-        tokens = ("pad_token_id", "bos_token_id", "eos_token_id") if own else ()
+        # They are for generation, and may be cut off.
+        tokens = ("bos_token_id", "eos_token_id") if isinstance(config.model, ModelSpec) else ()
         settings = {**without_code(config.hf_config), **dict.fromkeys(tokens)}
         self._model = AutoModelForCausalLM.from_config(
             hf_config_of(settings), dtype=torch.float32, trust_remote_code=False

@@ -64,7 +64,7 @@ def _gpt2(**changes):
 
 def _gemma2(**changes):
     caps = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 40}
-    options = {"tie_word_embeddings": True, "pad_token_id": None, "sliding_window": 7}
+    options = {"tie_word_embeddings": True, "pad_token_id": 73, "sliding_window": 7}
     return Gemma2Config(**_GROUPED | options | caps | changes)
 
 
@@ -72,6 +72,7 @@ CONFIGS = {
     "llama": _llama(),
     "llama-tied": _llama(
         tie_word_embeddings=True,
+        pad_token_id=774,  # batch() has each model's
         attention_bias=False,
         mlp_bias=False,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
@@ -85,11 +86,11 @@ CONFIGS = {
     "gpt2-dropout": _gpt2(resid_pdrop=0.2, embd_pdrop=0.2, attn_pdrop=0.2),
     "mistral": MistralConfig(**_GROUPED, sliding_window=10),
     "mistral-full": MistralConfig(**_GROUPED, sliding_window=None),
-    "qwen2": Qwen2Config(**_SIZES | {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "qwen2": Qwen2Config(**_SIZES | {"num_key_value_heads": 2, "tie_word_embeddings": True}, pad_token_id=33 - 1009),
     "qwen2-window": Qwen2Config(
         **_SIZES, num_key_value_heads=3, use_sliding_window=True, sliding_window=7, max_window_layers=1
     ),
-    "qwen3": Qwen3Config(**_GROUPED, rope_parameters=_YARN),
+    "qwen3": Qwen3Config(**_GROUPED, rope_parameters=_YARN, pad_token_id=33),
     "qwen3-window": Qwen3Config(
         **_GROUPED | {"tie_word_embeddings": True},
         attention_bias=True,

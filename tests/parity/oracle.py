@@ -61,7 +61,13 @@ CONFIGS = {
     "llama-one-head": LLAMA | {"num_key_value_heads": 1},
     "gpt2": GPT2,
     "mistral": _OTHERS
-    | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "head_dim": 8, "sliding_window": 5},
+    | {
+        "model_type": "mistral",
+        "architectures": ["MistralForCausalLM"],
+        "head_dim": 8,
+        "sliding_window": 5,
+        "pad_token_id": 79,  # tokens(0, ...) has each family's
+    },
     "qwen2": _OTHERS
     | {
         "model_type": "qwen2",
@@ -70,6 +76,7 @@ CONFIGS = {
         "use_sliding_window": True,
         "sliding_window": 7,
         "max_window_layers": 2,
+        "pad_token_id": 230 - 261,  # torch counts numbers below zero from the end
     },
     "qwen3": _OTHERS
     | {
@@ -82,6 +89,7 @@ CONFIGS = {
             "factor": 4.0,
             "original_max_position_embeddings": 8,
         },
+        "pad_token_id": 6,
     },
     "gpt_neox": _GPT_NEOX
     | {
@@ -100,7 +108,7 @@ CONFIGS["gemma2"] = CONFIGS["mistral"] | {
     "query_pre_attn_scalar": 6,
     "attn_logit_softcapping": 2.0,
     "final_logit_softcapping": 3.0,
-    "pad_token_id": None,
+    "pad_token_id": 32,
 }
 CONFIGS["qwen2_moe"] = CONFIGS["qwen2"] | {
     "model_type": "qwen2_moe",

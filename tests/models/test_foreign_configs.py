@@ -1,0 +1,75 @@
+"""Keys of a ``config.json``: what dsx reads, what it knows to say nothing, and what it refuses by name."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig
+
+from dsx.errors import ModelError
+from dsx.models.hf_config import model_spec
+from dsx.models.presets import find_preset
+from dsx.models.spec import Family
+
+LLAMA = dict(find_preset("llama", "tiny").config)
+GEMMA = dict(find_preset("gemma2", "tiny").config)
+NULLED = {"is_encoder_decoder", "add_cross_attention", "pruned_heads"}  # true would be another model
+
+
+@pytest.mark.parametrize("family", get_args(Family))
+def test_whatever_transformers_writes_is_read(family: Family) -> None:
+    """Every key of its config of the family, of all configs, and of generation, which older ones have too."""
+    config = dict(find_preset(family, "tiny").config)
+    written = AutoConfig.for_model(**config).to_dict()
+    general = PretrainedConfig().to_dict() | GenerationConfig().to_dict()
+    general |= dict.fromkeys((key for key, value in general.items() if value is None), 1)
+    others = {key: value for key, value in general.items() if key not in written.keys() | NULLED}
+    assert model_spec(written | others) == model_spec(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "said"),
+    [
+        (LLAMA, {"residual_multiplier": 0.22}, "does not know what it means in a llama config"),
+        (LLAMA, {"logits_scaling": 16}, 'write {"logits_scaling": null} into dsx.model.overrides'),
+        (LLAMA, {"use_qk_norm": True}, "does not know what it means"),
+        (LLAMA, {"num_experts": 0}, "does not know what it means"),
+        (LLAMA, {"is_encoder_decoder": True}, "does not know what it means"),
+        (LLAMA, {"quantization": {"bits": 4}}, "does not know what it means"),
+        (LLAMA, {"hidden_sizes": 64}, "write hidden_size"),
+        (LLAMA, {"layer_types": ["full_attention"]}, "a llama config has no such key"),
+        (LLAMA, {"rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]}}, "mrope_section"),
+        (GEMMA, {"hidden_act": "relu"}, "hidden_activation, which says otherwise"),
+        (LLAMA, {"pad_token_id": 257}, "have the numbers 0 to 256"),
+        (LLAMA, {"pad_token_id": -258}, "no token of the vocabulary"),
+        (LLAMA, {"pad_token_id": True}, "no token of the vocabulary"),
+        (LLAMA, {"pad_token_id": [1]}, "no token of the vocabulary"),
+    ],
+)
+def test_what_nobody_knows_is_refused_by_name(
+    config: dict[str, Any], change: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ModelError) as caught:
+        model_spec({**config, "vocab_size": 257, **change})
+    assert next(iter(change)) in caught.value.where
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "change"),
+    [
+        (LLAMA, {"residual_multiplier": None, "use_qk_norm": False, "quantization": {}}),
+        (LLAMA, {"unsloth_version": "2025.1", "transformers.js_config": {"dtype": "q4"}}),
+        (LLAMA, {"rope_scaling": {"rope_type": "default", "mrope_section": None}}),
+        (GEMMA, {"hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid"}),
+    ],
+)
+def test_what_asks_for_nothing_is_let_pass(config: dict[str, Any], change: dict[str, Any]) -> None:
+    assert model_spec(config | change) == model_spec(config)
+
+
+def test_a_padding_token_below_zero_counts_from_the_end_as_in_torch() -> None:
+    assert model_spec({**LLAMA, "vocab_size": 257, "pad_token_id": -1}).pad_token_id == 256
+    assert model_spec({**GEMMA, "vocab_size": 257}).pad_token_id == 0  # Gemma2Config's default
+    assert model_spec(dict(find_preset("gpt2", "tiny").config) | {"pad_token_id": 7}).pad_token_id is None
