@@ -351,6 +351,9 @@ def random_tokens(config: RunConfig, step: int, index: int) -> tuple[Any, Tensor
     generator = torch.Generator().manual_seed(1_000_003 * step + index)
     size = (config.micro_batch_size, config.sequence_length + 1)
     ids = torch.randint(0, config.model.vocab_size, size, generator=generator)
+    padding = config.hf_config.get("pad_token_id")
+    if isinstance(padding, int):  # whose row the word embedding gives no gradient
+        ids[:, -2] = padding % config.model.vocab_size
     ids, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
     data = config.dsx.data
     trained = torch.ones_like(labels, dtype=torch.bool)

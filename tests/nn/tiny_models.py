@@ -86,7 +86,9 @@ CONFIGS = {
     "gpt2-dropout": _gpt2(resid_pdrop=0.2, embd_pdrop=0.2, attn_pdrop=0.2),
     "mistral": MistralConfig(**_GROUPED, sliding_window=10),
     "mistral-full": MistralConfig(**_GROUPED, sliding_window=None),
-    "qwen2": Qwen2Config(**_SIZES | {"num_key_value_heads": 2, "tie_word_embeddings": True}, pad_token_id=33 - 1009),
+    "qwen2": Qwen2Config(
+        **_SIZES | {"num_key_value_heads": 2, "tie_word_embeddings": True, "pad_token_id": 33 - 1009}
+    ),
     "qwen2-window": Qwen2Config(
         **_SIZES, num_key_value_heads=3, use_sliding_window=True, sliding_window=7, max_window_layers=1
     ),

@@ -302,6 +302,10 @@ FAULTS: dict[str, Fault] = {
         "dsx.nn.embedding.column_linear",
         lambda original: lambda *args, num_valid, **kwargs: original(*args, num_valid=None, **kwargs),
     ),
+    "padding token trained": replaced(
+        "dsx.nn.embedding._look_up",
+        lambda original: lambda row, weight, split, padding: original(row, weight, split, None),
+    ),
     "padding rows have gradients": replaced("dsx.nn.parameters.Weights.initialise", _leak),
     "ties twice": adapter_with(ties=lambda ties: [*ties, *ties]),
     "ties never": adapter_with(ties=lambda ties: ties[:0]),

@@ -19,7 +19,7 @@ from verify.mistakes import FAULTS
 
 GPT2 = {"family": "gpt2", "preset": "tiny", "overrides": {"resid_pdrop": 0.1, "embd_pdrop": 0.1}}
 QWEN2 = {"family": "qwen2", "preset": "tiny", "implementation": "transformers"}
-LLAMA = {"family": "llama", "preset": "tiny"}
+LLAMA = {"family": "llama", "preset": "tiny", "overrides": {"pad_token_id": 5}}
 
 
 def config(model: dict[str, Any], zero: int, **parallel: Any) -> dict[str, Any]:
@@ -100,6 +100,7 @@ CASES = [
     ("bf16", "sum over data", diagnosis.DATA_SUMMED, "4.norm.bias", 1),
     ("tensor x data", "dropout by rank", diagnosis.DROPOUT_TENSOR, "", 1),
     ("data x pipeline, ZeRO-0", "not reduced over data", diagnosis.DATA_NOT_AVERAGED, "4.word.weight", 1),
+    ("data x pipeline, ZeRO-0", "padding token trained", diagnosis.UNKNOWN, "0.word.weight", 1),
     ("data x pipeline, ZeRO-0", "gradients not cleared", diagnosis.STALE, "4.word.weight", 2),
     ("data x pipeline, ZeRO-0", "replica moved", diagnosis.REPLICAS_DRIFT, "0.word.weight", 2),
     ("LoRA", "none", None, "", 2),
