@@ -25,7 +25,7 @@ from dsx.models.adapters import (
     names_of,
     targeted,
 )
-from dsx.models.param import ParamSpec
+from dsx.models.param import NF4_BLOCK, ParamSpec
 from dsx.models.params import param_specs
 from dsx.models.spec import Adapter, Model
 
@@ -81,9 +81,28 @@ def adapter_of(block: AdapterConfig, model: Model) -> Adapter:
                 f"give one of this model, or its own model as dsx.model.path ({_base_of(block.path)})",
             )
         raise problem
+    _require_whole_blocks(adapter, model)
     if saved:
         _require_same(block.path, given, adapter, Adapter(**saved), model)
     return adapter
+
+
+def _require_whole_blocks(adapter: Adapter, model: Model) -> None:
+    """Refuse rows that are no whole blocks of nf4.
+
+    Blocks go over rows' ends there: dsx's fused linears would begin them elsewhere than the modules that they
+    are made of, and bitsandbytes' kernel for CPUs reads them back wrong.
+    """
+    if adapter.quantization != "nf4":
+        return
+    for spec in param_specs(replace(model, adapter=adapter)):
+        if spec.quantized == "nf4" and spec.shape[-1] % NF4_BLOCK:
+            raise ConfigError(
+                at("dsx.adapter.quantization", "nf4"),
+                f"rows of {modules_of(spec)[0][0]} are {spec.shape[-1]} numbers long, no multiple of the "
+                f"{NF4_BLOCK} that share a scale",
+                'use "int8", whose rows have a scale each, or "none"',
+            )
 
 
 def _read(folder: str) -> dict[str, Any]:

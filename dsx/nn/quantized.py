@@ -79,13 +79,15 @@ class Quantized:
         begin, end = first * columns, stop * columns
         state = QuantState(
             self.scales[begin // NF4_BLOCK : -(-end // NF4_BLOCK)],
-            torch.Size((stop - first, columns)),
+            # In one row: with several, bitsandbytes' kernel for CPUs looks for a row's blocks in the wrong
+            # place if its length is no multiple of theirs, which parts of rows may be.
+            torch.Size((1, end - begin)),
             blocksize=NF4_BLOCK,
             quant_type="nf4",
             dtype=self.dtype,
         )
         found: Tensor = dequantize_4bit(self.numbers[begin // 2 : -(-end // 2)], state)
-        return found
+        return found.view(stop - first, columns)
 
 
 _TILE = 1 << 25

@@ -48,6 +48,7 @@ def resolved(adapter: dict[str, Any], family: str = "llama", world_size: int = 1
         ({"type": "qlora"}, "dsx.adapter.type", '"lora"'),
         ({"r": 8}, "dsx.adapter.r", "unknown key"),
         ({"quantization": "fp4"}, "dsx.adapter.quantization", '"nf4"'),
+        ({"quantization": "nf4"}, "dsx.adapter.quantization", "are 24 numbers long, no multiple of the 64"),
         ({"path": "nowhere"}, "dsx.adapter.path", "adapter_config.json"),
     ],
 )

@@ -168,6 +168,23 @@ def test_a_resumed_run_quantises_the_same_base_to_the_same_bits(folder: Path, tm
     assert held < (at / "base" / "model.safetensors").stat().st_size
 
 
+@pytest.mark.parametrize("shape", [(96, 32), (3, 48), (64, 96), (130, 64)])
+def test_parts_of_rows_are_read_back_as_blocks_of_64_numbers(shape: tuple[int, int]) -> None:
+    """Beside the nearest of bitsandbytes' 16 numbers in each block; tensor parallelism cuts rows anywhere."""
+    from bitsandbytes.functional import get_4bit_type
+
+    from dsx.nn.parallel import TensorParallel
+    from dsx.nn.quantized import _quantized
+
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    blocks = torch.nn.functional.pad(matrix.flatten(), (0, -matrix.numel() % 64)).view(-1, 64)
+    largest = blocks.abs().amax(1, keepdim=True)
+    numbers = get_4bit_type("nf4", device="cpu")
+    nearest = numbers[((blocks / largest).unsqueeze(-1) - numbers).abs().argmin(-1)] * largest
+    expected = nearest.flatten()[: matrix.numel()].view(shape)
+    assert torch.equal(_quantized(matrix, "nf4", TensorParallel()).tensor(), expected)
+
+
 def test_a_config_is_refused_where_bitsandbytes_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     config = dsx_run.config(Case(adapter=(("quantization", "nf4"),)), None)
     monkeypatch.setattr("dsx.config.adapter.find_spec", lambda _: None)
