@@ -112,6 +112,12 @@ def taken_apart(source: Catalog) -> tuple[Catalog, Merge | None]:
     if model is None or model.adapter is None:
         return source, None
     adapter, specs = model.adapter, stored_specs(model)
+    if adapter.start != "none":
+        raise CheckpointError(
+            f"{source.root}: its adapter",
+            f"it began with {adapter.start}, which has changed the matrices that it is merged into",
+            "convert the adapter alone with --to peft, and merge with PEFT's merge_and_unload",
+        )
     products: dict[str, _Product] = {}
     for spec in specs:
         if is_targeted_stack(adapter, spec):

@@ -24,6 +24,7 @@ from dsx.models.adapters import (
     names,
     names_of,
     targeted,
+    trains,
 )
 from dsx.models.param import NF4_BLOCK, ParamSpec
 from dsx.models.params import param_specs
@@ -41,14 +42,18 @@ _KEYS = {
     "target_parameters": "target_parameters",
     "train_also": "modules_to_save",
 }
-# Keys of PEFT's that say nothing of what is computed with the weights that the folder has, or what
-# dsx does in any case.
+# Keys of PEFT's that are read apart, that say nothing of what is computed with the weights that the folder
+# has, or that speak of another key, without which they mean nothing.
 _SAY_NOTHING = frozenset({
     "peft_type", "task_type", "use_dora", "auto_mapping", "base_model_name_or_path", "revision",
     "peft_version", "inference_mode", "init_lora_weights", "fan_in_fan_out", "ensure_weight_tying",
     "qalora_group_size", "megatron_core", "runtime_config", "lora_ga_config", "eva_config", "corda_config",
-    "loftq_config",
+    "loftq_config", "layers_pattern",
 })  # fmt: skip
+_STARTS = {"pissa": "pissa", "olora": "olora"} | dict.fromkeys(("gaussian", "eva", "orthogonal"), "none")
+"""Values of ``init_lora_weights``, and what of the base they take out."""
+_TIED = ("embed_tokens", "lm_head")
+"""Names by which PEFT knows tied modules: EMBEDDING_LAYER_NAMES in peft/utils/constants.py."""
 
 
 def adapter_of(block: AdapterConfig, model: Model) -> Adapter:
@@ -71,6 +76,7 @@ def adapter_of(block: AdapterConfig, model: Model) -> Adapter:
             "the package bitsandbytes is missing",
             "pip install 'bitsandbytes>=0.48' (dsx's extra \"quantized\" brings it)",
         )
+    ties = saved.pop("ties", False)
     adapter = Adapter(**saved | given)
     specs = param_specs(replace(model, adapter=None))
     for problem in _problems(adapter, specs):
@@ -83,6 +89,8 @@ def adapter_of(block: AdapterConfig, model: Model) -> Adapter:
         raise problem
     _require_whole_blocks(adapter, model)
     if saved:
+        _require_ties(block.path, adapter, specs, ties=ties)
+        _require_possible_start(block.path, adapter, specs)
         _require_same(block.path, given, adapter, Adapter(**saved), model)
     return adapter
 
@@ -120,10 +128,16 @@ def _read(folder: str) -> dict[str, Any]:
         kinds = f"peft_type {told.get('peft_type')!r}, task_type {told.get('task_type')!r}"
         raise ConfigError(where, f"{file} says {kinds}", "dsx trains LORA adapters of CAUSAL_LM models")
     others = told.keys() - _SAY_NOTHING - set(_KEYS.values())
-    strange = next((key for key in sorted(others) if told[key] and told[key] != "none"), None)
+    strange = next((key for key in sorted(others) if not _asks_for_nothing(key, told[key])), None)
     if strange is not None:
         what = f"{at(strange, told[strange])}, which dsx does not compute"
         raise ConfigError(where, f"{file} has {what}", "use an adapter without it")
+    start = told.get("init_lora_weights", True)
+    name = start.lower() if isinstance(start, str) else "gaussian"
+    if name not in _STARTS or not isinstance(start, str | bool | None):
+        what = "a start after which PEFT trains other matrices than the model's, or leaves some untrained"
+        fix = "save it as a plain adapter, with PEFT's path_initial_model_for_weight_conversion"
+        raise ConfigError(where, f"{file} has {at('init_lora_weights', start)}, {what}", fix)
     values = {key: told[name] for key, name in _KEYS.items() if told.get(name) is not None}
     values |= {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
     values.setdefault("targets", ())
@@ -134,8 +148,51 @@ def _read(folder: str) -> dict[str, Any]:
         key = _KEYS[str(problem["loc"][0])]
         what = f"{file} has {at(key, problem['input'])} ({problem['msg']})"
         raise ConfigError(where, what, fix) from None
-    kind = {"type": "dora" if told.get("use_dora") else "lora"}
+    named = any(name.rpartition(".")[2] in _TIED for name in made.train_also)
+    kind = {
+        "type": "dora" if told.get("use_dora") else "lora",
+        "start": _STARTS[name],
+        "ties": bool(told.get("ensure_weight_tying")) and named,
+    }
     return {key: getattr(made, key) for key in values} | kind
+
+
+def _asks_for_nothing(key: str, value: object) -> bool:
+    """Whether a value of a key that dsx does not compute leaves things as they are without it."""
+    if value is None or value is False or value in ([], {}):
+        return True
+    return key == "bias" and value == "none"
+
+
+def _require_ties(path: str | None, adapter: Adapter, specs: Sequence[ParamSpec], *, ties: bool) -> None:
+    """Refuse an adapter that has unlike copies of what the model has once."""
+    tied = next((spec for spec in specs if spec.tie is not None and trains(adapter, spec)), None)
+    if tied is not None and not ties:
+        raise ConfigError(
+            at("dsx.adapter.path", path),
+            f"its modules_to_save name one of {', '.join(names_of(tied))}, which the model has tied and PEFT "
+            "trains apart, because ensure_weight_tying is false or no name ends in embed_tokens or lm_head",
+            'make it with ensure_weight_tying=True and "lm_head" in modules_to_save, or of an untied model',
+        )
+
+
+def _require_possible_start(path: str | None, adapter: Adapter, specs: Sequence[ParamSpec]) -> None:
+    """Refuse what does not go together with a start that changes the base."""
+    if adapter.start == "none":
+        return
+    turned = any(spec.hf_transposed and any(targeted(adapter, spec)) for spec in specs)
+    problem = (
+        "experts' matrices (target_parameters)"
+        if adapter.target_parameters
+        else "a quantised base (dsx.adapter.quantization)"
+        if adapter.quantization != "none"
+        else "Conv1D, of whose transposed matrix PEFT takes columns"
+        if turned and adapter.start == "olora"
+        else None
+    )
+    if problem is not None:
+        what = f"its init_lora_weights is {adapter.start}, which dsx does not compute with {problem}"
+        raise ConfigError(at("dsx.adapter.path", path), what, "use an adapter without it")
 
 
 def _base_of(folder: str | None) -> str:
@@ -155,7 +212,10 @@ def peft_settings(specs: Sequence[ParamSpec], model: Model, base: str | None) ->
     adapter = model.adapter
     assert adapter is not None
     base = None if base is None else str(Path(base).expanduser().resolve())
+    tied = any(spec.trained and spec.tie is not None for spec in specs)
     told = {name: getattr(adapter, key) for key, name in _KEYS.items()}
+    if tied and not any(name.rpartition(".")[2] in _TIED for name in adapter.train_also):
+        told["modules_to_save"] = (*adapter.train_also, "lm_head")  # or PEFT does not see that it is tied
     told |= {key: list(value) or None for key, value in told.items() if isinstance(value, tuple)}
     if adapter.targets == ALL_LINEAR:
         told["target_modules"] = sorted(_ends(name for spec in specs for name, _ in targeted(adapter, spec)))
@@ -167,8 +227,9 @@ def peft_settings(specs: Sequence[ParamSpec], model: Model, base: str | None) ->
         "bias": "none",
         "use_dora": adapter.type == "dora",
         "fan_in_fan_out": any(spec.linear and spec.hf_transposed for spec in specs),
+        "init_lora_weights": True if adapter.start == "none" else adapter.start,
         # A head that is the word embedding stays it.
-        "ensure_weight_tying": any(spec.trained and spec.tie is not None for spec in specs),
+        "ensure_weight_tying": tied,
         **told,
     }
 

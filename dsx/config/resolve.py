@@ -622,7 +622,8 @@ def _resolve(name: str, deepspeed: dict[str, Any], dsx: DsxConfig, world_size: i
     model = read_model(dsx)
     dsx = dsx.model_copy(update={"data": dsx.data.model_copy(update={"tokenizer": model.tokenizer})})
     if dsx.adapter is not None and model.spec.adapter is not None:
-        found = dsx.adapter.model_copy(update=asdict(model.spec.adapter))
+        made = {key: value for key, value in asdict(model.spec.adapter).items() if key != "start"}
+        found = dsx.adapter.model_copy(update=made)  # the start is the folder's alone
         dsx = dsx.model_copy(update={"adapter": found})
     dsx, written = read_file(dsx)
     layers = layer_kinds(model.spec)

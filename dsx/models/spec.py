@@ -58,6 +58,8 @@ class Adapter:
         target_parameters: Which stacks of experts' matrices do: names and endings of parameters' names.
         train_also: Endings of the names of modules that are trained themselves.
         quantization: Form of the frozen matrices of blocks' linears.
+        start: What the products began as, if that was taken out of the matrices that they are added to: the
+            largest singular vectors (PiSSA, arXiv:2404.02948) or columns of QR (OLoRA, arXiv:2406.01775).
     """
 
     type: Literal["lora", "dora"] = "lora"
@@ -69,6 +71,7 @@ class Adapter:
     target_parameters: tuple[str, ...] = ()
     train_also: tuple[str, ...] = ()
     quantization: Quantization = "none"
+    start: Literal["none", "pissa", "olora"] = "none"
 
     @property
     def scale(self) -> float:

@@ -296,6 +296,23 @@ def _with_stacks(
             seen.pop(stack.name, None)
 
 
+def left(adapter: Adapter, weight: Tensor) -> Tensor:
+    """What the start of a module's adapter leaves of its matrix [outputs, inputs], in its dtype.
+
+    See pissa_init and olora_init in peft/tuners/lora/layer.py.
+    """
+    if adapter.start == "none":
+        return weight
+    wide, rank = weight.float(), adapter.rank
+    if adapter.start == "pissa":
+        u, sizes, v = torch.linalg.svd(wide, full_matrices=False)
+        taken = (u[:, :rank] * sizes[:rank]) @ v[:rank]
+    else:
+        q, r = torch.linalg.qr(wide)
+        taken = adapter.scale * (q[:, :rank] @ r[:rank])
+    return (wide - taken).to(weight.dtype)
+
+
 def merged(adapter: Adapter, weight: Tensor, held: Mapping[str, Tensor], start: str) -> Tensor:
     """A matrix and its adapter in one: W + s B A, and of DoRA its rows with their magnitudes.
 

@@ -39,7 +39,7 @@ from dsx.models.param import ParamSpec
 from dsx.models.params import param_specs
 from dsx.models.quiet_transformers import first_line, quiet_transformers
 from dsx.models.spec import Model
-from dsx.nn.adapter import merged
+from dsx.nn.adapter import left, merged
 from dsx.nn.parameters import DTYPES
 from dsx.train.run_folder import find_checkpoint, tokenizer_of_run
 
@@ -248,7 +248,8 @@ def _merge(
     wide = {name: tensor.float() for name, tensor in held.items()}
     for name, start, crossed in homes(specs):
         weight = model.get_parameter(name)
-        whole = merged(known.adapter, (weight.t() if crossed else weight).float(), wide, start)
+        base = left(known.adapter, weight.t() if crossed else weight)
+        whole = merged(known.adapter, base.float(), wide, start)
         weight.copy_(whole.t() if crossed else whole)
 
 

@@ -140,6 +140,7 @@ def _adapter(config: RunConfig, changes: list[str], *, full: bool) -> dict[str, 
     if block.pop("path", None) is not None:
         changes.append(f"dsx.adapter.path: off, with the settings of {given.path}")
         block = asdict(adapter) | block
+        del block["start"]
     block["rank"] = min(adapter.rank, _RANK)
     changes += [f"dsx.adapter.rank: {adapter.rank} -> {_RANK}"] * (adapter.rank > _RANK)
     if isinstance(adapter.targets, tuple) and not any(map(_NUMBERED.search, adapter.targets)):

@@ -11,6 +11,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from dsx.checkpoint import store
@@ -25,11 +26,11 @@ from dsx.config.sources import BYTES
 from dsx.data.tokenizers import TransformersTokenizer
 from dsx.errors import CheckpointError, ModelError
 from dsx.launch.processes import agree
-from dsx.models.adapters import in_peft, peft_specs
+from dsx.models.adapters import in_peft, peft_specs, targeted
 from dsx.models.param import ParamSpec
 from dsx.models.params import stored_specs
-from dsx.models.spec import HubModel, Model
-from dsx.nn.adapter import begin
+from dsx.models.spec import Adapter, HubModel, Model
+from dsx.nn.adapter import begin, left
 from dsx.nn.quantized import is_quantized, quantize
 from dsx.parallel.groups import Groups
 
@@ -82,7 +83,8 @@ def layer_weights(
         elif folder is not None:
             own = [spec for spec in specs if not spec.adapts]
             base = files.enter_context(_checked(lambda: hf.HfWeights(folder, names_of), own))
-            fills.append(partial(fill_base, base.read, buffers, at))
+            read = base.read if model.adapter is None else partial(_read_left, base, model.adapter)
+            fills.append(partial(fill_base, read, buffers, at))
         if model.adapter is not None:
             fills.append(lambda _, layer: quantize(layer))
             fills.append(lambda _, layer: begin(layer))
@@ -97,6 +99,20 @@ def layer_weights(
                 fill(index, layer)
 
         yield load
+
+
+def _read_left(
+    base: hf.HfWeights, adapter: Adapter, spec: ParamSpec, tp: int = 1, tp_rank: int = 0
+) -> torch.Tensor:
+    """As :meth:`HfWeights.read`, less what the adapter's start has taken out of a matrix."""
+    held = tuple(targeted(adapter, spec)) if adapter.start != "none" else ()
+    if not held:
+        return base.read(spec, tp, tp_rank)
+    device = get_accelerator().current_device_name()
+    matrix = base.read(spec)
+    for _, (first, stop) in held:
+        matrix[first:stop] = left(adapter, matrix[first:stop].to(device))
+    return slices.cut(spec, lambda box: matrix[tuple(slice(*span) for span in box)], tp, tp_rank)
 
 
 def fill_base(

@@ -435,7 +435,8 @@ _FREE = (
 def _numbers(model: Mapping[str, Any], hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
     """What a model computes with, alike for both implementations of a family that dsx has."""
     adapter = model.get("adapter") or {}
-    scale = {"adapter": {key: adapter[key] for key in ("type", "rank", "alpha", "rslora")}} if adapter else {}
+    told = {key: adapter[key] for key in ("type", "rank", "alpha", "rslora")} if adapter else {}
+    scale = {"adapter": told | {"start": adapter.get("start", "none")}} if adapter else {}
     if "config" not in model:
         return {**model, **scale}
     try:
