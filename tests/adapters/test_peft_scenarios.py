@@ -16,47 +16,50 @@ from transformers import AutoModelForCausalLM
 import dsx
 import ranks
 from adapters.test_adapter_parity import STEPS, steps, train
-from dsx.config.adapter import SETTINGS, WEIGHTS
-from dsx.errors import ConfigError
+from dsx.checkpoint.catalog import Catalog, model_fact
+from dsx.checkpoint.merge import taken_apart
+from dsx.config.adapter import SETTINGS, WEIGHTS, peft_settings
+from dsx.errors import CheckpointError, ConfigError
+from often import often
 from parity import dsx_run, oracle
 from parity.dsx_run import Case
 
 TIED = {"ensure_weight_tying": True}
 QV = ["q_proj", "v_proj"]
 TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
+    "pissa": ("llama", {"target_modules": "all-linear", "init_lora_weights": "pissa"}),
     "a regular expression, rslora": (
         "llama",
         {"target_modules": r".*\.[13]\..*(q|up)_proj", "use_rslora": True},
     ),
+    "DoRA with one kv head": ("llama-one-head", {"target_modules": "all-linear", "use_dora": True}),
+    "tied, embedding saved": ("qwen2", {"target_modules": QV, "modules_to_save": ["embed_tokens"], **TIED}),
+    "gaussian, norms saved": (
+        "qwen3",
+        {"target_modules": QV, "init_lora_weights": "gaussian", "modules_to_save": ["norm"]},
+    ),
+    "pissa with DoRA": ("llama", {"target_modules": QV, "init_lora_weights": "pissa", "use_dora": True}),
+    "pissa, Conv1D": ("gpt2", {"target_modules": ["c_attn", "c_proj"], "init_lora_weights": "pissa"}),
     "whole names, without a start": (
         "mistral",
         {"target_modules": ["model.layers.1.mlp.down_proj", "k_proj"], "init_lora_weights": False},
     ),
-    "DoRA with one kv head": ("llama-one-head", {"target_modules": "all-linear", "use_dora": True}),
-    "gaussian, norms saved": (
-        "qwen3",
-        {"target_modules": QV, "init_lora_weights": "gaussian", "modules_to_save": ["norm"]},
+    "untied, head saved apart": ("llama", {"target_modules": QV, "modules_to_save": ["lm_head"]}),
+    "olora": ("qwen2", {"target_modules": ["v_proj", "down_proj"], "init_lora_weights": "OLoRA"}),
+    "eva's settings": ("llama", {"target_modules": ["o_proj"], "init_lora_weights": "eva"}),
+    "tied, head saved": ("gemma2", {"target_modules": QV, "modules_to_save": ["lm_head"], **TIED}),
+    "pissa, fused heads, rslora": (
+        "gpt_neox",
+        {"target_modules": "all-linear", "init_lora_weights": "pissa", "use_rslora": True},
+    ),
+    "GPT-2, DoRA": (
+        "gpt2",
+        {"target_modules": ["c_attn", "mlp.c_proj"], "fan_in_fan_out": True, "use_dora": True},
     ),
     "orthogonal, alpha a fraction": (
         "llama",
         {"target_modules": QV, "init_lora_weights": "orthogonal", "lora_alpha": 2.5},
     ),
-    "eva's settings": ("llama", {"target_modules": ["o_proj"], "init_lora_weights": "eva"}),
-    "tied, embedding saved": ("qwen2", {"target_modules": QV, "modules_to_save": ["embed_tokens"], **TIED}),
-    "tied, head saved": ("gemma2", {"target_modules": QV, "modules_to_save": ["lm_head"], **TIED}),
-    "GPT-2, DoRA": (
-        "gpt2",
-        {"target_modules": ["c_attn", "mlp.c_proj"], "fan_in_fan_out": True, "use_dora": True},
-    ),
-    "untied, head saved apart": ("llama", {"target_modules": QV, "modules_to_save": ["lm_head"]}),
-    "pissa": ("llama", {"target_modules": "all-linear", "init_lora_weights": "pissa"}),
-    "pissa, Conv1D": ("gpt2", {"target_modules": ["c_attn", "c_proj"], "init_lora_weights": "pissa"}),
-    "pissa, fused heads, rslora": (
-        "gpt_neox",
-        {"target_modules": "all-linear", "init_lora_weights": "pissa", "use_rslora": True},
-    ),
-    "pissa with DoRA": ("llama", {"target_modules": QV, "init_lora_weights": "pissa", "use_dora": True}),
-    "olora": ("qwen2", {"target_modules": ["v_proj", "down_proj"], "init_lora_weights": "OLoRA"}),
 }
 """What is trained on, by scenario: a family, and its LoraConfig."""
 
@@ -155,7 +158,7 @@ def pairs(
     }
 
 
-@pytest.mark.parametrize("trained", TRAINED)
+@pytest.mark.parametrize("trained", often(TRAINED, 3))
 def test_a_folder_is_trained_on_as_peft_does_and_read_again(
     pairs: dict[str, tuple[Seen, Seen]], bases: dict[str, Path], trained: str
 ) -> None:
@@ -166,10 +169,13 @@ def test_a_folder_is_trained_on_as_peft_does_and_read_again(
     made, expected = load_file(ours.folder / WEIGHTS), load_file(theirs.folder / WEIGHTS)
     assert made.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert torch.allclose(made[name], tensor, rtol=0, atol=1e-5), name
+        assert torch.allclose(made[name], tensor, rtol=0, atol=3e-5), name
     base, ids = bases[TRAINED[trained][0]], oracle.tokens(99, 2)
-    read, again = (whole(base, each.folder)(ids).logits for each in (ours, theirs))
-    assert torch.allclose(read, again, rtol=0, atol=1e-4)
+    with torch.no_grad():
+        read, again = (whole(base, each.folder)(ids).logits for each in (ours, theirs))
+        merged, _ = dsx.load_transformers(ours.folder, tokenizer="bytes")
+        assert torch.allclose(read, again, rtol=0, atol=1e-4)
+        assert torch.allclose(merged(ids).logits, again, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("refused", REFUSED)
@@ -207,3 +213,28 @@ def test_what_nobody_knows_is_refused(
     case = Case(adapter=(("path", str(tmp_path)),))
     with pytest.raises(ConfigError, match=said):
         dsx.load_config(dsx_run.config(case, bases["llama"]), world_size=1)
+
+
+def test_what_is_saved_of_tied_tables_is_tied_in_peft(bases: dict[str, Path]) -> None:
+    """Whose list of their names lacks GPT-2's."""
+    adapter = (("targets", ["c_attn"]), ("train_also", ["wte"]))
+    case = Case(family="gpt2", adapter=adapter)
+    run = dsx.load_config(dsx_run.config(case, bases["gpt2"]), world_size=1)
+    model = AutoModelForCausalLM.from_pretrained(bases["gpt2"])
+    told = peft_settings(run.param_specs, run.model, None) | {"inference_mode": False}
+    whole = get_peft_model(model, LoraConfig(**told))
+    table, head = (each.weight for each in (whole.get_input_embeddings(), whole.get_output_embeddings()))
+    assert table.requires_grad
+    assert head is table
+
+
+def test_a_start_that_changes_the_base_is_not_merged_by_reshard(
+    bases: dict[str, Path], tmp_path: Path
+) -> None:
+    settings({"init_lora_weights": "pissa"}).save_pretrained(tmp_path)
+    (tmp_path / WEIGHTS).write_bytes(b"")
+    case = Case(adapter=(("path", str(tmp_path)),))
+    run = dsx.load_config(dsx_run.config(case, bases["llama"]), world_size=1)
+    source = Catalog(root=tmp_path, format="dsx", entries=(), facts={"model": model_fact(run.model)})
+    with pytest.raises(CheckpointError, match=r"began with pissa.*--to peft"):
+        taken_apart(source)

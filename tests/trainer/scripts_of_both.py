@@ -248,13 +248,17 @@ def config(layout: str) -> dict[str, Any]:
     }
 
 
-def with_adapter(whole: Any) -> Any:
-    """The model under PEFT's LoRA, with one module that is trained itself."""
+def with_adapter(whole: Any, start: bool | str = True) -> Any:
+    """The model under PEFT's LoRA, which begins with ``start``, with one module that is trained itself."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(5)
     lora = LoraConfig(
-        r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"], modules_to_save=["lm_head"]
+        r=4,
+        lora_alpha=16,
+        target_modules=["q_proj", "v_proj", "down_proj"],
+        modules_to_save=["lm_head"],
+        init_lora_weights=start,
     )
     return get_peft_model(whole, lora)
 
@@ -274,8 +278,8 @@ def theirs(rank: int, world_size: int, folder: str, model: str, options: dict[st
     alone()
     # "eager" attention keeps documents apart that are laid end to end, as positions say.
     whole = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager")
-    if options.pop("lora", False):
-        whole = with_adapter(whole)
+    if start := options.pop("lora", False):
+        whole = with_adapter(whole, start)
     if options.pop("frozen", False):
         whole = frozen(whole)
     return run(Trainer, Path(folder), whole, deepspeed=None, **options)
@@ -291,6 +295,6 @@ def ours(
         given = AutoModelForCausalLM.from_pretrained(model)
     if options.pop("frozen", False):
         given = frozen(AutoModelForCausalLM.from_pretrained(model))
-    if options.pop("lora", False):
-        given = with_adapter(AutoModelForCausalLM.from_pretrained(model))
+    if start := options.pop("lora", False):
+        given = with_adapter(AutoModelForCausalLM.from_pretrained(model), start)
     return run(dsx.Trainer, Path(folder), given, deepspeed=config(layout), shares=SHARES[layout], **options)
