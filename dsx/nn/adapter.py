@@ -304,6 +304,7 @@ def left(adapter: Adapter, weight: Tensor) -> Tensor:
     if adapter.start == "none":
         return weight
     wide, rank = weight.float(), adapter.rank
+    taken: Tensor
     if adapter.start == "pissa":
         u, sizes, v = torch.linalg.svd(wide, full_matrices=False)
         taken = (u[:, :rank] * sizes[:rank]) @ v[:rank]
