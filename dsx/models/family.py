@@ -27,7 +27,6 @@ TIE = "word"
 COMMON_KEYS = frozenset({
     "model_type", "architectures", "vocab_size", "initializer_range", "tie_word_embeddings", "hidden_size",
     "max_position_embeddings", "num_attention_heads", "num_hidden_layers", "quantization_config",
-    "pad_token_id",
 })  # fmt: skip
 """Keys that every family's config may have."""
 

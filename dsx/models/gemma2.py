@@ -107,6 +107,7 @@ GEMMA2 = ModelFamily(
         "attn_logit_softcapping",
         "final_logit_softcapping",
         "use_bidirectional_attention",
+        "pad_token_id",
     },
     read=_read,
     presets=shipped_presets("gemma2"),

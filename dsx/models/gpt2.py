@@ -79,6 +79,7 @@ GPT2 = ModelFamily(
         "reorder_and_upcast_attn",
         "add_cross_attention",
         "pruned_heads",
+        "pad_token_id",  # whose row is trained like any other: transformers gives it no padding_idx
     },
     read=_read,
     presets=shipped_presets("gpt2"),

@@ -58,6 +58,7 @@ GPT_NEOX = ModelFamily(
         "use_parallel_residual",
         "rotary_pct",
         "rotary_emb_base",
+        "pad_token_id",  # as in GPT-2
     },
     read=_read,
     presets=shipped_presets("gpt_neox"),

@@ -55,8 +55,8 @@ _SAY_NOTHING = frozenset({
     "classifier_dropout", "n_ctx", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
     "summary_type", "summary_use_proj",
     # What published models have besides, and transformers does not read.
-    "gradient_checkpointing", "is_llama_config", "max_sequence_length", "transformers.js_config",
-    "unsloth_fixed", "unsloth_version",
+    "_num_labels", "custom_pipelines", "gradient_checkpointing", "is_llama_config", "max_sequence_length",
+    "model_max_length", "transformers.js_config", "unsloth_fixed", "unsloth_version",
 })  # fmt: skip
 """Keys that say nothing of what a language model of dsx's families computes in training."""
 

@@ -111,7 +111,7 @@ def _sliding(config: Mapping[str, object], num_layers: int, window: int) -> tupl
 
 _KEYS = COMMON_KEYS | ROPE_KEYS | {
     "intermediate_size", "num_key_value_heads", "hidden_act", "rms_norm_eps", "rope_theta",
-    "attention_dropout", "partial_rotary_factor",
+    "attention_dropout", "partial_rotary_factor", "pad_token_id",
 }  # fmt: skip
 _QWEN_KEYS = _KEYS | {"head_dim", "use_sliding_window", "sliding_window", "max_window_layers", "layer_types"}
 _HF_NAMES: dict[str, tuple[str, ...]] = {
