@@ -306,7 +306,7 @@ def _own_sizes(config: RunConfig) -> tuple[dict[str, Any], list[int]]:
         "head_dim": head_dim,
         "initializer_range": max(model.init_std, _INIT),
     }
-    if model.pad_token_id is not None:
+    if model.pad_token_id is not None and "pad_token_id" in config.hf_config:
         sizes["pad_token_id"] = min(model.pad_token_id, sizes["vocab_size"] - 1)
     if model.rope is None:  # a table of them; the rope's scaling depends on their number
         sizes["max_position_embeddings"] = min(model.max_positions, 2 * length)

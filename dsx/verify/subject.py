@@ -351,7 +351,7 @@ def random_tokens(config: RunConfig, step: int, index: int) -> tuple[Any, Tensor
     generator = torch.Generator().manual_seed(1_000_003 * step + index)
     size = (config.micro_batch_size, config.sequence_length + 1)
     ids = torch.randint(0, config.model.vocab_size, size, generator=generator)
-    padding = config.hf_config.get("pad_token_id")
+    padding = getattr(config.model, "pad_token_id", config.hf_config.get("pad_token_id"))
     if isinstance(padding, int):  # whose row the word embedding gives no gradient
         ids[:, -2] = padding % config.model.vocab_size
     ids, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
