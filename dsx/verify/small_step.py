@@ -57,7 +57,7 @@ class _Way:
     why: str
 
 
-_ONE_STAGE = {
+_ONE_STAGE: Mapping[str, Mapping[str, Any]] = {
     "parallel": {"pipeline": 1, "chunks": 1},
     "schedule": {"name": "auto", "file": None},
     "partition": {"method": "uniform"},
