@@ -7,6 +7,7 @@ import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +203,7 @@ def content_of(source: str | Path | Mapping[str, Any], overrides: Sequence[str] 
     return content
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path | Traversable) -> dict[str, Any]:
     """The object in the JSON or HJSON file at ``path``. Raises ConfigError."""
     where = str(path)
     source = from_text(read_text(path), where)
