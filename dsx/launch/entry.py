@@ -124,7 +124,7 @@ def parse_arguments(argv: Sequence[str] | None = None, *, description: str | Non
         nargs="?",
         action="append",
         metavar="CONFIG",
-        help="the same, as programs of transformers have it; alone, as those of DeepSpeed do, it says nothing",
+        help="the same, as programs of transformers have it; alone, as DeepSpeed's do, it says nothing",
     )
     parser.add_argument(
         "--set",
