@@ -10,26 +10,15 @@ from dsx.schedules.schedule import Action, Op, Schedule
 from dsx.schedules.simulate import Costs
 from dsx.schedules.weight_fill import fill
 
-MOST_FORWARDS = 1 << 20
-"""The largest step that a builder lays out: more take minutes, and no run has so many."""
-
 
 def check_numbers(name: str, num_ranks: int, num_chunks: int, num_micro_batches: int) -> None:
-    """Raise ScheduleError unless all are at least 1, and the step is one that can be laid out."""
+    """Raise ScheduleError unless all are at least 1."""
     numbers = {"pipeline ranks": num_ranks, "chunks": num_chunks, "micro-batches": num_micro_batches}
     for what, number in numbers.items():
         if number < 1:
             raise ScheduleError(
                 f"schedule {name}, {what} = {number}", "it must be at least 1", "use 1 or more"
             )
-    forwards = num_ranks * num_chunks * num_micro_batches
-    if forwards > MOST_FORWARDS:
-        raise ScheduleError(
-            f"schedule {name}, {num_ranks:,} pipeline ranks x {num_chunks:,} chunks x {num_micro_batches:,} "
-            "micro-batches",
-            f"a step of {forwards:,} forwards, of which at most {MOST_FORWARDS:,} are laid out",
-            "use fewer of them",
-        )
 
 
 def check_one_chunk(name: str, num_ranks: int, num_chunks: int) -> None:
