@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from dsx.cli.refusals import hold_to_words, in_our_words
+from dsx.config.from_set import told_of_set
 from dsx.config.wording import suggest
 from dsx.errors import ConfigError
 
@@ -136,7 +137,7 @@ class Command(TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command, as click does."""
-        with in_our_words(self, ctx.command_path):
+        with in_our_words(self, ctx.command_path), told_of_set(ctx.params.get("overrides") or ()):
             return super().invoke(ctx)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - click's signature
