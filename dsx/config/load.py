@@ -18,7 +18,7 @@ from dsx.config.document import from_text, read_text, unusable
 from dsx.config.keys import reference
 from dsx.config.schema import DsxConfig
 from dsx.config.wording import Path as KeyPath
-from dsx.config.wording import at, dotted, either, key, suggest
+from dsx.config.wording import at, dotted, either, item_without_secrets, key, suggest
 from dsx.errors import ConfigError
 
 
@@ -229,7 +229,7 @@ def override(content: dict[str, Any], item: str) -> None:
     if not separator:
         raise ConfigError(f"--set {item}", "there is no =", _SET_EXAMPLE)
     if not all(parts):
-        raise ConfigError(f"--set {item}", "the key has an empty part", _SET_EXAMPLE)
+        raise ConfigError(f"--set {item_without_secrets(item)}", "the key has an empty part", _SET_EXAMPLE)
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -239,6 +239,7 @@ def override(content: dict[str, Any], item: str) -> None:
         inner = node.setdefault(part, {})
         if not isinstance(inner, dict):
             owner = ".".join(parts[: i + 1])
-            raise ConfigError(f"--set {item}", f"{at(owner, inner)} is no object", f"set {owner} itself")
+            where = f"--set {item_without_secrets(item)}"
+            raise ConfigError(where, f"{at(owner, inner)} is no object", f"set {owner} itself")
         node = inner
     node[parts[-1]] = value

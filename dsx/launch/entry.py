@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from errno import EPIPE
 from pathlib import Path
 
+from dsx.config.wording import item_without_secrets
 from dsx.errors import ConfigError, DsxError
 from dsx.terminal import READER_GONE, lost_output, printable
 
@@ -154,6 +155,9 @@ def parse_arguments(argv: Sequence[str] | None = None, *, description: str | Non
     other = next((word for word in configs if Path(word).absolute() != Path(configs[0]).absolute()), None)
     if other is not None:
         raise ConfigError(f"CONFIG {other}", f"another one is named, too: {configs[0]}", "name one of them")
+    if argv is None:
+        # What records the command line of this process, as W&B and Comet do, gets no secret with it.
+        sys.argv[1:] = [_without_secrets(word) for word in sys.argv[1:]]
     return Arguments(config=Path(configs[0]), overrides=tuple(found.overrides))
 
 
@@ -161,6 +165,11 @@ def _assignment(text: str) -> str:
     if "=" not in text:
         raise ConfigError(f"--set {text}", "not KEY=VALUE", "write --set dsx.parallel.tensor=4")
     return text
+
+
+def _without_secrets(word: str) -> str:
+    option, is_set, item = word.rpartition("--set=")
+    return f"{option}{is_set}{item_without_secrets(item)}" if "=" in item else word
 
 
 def _number(text: str) -> int:
