@@ -27,14 +27,14 @@ def parse_bytes(text: str) -> int:
     """``512MiB``, ``2G`` or ``1000`` as a number of bytes; units are powers of 1024.
 
     Raises:
-        typer.BadParameter: Not a size.
+        ConfigError: Not a size.
 
     >>> parse_bytes("512MiB"), parse_bytes("1.5g"), parse_bytes("1000")
     (536870912, 1610612736, 1000)
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", text.lower())
     if match is None:
-        raise typer.BadParameter(f"{text!r} is no size; write for example 512MiB")
+        raise ConfigError("--memory", f"{text!r} is no size", "write for example 512MiB")
     return int(float(match[1]) * _UNITS[match[2]])
 
 

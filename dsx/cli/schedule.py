@@ -368,9 +368,10 @@ def _build(
     name: str, stages: int | None, chunks: int | None, micro_batches: int | None, options: Options
 ) -> Schedule:
     if name not in NAMES:
-        raise typer.BadParameter(f"{name!r} is not one of {', '.join(NAMES)}, auto, or a .csv file")
+        fix = f"use {', '.join(NAMES)}, auto, search or a .csv file"
+        raise ConfigError(f"NAME {name}", "there is no such schedule", fix)
     if stages is None or micro_batches is None:
-        raise typer.BadParameter(f"schedule {name} needs --stages and --micro-batches")
+        raise ConfigError(f"schedule {name}", "it needs --stages and --micro-batches", "give both")
     return build(name, stages, default_chunks(name) if chunks is None else chunks, micro_batches, options)
 
 
