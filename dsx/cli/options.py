@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,6 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from dsx.cli.refusals import hold_to_words, in_our_words
-from dsx.config.from_set import told_of_set
 from dsx.config.wording import suggest
 from dsx.errors import ConfigError
 
@@ -137,7 +136,13 @@ class Command(TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command, as click does."""
-        with in_our_words(self, ctx.command_path), told_of_set(ctx.params.get("overrides") or ()):
+        overrides = ctx.params.get("overrides")
+        told: AbstractContextManager[None] = nullcontext()
+        if overrides:
+            from dsx.config.load import told_of_set  # here: other commands read no config
+
+            told = told_of_set(overrides)
+        with in_our_words(self, ctx.command_path), told:
             return super().invoke(ctx)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - click's signature

@@ -13,8 +13,7 @@ from typing import Any, TypeAlias
 from dsx.config import elastic
 from dsx.config.batch import ACCUMULATION, Batch, resolve_batch
 from dsx.config.deepspeed import deepspeed_problems, mesh_problems, optimizer_notes, precision, zero_stage
-from dsx.config.from_set import told_of_set
-from dsx.config.load import load, raise_all
+from dsx.config.load import load, raise_all, told_of_set
 from dsx.config.run import PENDING, RunConfig, cut_layers
 from dsx.config.schema import MEASURE, DsxConfig, OuterConfig, ZeroConfig
 from dsx.config.sources import read_model
