@@ -156,9 +156,10 @@ class Mended:
 
     def diff(self, name: str) -> str:
         """A unified diff, without secrets; empty if nothing changed."""
-        texts = (_without_secrets(text) for text in (self.before, self.after))
-        lines = (text.splitlines(keepends=True) for text in texts)
-        marked = difflib.unified_diff(*lines, fromfile=name, tofile=f"{name} (mended)")
+        before, after = (
+            _without_secrets(text).splitlines(keepends=True) for text in (self.before, self.after)
+        )
+        marked = difflib.unified_diff(before, after, fromfile=name, tofile=f"{name} (mended)")
         return "".join(line if line.endswith("\n") else f"{line}\n" for line in marked)
 
 
