@@ -47,7 +47,8 @@ def hold_to_words(parameter: Any) -> None:
         name = f"{parameter.metavar}{'...' if parameter.nargs != 1 else ''}"
         parameter.display_type_rich = lambda ctx: None  # noqa: ARG005
         parameter.get_usage_pieces = lambda ctx: [name if parameter.required else f"[{name}]"]  # noqa: ARG005
-    process = partial(_value, parameter, parameter.process_value, kind, (least, most))
+    own = parameter.callback is not None  # it has bounds of its own
+    process = partial(_value, parameter, parameter.process_value, kind, None if own else (least, most))
     parameter.process_value = process
 
 
@@ -55,13 +56,13 @@ def _value(
     parameter: Any,
     process: Callable[[Any, Any], Any],
     kind: type,
-    bounds: tuple[float | None, float | None],
+    bounds: tuple[float | None, float | None] | None,
     context: Any,
     value: Any,
 ) -> Any:
     """What the parameter makes of a value. Raises ConfigError."""
     if kind in (int, float) and value is not None and not isinstance(value, bool):
-        _check_number(shortened(f"{label(parameter)} {value}", _SHOWN), kind, str(value), *bounds)
+        _check_number(shortened(f"{label(parameter)} {value}", _SHOWN), kind, str(value), bounds)
     try:
         return process(context, value)
     except UsageError as error:
@@ -74,14 +75,18 @@ def _value(
         raise ConfigError(where, _plain(error), f"give {label(parameter)} {parameter.metavar}") from None
 
 
-def _check_number(where: str, kind: type, text: str, least: float | None, most: float | None) -> None:
+def _check_number(
+    where: str, kind: type, text: str, bounds: tuple[float | None, float | None] | None
+) -> None:
     """Raise ConfigError unless the text is a number between the bounds."""
-    most = MOST[kind] if most is None else most
     try:
         number: float = int(text) if kind is int else float(text)
     except ValueError:
         noun = "whole number" if kind is int else "number"
         raise ConfigError(where, f"not a {noun}", f"give a {noun}") from None
+    if bounds is None:
+        return
+    least, most = bounds[0], MOST[kind] if bounds[1] is None else bounds[1]
     if not math.isfinite(number):
         raise ConfigError(where, "not a finite number", "give one that is")
     if least is not None and number < least:

@@ -129,7 +129,7 @@ def test_any_refusal_is_one_line_and_2(dsx, monkeypatch, name):
 
 WRONG = {  # a value that an option cannot have, and what is said of it
     int: ("two", "1.5", "9" * 30, "9" * 5000, "nan"),
-    float: ("two", "nan", "inf", "1e300"),
+    float: ("two", "nan", "inf", "1e+300"),
     Path: ("no/such/place",),
 }
 
@@ -144,7 +144,7 @@ def refused(name: str, flag: str, value: str) -> None:
     with pytest.raises(DsxError) as error:
         COMMANDS[name].make_context(f"dsx {name}", [f"{flag}={value}"])
     said = str(error.value)
-    assert re.fullmatch(rf"{flag} {value[:80]}.*: .+\. Fix: .+\.", said)
+    assert re.fullmatch(rf"{flag} {re.escape(value[:80])}.*: .+\. Fix: .+\.", said)
     assert not re.search(r"Input should|Value error|Invalid value|integer|click|pydantic", said)
 
 
