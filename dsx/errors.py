@@ -49,7 +49,7 @@ class DsxError(Exception):
     def __init__(self, where: str, what: str, fix: str) -> None:
         place = where if isinstance(where, KeyPlace) else KeyPlace(where, ())
         where, what, fix = (printable(shortened(part, _MOST_CHARACTERS)) for part in (where, what, fix))
-        super().__init__(f"{where}: {what.rstrip('.')}. Fix: {fix.rstrip('.')}.")
+        super().__init__(f"{where}: {_sentence(what)} Fix: {_sentence(fix)}")
         self.path, self.value = place.path, place.value
         self.where = where
         self.what = what
@@ -57,6 +57,11 @@ class DsxError(Exception):
 
     def __reduce__(self) -> tuple[type["DsxError"], tuple[str, str, str]]:
         return type(self), (KeyPlace(self.where, self.path, self.value), self.what, self.fix)
+
+
+def _sentence(text: str) -> str:
+    """With one full stop, or the three that say that more could follow."""
+    return text if text.endswith("...") else f"{text.rstrip('.')}."
 
 
 class ConfigError(DsxError):

@@ -6,8 +6,11 @@ origin. An escape sequence in one could clear the screen, rewrite the lines abov
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 
 # C0 without tab and newline, DEL and C1; a carriage return that ends no line; line and paragraph separators;
 # marks that change the direction of writing; halves of UTF-16 pairs, which cannot be encoded.
@@ -34,6 +37,30 @@ def shortened(text: str, most: int) -> str:
     'abcd... (8 characters)'
     """
     return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
+
+
+READER_GONE = 141
+"""Exit code of a command whose output nobody reads to its end, as a shell says it: 128 + SIGPIPE."""
+
+
+def lost_output(error: OSError) -> bool:
+    """Whether ``error`` came of standard output, which then forgets what is still written to it.
+
+    Its disk is full, or who read it has gone (``| head``): ``error.errno`` says which.
+    """
+    try:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    except OSError as again:
+        found = again.errno == error.errno
+    except ValueError:  # it is closed
+        found = False
+    else:
+        found = False
+    if found:
+        with suppress(OSError, ValueError):  # or Python would try again at its end, and say so
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return found
 
 
 _UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))

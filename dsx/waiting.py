@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from types import TracebackType
 from typing import Self, TextIO, TypeVar
 
@@ -13,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from dsx.terminal import amount, printable
-from dsx.train.progress import seconds
+from dsx.train.progress import Lines, seconds
 
 T = TypeVar("T")
 
@@ -103,7 +104,10 @@ class Waiting:
     def _speak(self) -> None:
         if self._ended.wait(self._first_seconds):
             return
-        console = Console(file=self._stream or sys.stderr, highlight=False)
+        with suppress(OSError):  # nobody reads it: the work goes on
+            self._write(Lines(file=self._stream or sys.stderr, highlight=False))
+
+    def _write(self, console: Console) -> None:
         if console.is_terminal:
             with console.status(Text(self.text)) as status:
                 while not self._ended.wait(0.5):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -15,8 +15,8 @@ from dsx.cli.estimate import estimate
 from dsx.cli.init import init
 from dsx.cli.inspect import inspect
 from dsx.cli.models import models
-from dsx.cli.options import Command
-from dsx.cli.output import BAD_INPUT, say, tell
+from dsx.cli.options import Command, Group
+from dsx.cli.output import BAD_INPUT, say, tell, writing
 from dsx.cli.plan import plan
 from dsx.cli.plot import plot, trace
 from dsx.cli.reshard import reshard
@@ -24,6 +24,36 @@ from dsx.cli.schedule import schedule
 from dsx.cli.show import env, guide, presets, schema
 from dsx.cli.verify import verify
 from dsx.errors import DsxError
+
+# Command -> lines that show its use, after `dsx init run` and in that folder.
+EXAMPLES: Final = {
+    "init": ("dsx init run --model gpt2 --gpus 4", "dsx init run --from ds_config.json --model my_model/"),
+    "check": ("dsx check train.json --gpus 8", "dsx check ds_config.json --for trainer --diff"),
+    "data": ("dsx data show train.json --samples 2",),
+    "estimate": (
+        "dsx estimate train.json --gpus 8 --gpu-memory 79",
+        "dsx estimate --model llama-3-8b --gpus 8 --zero 3",
+    ),
+    "plan": ("dsx plan --model llama-3-8b --global-batch 256 --gpus 64 --cluster H100",),
+    "schedule": (
+        "dsx schedule 1f1b --stages 4 --micro-batches 8",
+        "dsx schedule auto --profile profile.json --stages 4 --micro-batches 16",
+    ),
+    "trace": ("dsx trace runs/my_run/traces/step10.json",),
+    "plot": ("dsx plot runs/my_run --output curves.svg",),
+    "reshard": (
+        "dsx reshard runs/my_run/checkpoints/step100 model/ --to hf",
+        "dsx reshard runs/my_run wider/ --to tp=4,pp=2",
+    ),
+    "inspect": ("dsx inspect runs/my_run --verify",),
+    "diff": ("dsx diff runs/one runs/other --common",),
+    "verify": ("dsx verify train.json --gpus 4 --set dsx.parallel.tensor=2",),
+    "models": ("dsx models", "dsx models my_model/config.json"),
+    "presets": ("dsx presets",),
+    "schema": ("dsx schema --format table",),
+    "guide": ("dsx guide", "dsx guide tour"),
+    "env": ("dsx env --hostfile hostfile --output report.txt",),
+}
 
 
 def _version(show: bool) -> None:
@@ -47,6 +77,7 @@ def build() -> typer.Typer:
     """The command-line application."""
     app = typer.Typer(
         name="dsx",
+        cls=Group,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
@@ -72,14 +103,17 @@ def build() -> typer.Typer:
         guide,
         env,
     ):
-        app.command(cls=Command)(command)
+        app.command(cls=Command, epilog="\n".join(EXAMPLES[command.__name__]))(command)
     return app
 
 
 def main() -> None:
     """Run the ``dsx`` command of this process's arguments."""
     try:
-        build()(prog_name="dsx")
+        with writing():  # --help, too
+            build()(prog_name="dsx")
+    except typer.Exit as ended:
+        sys.exit(ended.exit_code)
     except DsxError as error:
         tell(error)
         sys.exit(BAD_INPUT)

@@ -87,10 +87,11 @@ def estimate(
     from dsx.config.load import read
     from dsx.config.ordinary import complete
     from dsx.config.resolve import resolve
+    from dsx.errors import ConfigError
     from dsx.planner import cluster as clusters
 
     if config is None and model is None and layers is None:
-        raise typer.BadParameter("give CONFIG, or --model, or both", param_hint="CONFIG")
+        raise ConfigError("CONFIG", "no model is named", "give CONFIG, or --model, or both")
     _check_output(style, output)
     gpu = None if cluster is None else clusters.read_cluster(cluster)
     if gpu is not None:

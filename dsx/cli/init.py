@@ -54,10 +54,12 @@ def init(
     """
     from dsx.config.sources import shipped
     from dsx.config.starter import starter
+    from dsx.config.wording import dotted, parted_from_secrets
 
     begun = starter(model=model, gpus=gpus, ds_config=ds_config, overrides=overrides or [])
+    content, left_out = parted_from_secrets(begun.content)
     files = {
-        _CONFIG: json.dumps(begun.content, indent=2) + "\n",
+        _CONFIG: json.dumps(content, indent=2) + "\n",
         _RECIPE: shipped(f"recipes/{begun.recipe}").read_text(encoding="utf-8"),
         _GENERATE: shipped("recipes/generate.py").read_text(encoding="utf-8"),
         "constraints.txt": shipped("constraints.txt").read_text(encoding="utf-8"),
@@ -71,12 +73,15 @@ def init(
             "run": _run_line(gpus),
             "assumed": {each.key: each.value for each in begun.assumed},
             "resolved": begun.run.summary(),
+            "secrets_left_out": [dotted(path) for path in left_out],
         }
         say_json(facts)
         return
     lines = [f"wrote {', '.join(files)} to {folder}"]
     lines += [f"assumed    {each}" for each in begun.assumed]
     lines += [f"note       {note}" for note in begun.run.notes]
+    told = "a secret, and not copied: give it in the environment, or with --set"
+    lines += [f"note       {dotted(path)}: {told}" for path in left_out]
     say("\n".join([*lines, f"next       cd {folder} && {_run_line(gpus)}"]))
 
 

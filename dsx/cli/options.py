@@ -8,13 +8,15 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
+from dsx.cli.refusals import hold_to_words, in_our_words
+from dsx.config.wording import suggest
 from dsx.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,20 +28,6 @@ CHECKPOINT_FORMATS = ("dsx", "deepspeed", "universal", "hf", "dcp", "peft")
 
 MOST_RANKS = 1 << 20
 """The most ranks that a command lays out: no cluster has so many."""
-
-
-def _within(least: int, most: int | None = None) -> Any:
-    """Refuse numbers outside the range, with the option, the number and what to use."""
-
-    def check(parameter: typer.CallbackParam, value: int | None) -> int | None:
-        if value is None or least <= value <= (value if most is None else most):
-            return value
-        low = most is None or value < least == 1
-        what = f"it must be greater than or equal to {least}" if low else f"it is {least} to {most}"
-        fix = f"use {least} or more" if low else f"use {least} to {most}"
-        raise ConfigError(f"{parameter.opts[0]} {value}", what, fix)
-
-    return check
 
 
 def _memory(gib: float | None) -> float | None:
@@ -58,7 +46,7 @@ def _assignments(items: list[str] | None) -> list[str] | None:
 
 def count(flag: str, help_text: str, most: int | None = None) -> Any:
     """An option that takes a number of things, 1 or more."""
-    return typer.Option(flag, metavar="N", help=help_text, callback=_within(1, most))
+    return typer.Option(flag, metavar="N", help=help_text, min=1, max=most)
 
 
 CONFIG = typer.Argument(
@@ -75,10 +63,10 @@ MODEL = typer.Option(
     help="A preset (llama-3-8b, gpt2/tiny), a Hugging Face config.json or model folder, "
     "for a CONFIG without dsx.model.",
 )
-TENSOR = count("--tensor", "Tensor-parallel degree.")
-PIPELINE = count("--pipeline", "Pipeline degree.")
+TENSOR = count("--tensor", "Tensor-parallel degree.", most=MOST_RANKS)
+PIPELINE = count("--pipeline", "Pipeline degree.", most=MOST_RANKS)
 CHUNKS = count("--chunks", "Virtual stages per pipeline rank.")
-ZERO = typer.Option("--zero", metavar="STAGE", help="ZeRO stage, 0 to 3.", callback=_within(0, 3))
+ZERO = typer.Option("--zero", metavar="STAGE", help="ZeRO stage, 0 to 3.", min=0, max=3)
 MICRO_BATCH = count("--micro-batch", "Sequences per micro-batch and data-parallel rank.")
 GPU_MEMORY = typer.Option(
     "--gpu-memory",
@@ -130,12 +118,54 @@ _BARE = dict.fromkeys(("--fix", "--diff"), ("safe", "unsafe"))
 
 
 class Command(TyperCommand):
-    """A command that also understands its options' former names, and options without a value."""
+    """A command that also understands its options' former names, and options without a value.
+
+    Its refusals are in dsx's words, and its numbers have bounds (:mod:`dsx.cli.refusals`).
+    """
+
+    def __init__(self, *args: Any, **values: Any) -> None:
+        super().__init__(*args, **values)
+        for parameter in self.params:
+            hold_to_words(parameter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command line into ``ctx.params``, as click does."""
         known = {flag for parameter in self.params for flag in parameter.opts}
-        return super().parse_args(ctx, spelt_out(modern(args, known), known))
+        with in_our_words(self, ctx.command_path):
+            return super().parse_args(ctx, spelt_out(modern(args, known), known))
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command, as click does."""
+        overrides = ctx.params.get("overrides")
+        told: AbstractContextManager[None] = nullcontext()
+        if overrides:
+            from dsx.config.load import told_of_set  # here: other commands read no config
+
+            told = told_of_set(overrides)
+        with in_our_words(self, ctx.command_path), told:
+            return super().invoke(ctx)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - click's signature
+        """The examples, a line each."""
+        with formatter.section("Examples"):
+            formatter.write("".join(f"  {line}\n" for line in (self.epilog or "").splitlines()))
+
+
+class Group(TyperGroup):
+    """All commands."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse what stands before a command's name, as click does."""
+        with in_our_words(self, ctx.command_path):
+            return super().parse_args(ctx, args)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that the first word names. Raises ConfigError if there is none."""
+        name = args[0]
+        if not (name in self.commands or name.startswith("-") or ctx.resilient_parsing):
+            fix = suggest(name, self.commands, otherwise="see dsx --help")
+            raise ConfigError(name, "there is no such command", fix)
+        return super().resolve_command(ctx, args)
 
 
 def spelt_out(words: list[str], known: set[str]) -> list[str]:

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from errno import EPIPE
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import typer
 
 from dsx.checkpoint.store import write_atomically
 from dsx.errors import CheckpointError, ConfigError, DsxError
-from dsx.terminal import printable
+from dsx.terminal import READER_GONE, lost_output, printable
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
@@ -26,14 +27,14 @@ def parse_bytes(text: str) -> int:
     """``512MiB``, ``2G`` or ``1000`` as a number of bytes; units are powers of 1024.
 
     Raises:
-        typer.BadParameter: Not a size.
+        ConfigError: Not a size.
 
     >>> parse_bytes("512MiB"), parse_bytes("1.5g"), parse_bytes("1000")
     (536870912, 1610612736, 1000)
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", text.lower())
     if match is None:
-        raise typer.BadParameter(f"{text!r} is no size; write for example 512MiB")
+        raise ConfigError("--memory", f"{text!r} is no size", "write for example 512MiB")
     return int(float(match[1]) * _UNITS[match[2]])
 
 
@@ -46,7 +47,26 @@ BAD_INPUT = 2
 
 def say(text: str, *, err: bool = False, end: str = "\n") -> None:
     """Print without what a terminal would obey: every command prints through this."""
-    typer.echo(printable(text) + end, nl=False, err=err)
+    with writing():
+        typer.echo(printable(text) + end, nl=False, err=err)
+
+
+@contextmanager
+def writing() -> Iterator[None]:
+    """Inside the block, standard output may take no more: a reader that has gone ends the command quietly.
+
+    Raises:
+        ConfigError: Its disk is full.
+    """
+    try:
+        yield
+    except OSError as error:
+        if not lost_output(error):
+            raise
+        if error.errno == EPIPE:
+            raise typer.Exit(READER_GONE) from None
+        what = error.strerror or str(error)
+        raise ConfigError("standard output", what, "make room, or send it elsewhere") from None
 
 
 def say_json(content: Any) -> None:
@@ -56,15 +76,17 @@ def say_json(content: Any) -> None:
 
 def say_styled(parts: Iterable[tuple[str, str]], *, plain: str) -> None:
     """Print stretches of text, each in a style of rich's; or ``plain``, where there are no colours."""
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False)
+    from dsx.train.progress import Lines
+
+    console = Lines(highlight=False)
     if console.color_system is None or console.no_color:
         say(plain)
         return
     line = Text.assemble(*((printable(text), style) for text, style in parts))
-    console.print(line, soft_wrap=True)
+    with writing():
+        console.print(line, soft_wrap=True)
 
 
 def one_a_line(lines: Iterable[str]) -> str:

@@ -21,6 +21,7 @@ from dsx.cli.options import (
     count,
 )
 from dsx.cli.output import BAD, one_a_line, parse_bytes, say, say_json
+from dsx.errors import ConfigError
 from dsx.parallel.mesh import AXES, Mesh
 from dsx.terminal import amount
 
@@ -210,7 +211,7 @@ def _asked(to: list[str]) -> tuple[str, str]:
     words = [word.strip() for item in to for word in item.split(",") if word.strip()]
     formats = list(dict.fromkeys(word for word in words if word in WRITERS))
     if len(formats) > 1:
-        raise typer.BadParameter(f"{' and '.join(formats)} are two formats; name one", param_hint="--to")
+        raise ConfigError(f"--to {','.join(to)}", f"{' and '.join(formats)} are two formats", "name one")
     return (formats or ["dsx"])[0], ",".join(word for word in words if word not in WRITERS)
 
 
@@ -237,12 +238,12 @@ def _run(degrees: TargetDegrees, config: Path | None, gpus: int | None) -> RunCo
 
     if config is None:
         if gpus is not None:
-            raise typer.BadParameter("it needs a CONFIG; without one use --data", param_hint="--gpus")
+            raise ConfigError(f"--gpus {gpus}", "it needs a CONFIG", "name one, or use --data instead")
         return None
     if gpus is None:
-        raise typer.BadParameter("it needs --gpus, the number of ranks", param_hint="CONFIG")
+        raise ConfigError(f"CONFIG {config}", "it needs the number of ranks", "give --gpus N")
     if degrees != TargetDegrees():
-        raise typer.BadParameter("the config says the layout; leave out the degrees", param_hint="CONFIG")
+        raise ConfigError(f"CONFIG {config}", "it says the layout itself", "leave out the degrees")
     from dsx.config.resolve import resolve  # here: without a config a conversion needs none of it
 
     return resolve(config, world_size=gpus)

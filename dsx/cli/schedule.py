@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
-from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
 _MOST_ROWS = 12
 _PICTURES = ("svg", "html")
 _GIB = 1 << 30
+_MOST_FORWARDS = 1 << 20
 _NO_GAIN = 0.0005
 _EFFORT = 10.0
 
@@ -123,11 +123,14 @@ def _refuse_unused(name: str, options: Mapping[str, object]) -> None:
             raise ConfigError(f"{option} {value}", f"it says nothing to dsx schedule {name}", fix)
 
 
-def _refuse_endless(options: Mapping[str, float | None]) -> None:
-    """Numbers without an end, which bound nothing and take for ever."""
-    for option, value in options.items():
-        if value == inf:
-            raise ConfigError(f"{option} {value}", "not a finite number", "give one that is")
+def _check_size(name: str, stages: int | None, chunks: int | None, micro_batches: int | None) -> None:
+    """Raise ConfigError for a step that would take for ever to lay out."""
+    each = chunks or (default_chunks(name) if name in NAMES else 1)
+    forwards = (stages or 1) * each * (micro_batches or 1)
+    if forwards > _MOST_FORWARDS:
+        where = f"--stages {stages} --micro-batches {micro_batches}"
+        what = f"a step of {forwards:,} forwards, of which at most {_MOST_FORWARDS:,} are laid out"
+        raise ConfigError(f"{where} --chunks {each}" if each > 1 else where, what, "use smaller numbers")
 
 
 def _cap(profile: Profile, stages: int, activation_gib: float | None, most_live: float | None) -> int | None:
@@ -326,9 +329,7 @@ def schedule(
     """
     searching = {"--times": times, "--most-live": most_live, "--effort": effort}
     building = {"--group-size": group_size, "--warmup": warmup}
-    _refuse_endless(
-        {"--wire": wire, "--activation-gib": activation_gib, "--most-live": most_live, "--effort": effort}
-    )
+    _check_size(name, stages, chunks, micro_batches)
     _refuse_unused(name, building if name == "search" else searching)
     if name == "search":
         measured, sizes = _to_search(profile, times, stages, micro_batches, wire)
@@ -367,9 +368,10 @@ def _build(
     name: str, stages: int | None, chunks: int | None, micro_batches: int | None, options: Options
 ) -> Schedule:
     if name not in NAMES:
-        raise typer.BadParameter(f"{name!r} is not one of {', '.join(NAMES)}, auto, or a .csv file")
+        fix = f"use {', '.join(NAMES)}, auto, search or a .csv file"
+        raise ConfigError(f"NAME {name}", "there is no such schedule", fix)
     if stages is None or micro_batches is None:
-        raise typer.BadParameter(f"schedule {name} needs --stages and --micro-batches")
+        raise ConfigError(f"schedule {name}", "it needs --stages and --micro-batches", "give both")
     return build(name, stages, default_chunks(name) if chunks is None else chunks, micro_batches, options)
 
 

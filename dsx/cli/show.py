@@ -50,9 +50,13 @@ def guide(
     style: Annotated[Literal["table", "json"], FORMAT] = "table",
 ) -> None:
     """Print a guide, or list the guides."""
-    from dsx.config.sources import guides
+    from dsx.config.sources import shipped
 
-    texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted(guides().glob("*.md"))}
+    pages = [page for page in shipped("docs/guides").iterdir() if page.name.endswith(".md")]
+    texts = {
+        page.name.removesuffix(".md"): page.read_text(encoding="utf-8")
+        for page in sorted(pages, key=lambda page: page.name)
+    }
     if name is None:
         titles = {each: text.splitlines()[0].lstrip("# ") for each, text in texts.items()}
         width = max(map(len, titles), default=0)

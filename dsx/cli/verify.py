@@ -61,7 +61,8 @@ def verify(
     Exit codes: 0 all is as in one process, 1 something differs, 2 it could not be compared.
     """
     if model is not None and stock is not None:
-        raise typer.BadParameter("give one of --model and --stock", param_hint="--stock")
+        what = f"it stands beside --model {model}"
+        raise ConfigError(f"--stock {stock}", what, "give one of --model and --stock")
     source, own = _source(config, model, overrides or [])
     from dsx.launch import entry
 

@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.resources.abc import Traversable
 from pathlib import Path as File
 from typing import Any, Literal, NoReturn
 
@@ -388,7 +389,7 @@ class Source:
                 yield path, [self.line_column(offset)[0] for offset in offsets]
 
 
-def read_text(path: File) -> str:
+def read_text(path: File | Traversable) -> str:
     """The text of a config file, with its line ends as they are. Raises ConfigError."""
     where = str(path)
     if path.is_dir():

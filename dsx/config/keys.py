@@ -24,7 +24,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path as File
+from importlib.resources import files
 from typing import Any, Final, Literal, cast
 
 from dsx.config.document import is_finite
@@ -322,7 +322,8 @@ _TUPLES: Final = ("choices", "aliases")
 @cache
 def read_data(topic: str) -> dict[str, Any]:
     """The content of one file of the reference."""
-    return tomllib.loads((File(__file__).parent / "reference" / f"{topic}.toml").read_text(encoding="utf-8"))
+    file = files("dsx.config").joinpath("reference", f"{topic}.toml")
+    return tomllib.loads(file.read_text(encoding="utf-8"))
 
 
 def _value(value: Any) -> Any:

@@ -7,6 +7,8 @@ import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,8 @@ from dsx.config.document import from_text, read_text, unusable
 from dsx.config.keys import reference
 from dsx.config.schema import DsxConfig
 from dsx.config.wording import Path as KeyPath
-from dsx.config.wording import at, dotted, either, key, suggest
-from dsx.errors import ConfigError
+from dsx.config.wording import at, dotted, either, item_without_secrets, key, suggest
+from dsx.errors import ConfigError, DsxError, KeyPlace
 
 
 class SeveralProblemsError(ConfigError):
@@ -37,6 +39,60 @@ def raise_all(source: str, problems: Sequence[ConfigError]) -> None:
     error = SeveralProblemsError(source, f"{len(problems)} problems", f"mend each:{lines}")
     error.problems = tuple(problems)
     raise error
+
+
+_TOLD = "--set)"
+_MODEL = "dsx.model.overrides."
+
+
+@contextmanager
+def told_of_set(overrides: Sequence[str]) -> Iterator[None]:
+    """Inside the block, errors say which value is not the file's.
+
+    Args:
+        overrides: ``key=value`` items, as ``--set`` takes them.
+    """
+    try:
+        yield
+    except DsxError as error:
+        keys = [item.partition("=")[0].strip() for item in overrides]
+        told = _told(error, keys)
+        if told is error:
+            raise
+        for note in getattr(error, "__notes__", ()):
+            told.add_note(note)
+        raise told from None
+
+
+def _told(error: DsxError, keys: Sequence[str]) -> DsxError:
+    """The error that names the keys of ``--set`` which it is about; itself if it is about none."""
+    if isinstance(error, SeveralProblemsError):
+        problems = [_told(problem, keys) for problem in error.problems]
+        if all(one is other for one, other in zip(problems, error.problems, strict=True)):
+            return error
+        try:
+            raise_all(error.where, [each for each in problems if isinstance(each, ConfigError)])
+        except ConfigError as several:
+            return several
+    found = [key for key in dict.fromkeys(keys) if _is_about(error, key)]
+    if not found or error.where.endswith(_TOLD) or error.where.startswith("--set "):
+        return error
+    alone = error.where.count(" = ") < 2
+    where = f"{error.where} ({_TOLD}" if alone else f"{error.where} ({', '.join(found)} by {_TOLD}"
+    return type(error)(KeyPlace(where, error.path, error.value), error.what, error.fix)
+
+
+def _is_about(error: DsxError, key: str) -> bool:
+    if _begins(error.path, key):
+        return True
+    # A model's own keys are told by their names in its config.json.
+    names = [key, key.removeprefix(_MODEL)] if key.startswith(_MODEL) else [key]
+    return any(re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", error.where) for name in names)
+
+
+def _begins(path: Sequence[str | int], key: str) -> bool:
+    parts = key.split(".")
+    return [str(part) for part in path[: len(parts)]] == parts
 
 
 def explain(
@@ -202,7 +258,7 @@ def content_of(source: str | Path | Mapping[str, Any], overrides: Sequence[str] 
     return content
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path | Traversable) -> dict[str, Any]:
     """The object in the JSON or HJSON file at ``path``. Raises ConfigError."""
     where = str(path)
     source = from_text(read_text(path), where)
@@ -228,7 +284,7 @@ def override(content: dict[str, Any], item: str) -> None:
     if not separator:
         raise ConfigError(f"--set {item}", "there is no =", _SET_EXAMPLE)
     if not all(parts):
-        raise ConfigError(f"--set {item}", "the key has an empty part", _SET_EXAMPLE)
+        raise ConfigError(f"--set {item_without_secrets(item)}", "the key has an empty part", _SET_EXAMPLE)
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -238,6 +294,7 @@ def override(content: dict[str, Any], item: str) -> None:
         inner = node.setdefault(part, {})
         if not isinstance(inner, dict):
             owner = ".".join(parts[: i + 1])
-            raise ConfigError(f"--set {item}", f"{at(owner, inner)} is no object", f"set {owner} itself")
+            where = f"--set {item_without_secrets(item)}"
+            raise ConfigError(where, f"{at(owner, inner)} is no object", f"set {owner} itself")
         node = inner
     node[parts[-1]] = value

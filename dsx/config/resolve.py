@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from dsx.config import elastic
 from dsx.config.batch import ACCUMULATION, Batch, resolve_batch
 from dsx.config.deepspeed import deepspeed_problems, mesh_problems, optimizer_notes, precision, zero_stage
-from dsx.config.load import load, raise_all
+from dsx.config.load import load, raise_all, told_of_set
 from dsx.config.run import PENDING, RunConfig, cut_layers
 from dsx.config.schema import MEASURE, DsxConfig, OuterConfig, ZeroConfig
 from dsx.config.sources import read_model
@@ -520,6 +520,13 @@ def resolve(
     """
     if world_size < 1:
         raise ConfigError(f"world size {world_size}", "a run has at least 1 rank", "use 1 or more")
+    with told_of_set(overrides):
+        return _resolved(source, world_size, rank, overrides)
+
+
+def _resolved(
+    source: str | Path | Mapping[str, Any], world_size: int, rank: int, overrides: Sequence[str]
+) -> RunConfig:
     deepspeed, dsx = load(source, overrides)
     name = "config" if isinstance(source, Mapping) else str(source)
     raise_all(name, deepspeed_problems(deepspeed))

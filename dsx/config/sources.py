@@ -1,7 +1,7 @@
 """Where a config's model, tokenizer and data come from: presets, files of this machine, names of the hub.
 
 It also finds the files that come with dsx: recipes, configs, guides and the set of tested versions. In a
-checkout they are where they are worked on; a wheel installs them under ``share/dsx`` of the environment.
+checkout they are where they are worked on; in a wheel they are in the package (``dsx/wheel.py``).
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
+from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, Final
 
@@ -337,41 +339,27 @@ def find_model(model: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return block, config
 
 
-_CHECKOUT = Path(__file__).parents[2]
 _PINS = "constraints.txt"
 _WARNED_OF = ("torch", "transformers", "datasets")  # another DeepSpeed is refused (dsx/engine/zero)
 
 
-def shipped(name: str) -> Path:
-    """A file ``recipes/NAME.py``, ``configs/NAME.json``, ``docs/guides/NAME.md`` or ``constraints.txt``.
+def shipped(name: str) -> Traversable:
+    """``recipes/NAME.py``, ``configs/NAME.json``, ``constraints.txt``, or the folder ``docs/guides``.
 
     Raises:
         ConfigError: The installation lacks it.
     """
-    if (_CHECKOUT / "pyproject.toml").is_file() and (_CHECKOUT / name).is_file():
-        return _CHECKOUT / name
-    place = ("share", "dsx", *Path(name).parts)
-    try:
-        files = metadata.files("dsx") or ()
-    except metadata.PackageNotFoundError:
-        files = ()
-    for file in files:
-        if file.parts[-len(place) :] == place:
-            found = Path(str(file.locate())).resolve()
-            if found.is_file():
-                return found
+    package = files("dsx")
+    places = [package.joinpath("shipped")]
+    if isinstance(package, Path) and (package.parent / "pyproject.toml").is_file():
+        places.insert(0, package.parent)  # a checkout
+    for place in places:
+        found = place.joinpath(*name.split("/"))
+        if found.is_file() or found.is_dir():
+            return found
     raise ConfigError(
         name, "this installation of dsx lacks it", "install dsx with pip, from a wheel or a checkout"
     )
-
-
-def guides() -> Path:
-    """The folder of the guides, a page each in Markdown.
-
-    Raises:
-        ConfigError: The installation lacks them.
-    """
-    return shipped("docs/guides/tour.md").parent
 
 
 def newer_than_tested() -> tuple[str, ...]:

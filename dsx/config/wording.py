@@ -48,6 +48,45 @@ def without_secrets(value: Any, name: str = "") -> Any:
     return HIDDEN if _SECRET.fullmatch(name.replace("-", "_")) else _IN_ADDRESS.sub(HIDDEN, value)
 
 
+def item_without_secrets(item: str) -> str:
+    """A ``key=value`` item of ``--set`` in which :data:`HIDDEN` stands for what is secret.
+
+    >>> item_without_secrets("comet.api_key=k"), item_without_secrets("a=[1]")
+    ('comet.api_key=***', 'a=[1]')
+    """
+    name, separator, text = item.partition("=")
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = text
+    shown = without_secrets(value if isinstance(value, Mapping | list) else text, name.rpartition(".")[2])
+    if shown in (value, text):
+        return item
+    return f"{name}{separator}{shown if isinstance(shown, str) else json.dumps(shown)}"
+
+
+def parted_from_secrets(value: Any, path: Path = ()) -> tuple[Any, list[Path]]:
+    """A copy of a JSON value without the keys that are secrets, and the paths of what is missing or hidden.
+
+    >>> parted_from_secrets({"comet": {"api_key": "k", "project": "p"}})
+    ({'comet': {'project': 'p'}}, [('comet', 'api_key')])
+    """
+    if isinstance(value, Mapping):
+        kept, missing = {}, []
+        for name, each in value.items():
+            if isinstance(each, str) and without_secrets(each, str(name)) == HIDDEN != each:
+                missing.append((*path, str(name)))
+                continue
+            kept[name], more = parted_from_secrets(each, (*path, str(name)))
+            missing += more
+        return kept, missing
+    if isinstance(value, list):
+        parts = [parted_from_secrets(each, (*path, number)) for number, each in enumerate(value)]
+        return [each for each, _ in parts], [one for _, more in parts for one in more]
+    shown = without_secrets(value, next((part for part in reversed(path) if isinstance(part, str)), ""))
+    return shown, [] if shown == value else [path]
+
+
 def show(value: object, name: str = "") -> str:
     """``value``, of the key ``name``, as JSON on one line, shortened and without secrets."""
     text = json.dumps(without_secrets(value, name), default=str)

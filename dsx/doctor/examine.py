@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.resources import files
 from pathlib import Path as File
 from typing import Any, Final
 
@@ -27,7 +28,7 @@ Check = Callable[[Context], Iterator[Finding]]
 
 @cache
 def _advice() -> dict[str, Any]:
-    return tomllib.loads((File(__file__).parent / "advice.toml").read_text(encoding="utf-8"))
+    return tomllib.loads((files("dsx.doctor") / "advice.toml").read_text(encoding="utf-8"))
 
 
 @cache

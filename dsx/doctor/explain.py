@@ -11,7 +11,7 @@ import json
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from pathlib import Path as File
+from importlib.resources import files
 from typing import Any, Final
 
 from dsx.config.keys import REQUIRED, Key, KeyBlock, NoEffect, When, describe, reference
@@ -35,7 +35,7 @@ def documented() -> tuple[Key, ...]:
 
 
 def _documented() -> Iterator[Key]:
-    content = tomllib.loads((File(__file__).parent / "documented.toml").read_text(encoding="utf-8"))
+    content = tomllib.loads((files("dsx.doctor") / "documented.toml").read_text(encoding="utf-8"))
     for block in content["block"]:
         for name, effect in block["effects"].items():
             yield Key(

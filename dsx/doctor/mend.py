@@ -8,7 +8,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path as File
@@ -16,7 +16,7 @@ from typing import Any
 
 from dsx.config.document import Member, Node, find, from_text, parse, same
 from dsx.config.refusals import ABSENT, Edit, Finding, step
-from dsx.config.wording import Path, dotted
+from dsx.config.wording import HIDDEN, Path, dotted, without_secrets
 from dsx.errors import ConfigError
 
 
@@ -155,10 +155,29 @@ class Mended:
     findings: tuple[Finding, ...]
 
     def diff(self, name: str) -> str:
-        """A unified diff; empty if nothing changed."""
-        lines = (self.before.splitlines(keepends=True), self.after.splitlines(keepends=True))
-        marked = difflib.unified_diff(*lines, fromfile=name, tofile=f"{name} (mended)")
+        """A unified diff, without secrets; empty if nothing changed."""
+        before, after = (
+            _without_secrets(text).splitlines(keepends=True) for text in (self.before, self.after)
+        )
+        marked = difflib.unified_diff(before, after, fromfile=name, tofile=f"{name} (mended)")
         return "".join(line if line.endswith("\n") else f"{line}\n" for line in marked)
+
+
+def _without_secrets(text: str) -> str:
+    """The text of a config, with secrets hidden where they stand."""
+    spots = sorted(_secrets(parse(text).root, ""), key=lambda node: -node.start)
+    for node in spots:
+        text = text[: node.start] + json.dumps(HIDDEN) + text[node.end :]
+    return text
+
+
+def _secrets(node: Node, name: str) -> Iterator[Node]:
+    if isinstance(node.value, str):
+        if without_secrets(node.value, name) != node.value:
+            yield node
+        return
+    for member in node.members:
+        yield from _secrets(member.node, name if member.key is None else member.key)
 
 
 # Rounds of mending: what shows behind a mended key, and behind that.

@@ -9,7 +9,7 @@ import difflib
 import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cache
-from pathlib import Path as File
+from importlib.resources import files
 from typing import Any
 
 from dsx.config.document import same
@@ -38,7 +38,7 @@ _MAX_PLACES = 3
 
 @cache
 def _names() -> dict[str, Any]:
-    return tomllib.loads((File(__file__).parent / "names.toml").read_text(encoding="utf-8"))
+    return tomllib.loads((files("dsx.doctor") / "names.toml").read_text(encoding="utf-8"))
 
 
 def optimizer_parts() -> list[str]:

@@ -6,7 +6,7 @@ import json
 import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cache, lru_cache
-from pathlib import Path
+from importlib.resources import files
 from typing import Any
 
 from torch import nn
@@ -35,7 +35,7 @@ def known_of(family: str) -> dict[str, Any]:
 @cache
 def _overrides() -> dict[str, Any]:
     """What is known of families beyond what transformers says; see the file itself."""
-    return tomllib.loads((Path(__file__).parent / "families.toml").read_text(encoding="utf-8"))
+    return tomllib.loads((files("dsx.hub") / "families.toml").read_text(encoding="utf-8"))
 
 
 def hub_model(config: Mapping[str, Any], tensor_plan: Mapping[str, str | None] | None = None) -> HubModel:

@@ -13,11 +13,12 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from errno import EPIPE
 from pathlib import Path
-from typing import NoReturn
 
+from dsx.config.wording import item_without_secrets
 from dsx.errors import ConfigError, DsxError
-from dsx.terminal import printable
+from dsx.terminal import READER_GONE, lost_output, printable
 
 AGREED = "every rank raises this error"
 """Note on an error that all ranks share: one of them reports it."""
@@ -86,25 +87,46 @@ class Arguments:
 def parse_arguments(argv: Sequence[str] | None = None, *, description: str | None = None) -> Arguments:
     """Read ``CONFIG`` and any number of ``--set KEY=VALUE``.
 
-    ``--config FILE``, as recipes were called before, is ``CONFIG``.
-
-    ``--local_rank``, which the deepspeed launcher inserts, is accepted and dropped: the environment says the
-    same. ``--help`` ends the process.
+    ``CONFIG`` may also stand behind ``--config``, ``--deepspeed_config`` or ``--deepspeed``, which may stand
+    alone, too, as in DeepSpeed's examples. ``--local_rank``, which the deepspeed launcher inserts, is
+    accepted and dropped: the environment says the same. ``--help`` ends the process.
 
     Args:
         argv: Arguments; those of the process by default.
         description: First lines of ``--help``.
 
     Raises:
-        ConfigError: Anything else on the command line.
+        ConfigError: Anything else on the command line, no config, or two different ones.
 
     >>> parse_arguments(["--local_rank=1", "a.json", "--set", "dsx.train.steps=5"]).overrides
     ('dsx.train.steps=5',)
+    >>> parse_arguments(["--deepspeed", "--deepspeed_config=a.json"]).config.name
+    'a.json'
     """
-    parser = _Parser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s CONFIG [--set KEY=VALUE ...]",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        exit_on_error=False,  # argparse would print the usage, and every rank would
     )
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="DeepSpeed JSON with a dsx block")
+    parser.add_argument(
+        "--config",
+        "--deepspeed_config",
+        dest="named",
+        action="append",
+        default=[],
+        metavar="CONFIG",
+        help="DeepSpeed JSON with a dsx block, which may stand alone, too",
+    )
+    parser.add_argument(
+        "--deepspeed",
+        dest="named",
+        nargs="?",
+        action="append",
+        metavar="CONFIG",
+        help="the same, as programs of transformers have it; alone, as DeepSpeed's do, it says nothing",
+    )
     parser.add_argument(
         "--set",
         dest="overrides",
@@ -114,27 +136,46 @@ def parse_arguments(argv: Sequence[str] | None = None, *, description: str | Non
         type=_assignment,
         help="put a value over any key of the config, e.g. --set dsx.parallel.tensor=2; may be repeated",
     )
-    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
-    words = sys.argv[1:] if argv is None else argv
-    arguments = parser.parse_args([word.removeprefix("--config=") for word in words if word != "--config"])
-    return Arguments(config=arguments.config, overrides=tuple(arguments.overrides))
-
-
-class _Parser(argparse.ArgumentParser):
-    """Raises where argparse would print the usage, which every rank would do, and end the process."""
-
-    def error(self, message: str) -> NoReturn:
+    parser.add_argument("--local_rank", "--local-rank", type=_number, help=argparse.SUPPRESS)
+    try:
+        found, rest = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:  # of these options, no value where one is needed
+        flag = str(error.argument_name).partition("/")[0]
+        value = {"--set": "KEY=VALUE", "--local_rank": "N"}.get(flag, "CONFIG")
+        raise ConfigError(flag, "it needs a value", f"write {flag} {value}") from None
+    unknown = next((word for word in rest if word.startswith("-") and word != "--"), None)
+    if unknown is not None:
         raise ConfigError(
-            "command line",
-            message,
-            "write CONFIG, a DeepSpeed JSON, and --set KEY=VALUE for every key to change",
+            unknown, "there is no such option", "write CONFIG, and --set KEY=VALUE for every key to change"
         )
+    configs = [word for word in (*found.named, *rest) if word not in (None, "--")]
+    if not configs:
+        fix = "write CONFIG, a DeepSpeed JSON; or --config, --deepspeed_config or --deepspeed before it"
+        raise ConfigError("command line", "no config is named", fix)
+    other = next((word for word in configs if Path(word).absolute() != Path(configs[0]).absolute()), None)
+    if other is not None:
+        raise ConfigError(f"CONFIG {other}", f"another one is named, too: {configs[0]}", "name one of them")
+    if argv is None:
+        # What records the command line of this process, as W&B and Comet do, gets no secret with it.
+        sys.argv[1:] = [_without_secrets(word) for word in sys.argv[1:]]
+    return Arguments(config=Path(configs[0]), overrides=tuple(found.overrides))
 
 
 def _assignment(text: str) -> str:
     if "=" not in text:
-        raise argparse.ArgumentTypeError(f"{text!r} is no KEY=VALUE; write dsx.parallel.tensor=4")
+        raise ConfigError(f"--set {text}", "not KEY=VALUE", "write --set dsx.parallel.tensor=4")
     return text
+
+
+def _without_secrets(word: str) -> str:
+    option, is_set, item = word.rpartition("--set=")
+    return f"{option}{is_set}{item_without_secrets(item)}" if "=" in item else word
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal():
+        raise ConfigError(f"--local_rank {text}", "not a whole number", "leave it to the launcher")
+    return int(text)
 
 
 def run(main: Callable[[], int | None]) -> None:
@@ -166,7 +207,9 @@ def _leave(code: int) -> None:
 
 def _outcome(main: Callable[[], int | None]) -> int:
     try:
-        return main() or 0
+        code = main()
+        if sys.stdout is not None:
+            sys.stdout.flush()  # what cannot be written is found out here, and not at Python's end
     except DsxError as error:
         notes = getattr(error, "__notes__", ())
         together = AGREED in notes or not (_grouped() or ALONE in notes)
@@ -177,18 +220,29 @@ def _outcome(main: Callable[[], int | None]) -> int:
             # A launcher ends all ranks when the first one ends: rank 0 gets the time to report before that.
             time.sleep(_SPEAKER_SECONDS)
         return 2
+    except OSError as error:
+        if not lost_output(error):
+            return _unexpected(error)
+        if error.errno == EPIPE:
+            return READER_GONE
+        full = ConfigError("standard output", error.strerror or str(error), "make room, or send it elsewhere")
+        sys.stderr.write(f"error: {full}\n")
+        return 2
     except Exception as error:  # noqa: BLE001 - the last line of defence reports everything
-        if lost_a_peer(error):
-            # Outside of a Guard nobody knows which rank was lost; it reports itself, and gets the time to.
-            at = time.strftime("%H:%M:%S")
-            time.sleep(_SPEAKER_SECONDS)
-            line = printable(str(error).splitlines()[0])
-            sys.stderr.write(
-                f"{_name()} ended because its connection to another rank broke at {at}: {line}\n"
-            )
-            return 1
-        sys.stderr.write(f"{_name()} {printable(traceback.format_exc())}\n")
+        return _unexpected(error)
+    return code or 0
+
+
+def _unexpected(error: Exception) -> int:
+    if lost_a_peer(error):
+        # Outside of a Guard nobody knows which rank was lost; it reports itself, and gets the time to.
+        at = time.strftime("%H:%M:%S")
+        time.sleep(_SPEAKER_SECONDS)
+        line = printable(str(error).splitlines()[0])
+        sys.stderr.write(f"{_name()} ended because its connection to another rank broke at {at}: {line}\n")
         return 1
+    sys.stderr.write(f"{_name()} {printable(traceback.format_exc())}\n")
+    return 1
 
 
 def _name() -> str:

@@ -258,6 +258,9 @@ def code_version(*sources: str) -> str:
     for pattern in sources or _SOURCES:
         for path in sorted(package.glob(pattern)):
             content.update(path.read_bytes())
+    if not package.is_dir():  # a zip, by what changes when it is written anew
+        archive = next(parent.stat() for parent in package.parents if parent.is_file())
+        content.update(f"{archive.st_mtime_ns} {archive.st_size}".encode())
     for name in ("torch", "transformers", "deepspeed"):
         with suppress(PackageNotFoundError):
             content.update(version(name).encode())

@@ -11,8 +11,8 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from importlib.resources import files
 from math import sqrt
-from pathlib import Path as File
 from typing import Any
 
 from dsx.models.param import Init, ParamSpec
@@ -63,7 +63,7 @@ def shipped_presets(family: Family) -> tuple[Preset, ...]:
 
 @cache
 def _presets() -> dict[str, Any]:
-    return tomllib.loads((File(__file__).parent / "presets.toml").read_text(encoding="utf-8"))
+    return tomllib.loads((files("dsx.models") / "presets.toml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path as File
+from importlib.resources import files
 from typing import Any, Literal
 
 from dsx.models.param import ParamSpec
@@ -136,5 +136,5 @@ def peak_flops(device_name: str, dtype: Precision) -> float | None:
 
 @cache
 def _peaks() -> list[dict[str, Any]]:
-    tables = tomllib.loads((File(__file__).parent / "peaks.toml").read_text(encoding="utf-8"))
+    tables = tomllib.loads((files("dsx.models") / "peaks.toml").read_text(encoding="utf-8"))
     return tables["device"]  # type: ignore[no-any-return]  # the file's own form

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from colorsys import hls_to_rgb
 from dataclasses import dataclass
 from html import escape
-from pathlib import Path as File
+from importlib.resources import files
 from typing import Any
 
 from dsx.schedules.schedule import TRANSFERS, Action, Op, Schedule
@@ -59,7 +59,7 @@ def page(title: str, picture: str, *, rows: Sequence[str] = ()) -> str:
     boxes = "".join(f'<label><input type="checkbox" value="{row}" checked> {row}</label>\n' for row in rows)
     hide = f'<p class="rows">show\n{boxes}</p>\n' if rows else ""
     parts = {"title": escape(title), "picture": picture, "rows": hide, "font": FONT, "ink": INK}
-    template = (File(__file__).parent / "page.html").read_text(encoding="utf-8")
+    template = (files("dsx.schedules") / "page.html").read_text(encoding="utf-8")
     return re.sub(f"@({'|'.join(parts)})@", lambda found: parts[found[1]], template)
 
 

@@ -19,7 +19,7 @@ from dsx.config.run import RunConfig
 from dsx.islands.standing import OuterReport
 from dsx.models.flops import flops_per_token, peak_flops
 from dsx.parallel.mesh import AXES
-from dsx.terminal import amount, printable
+from dsx.terminal import amount, lost_output, printable
 
 Rows = Iterable[tuple[str, str]]
 
@@ -214,6 +214,14 @@ class EvaluationReport:
         return " | ".join(parts)
 
 
+class Lines(Console):
+    """A console that raises where nobody reads any more: rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        """Called by rich while it handles the error, which stays one."""
+        raise  # noqa: PLE0704
+
+
 class Progress:
     """Prints a run: in colour on a terminal, as plain lines elsewhere.
 
@@ -226,7 +234,7 @@ class Progress:
     def __init__(
         self, stream: TextIO | None = None, *, quiet: bool = False, warns_as: str | None = None
     ) -> None:
-        self._console = Console(file=stream or sys.stdout, highlight=False)
+        self._console = Lines(file=stream or sys.stdout, highlight=False)
         self._quiet, self._warns_as = quiet, warns_as
 
     def rows(self, title: str, rows: Rows) -> None:
@@ -262,7 +270,15 @@ class Progress:
             return
         # soft_wrap: a line stays one line, in a log file and in a narrow terminal.
         shown = Text.assemble(*((printable(text), style) for text, style in parts))
-        self._console.print(shown, soft_wrap=True)
+        try:
+            self._console.print(shown, soft_wrap=True)
+        except OSError as error:
+            if not lost_output(error):
+                raise
+            # Days of training are not lost for a full disk of logs, or for a viewer that has ended.
+            self._quiet = True
+            what = f"standard output takes no more ({error.strerror})"
+            sys.stderr.write(f"warning: {what}; the run goes on, with its figures in metrics.jsonl alone\n")
 
 
 def start_rows(

@@ -308,33 +308,36 @@ def wheel(tmp_path_factory) -> Path:
 
 def test_the_wheel_has_recipes_configs_guides_and_versions(wheel):
     names = zipfile.ZipFile(wheel).namelist()
-    shared = {name.split("/data/share/dsx/")[1] for name in names if "/data/share/dsx/" in name}
+    inside = {name.removeprefix("dsx/shipped/") for name in names if name.startswith("dsx/shipped/")}
     expected = {
         str(path.relative_to(ROOT)) for kind in ("recipes/*.py", "configs/*.json") for path in ROOT.glob(kind)
     }
     guides = {str(path.relative_to(ROOT)) for path in (ROOT / "docs/guides").rglob("*") if path.is_file()}
-    assert shared == expected | guides | {"constraints.txt"}
+    assert inside == expected | guides | {"constraints.txt"}
     assert {name.split("/")[0] for name in names if not name.startswith("dsx-")} == {"dsx"}
 
 
-def test_an_installed_package_inits_without_a_clone(wheel, tmp_path):
+@pytest.mark.parametrize("how", ["--prefix", "--target", "as it is"])
+def test_an_installed_package_inits_without_a_clone(wheel, tmp_path, how):
     """Its own files, not the checkout's: those of the checkout are of no use from there."""
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--prefix", tmp_path / "env", wheel]
-    run([*command, "--ignore-installed"], tmp_path)
-    (packages,) = (tmp_path / "env").glob("lib/*/site-packages")
-    program = """import contextlib, dsx, sys
-from dsx.cli.app import main
-print(dsx.__file__)
-for words in (["init", "run", "--gpus", "2"], ["guide", "tour"]):
-    sys.argv = ["dsx", *words]
-    with contextlib.suppress(SystemExit):
-        main()
-"""
-    out = run([sys.executable, "-c", program], tmp_path, PYTHONPATH=str(packages))
-    assert out.startswith(str(packages))
-    assert (ROOT / "docs/guides/tour.md").read_text() in out
+    packages = wheel  # a wheel is a zip, from which Python imports
+    if how != "as it is":
+        command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--ignore-installed"]
+        run([*command, how, tmp_path / "env", wheel], tmp_path)
+        (packages,) = [folder.parent for folder in (tmp_path / "env").rglob("dsx") if folder.is_dir()]
+    away = {"PYTHONPATH": str(packages)}
+    assert run([sys.executable, "-c", "import dsx; print(dsx.__file__)"], tmp_path, **away).startswith(
+        str(packages)
+    )
+    out = run([sys.executable, "-m", "dsx", "guide", "tour"], tmp_path, **away)
+    assert out == (ROOT / "docs/guides/tour.md").read_text()
+    run([sys.executable, "-m", "dsx", "init", "run", "--gpus", "2"], tmp_path, **away)
     assert (tmp_path / "run/train.py").read_bytes() == (ROOT / "recipes/gpt_3d.py").read_bytes()
+    assert (tmp_path / "run/constraints.txt").read_bytes() == (ROOT / "constraints.txt").read_bytes()
     assert resolve(tmp_path / "run/train.json", world_size=2).mesh.size == 2
+    for command in ("check", "estimate"):
+        said = run([sys.executable, "-m", "dsx", command, "run/train.json", "--gpus", "2"], tmp_path, **away)
+        assert "data 2" in said
 
 
 def test_a_missing_file_says_how_to_get_it():

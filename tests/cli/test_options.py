@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from dsx.errors import DsxError
 
 BIN = Path(sys.executable).parent
 CONFIGS = Path(__file__).parents[2] / "configs"
+ZERO1 = str(CONFIGS / "zero1.json")
 COMMANDS = typer.main.get_command(build()).commands
 FORMER = {"--world-size", "--ranks", "--num-gpus", "--num_gpus", "--nproc", "--json", "--out", "--config"}
 
@@ -125,7 +127,99 @@ def test_any_refusal_is_one_line_and_2(dsx, monkeypatch, name):
     assert (code, out, err) == (2, "", "dsx: here: it is wrong. Fix: mend it.\n")
 
 
-ZERO1 = str(CONFIGS / "zero1.json")
+WRONG = {  # a value that an option cannot have, and what is said of it
+    int: ("two", "1.5", "9" * 30, "9" * 5000, "nan"),
+    float: ("two", "nan", "inf", "1e+300"),
+    Path: ("no/such/place",),
+}
+
+
+def kind(parameter) -> type | None:
+    found = parameter.type_descriptor.annotation
+    return found if found in WRONG else None
+
+
+def refused(name: str, flag: str, value: str) -> None:
+    """As :func:`dsx.cli.app.main` prints it."""
+    with pytest.raises(DsxError) as error:
+        COMMANDS[name].make_context(f"dsx {name}", [f"{flag}={value}"])
+    said = str(error.value)
+    assert re.fullmatch(rf"{flag} {re.escape(value[:80])}.*: .+\. Fix: .+\.", said)
+    assert not re.search(r"Input should|Value error|Invalid value|integer|click|pydantic", said)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_wrong_value_is_told_in_one_line_that_shows_it(name):
+    """Of every option: words, numbers without an end and numbers beyond any use, files that are not there."""
+    for flag, each in flags(COMMANDS[name]).items():
+        if getattr(each, "is_flag", False) or (each.is_eager and each.name == "help"):
+            continue
+        if each.type_descriptor.is_choice:
+            refused(name, flag, "no-such-value")
+        elif kind(each) is Path:
+            if each.type_descriptor.parameter_info.exists:
+                refused(name, flag, *WRONG[Path])
+        else:
+            for value in WRONG.get(kind(each), ()):
+                refused(name, flag, value)
+            if kind(each) is not None:
+                refused(name, flag, "-1")
+
+
+def test_an_option_without_its_value_and_a_flag_with_one(dsx):
+    said = [dsx("check", "--gpus")[2], dsx("check", "--strict=yes")[2], dsx("estimate", "--zero")[2]]
+    assert said == [
+        "dsx: --gpus: it needs a value. Fix: write --gpus N.\n",
+        "dsx: --strict: it takes no value. Fix: write --strict alone.\n",
+        "dsx: --zero: it needs a value. Fix: write --zero STAGE.\n",
+    ]
+    assert 'Fix: write "--format"' in dsx("check", "--formt", "json")[2]
+    assert dsx("guide", "tour", "more")[2].startswith("dsx: more: dsx guide takes no such word.")
+    assert (
+        dsx("estmate")[2]
+        == 'dsx: estmate: there is no such command. Fix: write "estimate", if that is meant.\n'
+    )
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_names_no_types_and_has_examples_that_parse(tmp_path, monkeypatch, name):
+    command = COMMANDS[name]
+    said = command.get_help(typer.Context(command, info_name=name))
+    described, examples = said.split("Examples:\n")
+    assert not re.search(
+        r"<(?!\w+(\|\w+)+>)|\[[^\]]*[<>]=|range|\{[A-Z]|<(int|float|str|path|file)", described
+    )
+    for path in ("train.json", "ds_config.json", "hostfile", "profile.json", "my_model/config.json"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text("{}")
+    for folder in ("runs/my_run/checkpoints/step100", "runs/my_run/traces", "runs/one", "runs/other"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "runs/my_run/traces/step10.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    lines = examples.strip().splitlines()
+    assert lines
+    for line in lines:
+        program, this, *words = shlex.split(line)
+        assert (program, this) == ("dsx", name)
+        command.make_context(name, words)  # or it raises
+
+
+@pytest.mark.parametrize(
+    "words", [["schema"], ["--help"], ["schema", "--help"], ["check", ZERO1, "--no-machine"]]
+)
+def test_a_full_disk_is_a_line_and_a_reader_that_has_gone_is_none(words):
+    command = [BIN / "dsx", *words]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    said = "dsx: standard output: No space left on device. Fix: make room, or send it elsewhere.\n"
+    assert (done.returncode, done.stderr) == (2, said)
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) in [(141, ""), (1, "")]  # click's, for --help
+
+
 TINY = ["--cluster", "CPU", "--gpus", "2", "--top", "1"]
 
 

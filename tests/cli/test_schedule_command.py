@@ -79,3 +79,11 @@ def test_a_file_is_checked_and_drawn(dsx, tmp_path):
     assert "--stages" in dsx("zbv", "--micro-batches", 4)[2]
     assert "--effort 1.0: it says nothing to dsx schedule zbv" in dsx("zbv", *SIZE, "--effort", 1)[2]
     assert "one of gpipe" in dsx("zbw", *SIZE)[2]
+
+
+@pytest.mark.parametrize("name", [*NAMES, "auto", "search"])
+def test_a_step_that_no_run_has_is_refused_at_once(dsx, name):
+    code, out, err = dsx(name, "--stages", 100_000, "--micro-batches", 100_000)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("dsx: --stages 100000 --micro-batches 100000")
+    assert "0,000 forwards, of which at most 1,048,576 are laid out" in err

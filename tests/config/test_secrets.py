@@ -9,6 +9,7 @@ import pytest
 from config.sample_config import changed
 from dsx.config.resolve import resolve
 from dsx.config.wording import HIDDEN, at, without_secrets
+from dsx.launch.entry import parse_arguments
 
 KEYS = (
     "api_key",
@@ -56,3 +57,51 @@ def test_findings_show_no_secret(dsx, tmp_path) -> None:  # type: ignore[no-unty
         _, out, err = dsx("check", path, "--format", style)
         assert "hf_token" in out
         assert "sesame" not in out + err
+
+
+SECRETS = {"comet": {"enabled": False, "api_key": "sesame", "project": "mine"}}
+
+
+def test_a_copy_has_no_secret_and_says_so(dsx, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(changed(SECRETS)))
+    code, out, err = dsx("init", tmp_path / "run", "--from", path, "--gpus", 8)
+    assert (code, err) == (0, "")
+    assert "comet.api_key: a secret, and not copied" in out
+    written = {file.name: file.read_text() for file in (tmp_path / "run").iterdir()}
+    assert "sesame" not in "".join([out, *written.values()])
+    assert json.loads(written["train.json"])["comet"] == {"enabled": False, "project": "mine"}
+
+
+def test_what_a_fix_shows_has_no_secret_and_what_it_writes_keeps_it(dsx, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "ds.json"
+    text = """{
+  // mine
+  "train_batch_size": 1,
+  api_key: sesame
+  "hf_token": "sesame",
+  "zero_optimisation": {"stage": 1}
+}
+"""
+    path.write_text(text)
+    said = dsx("check", path, "--diff=unsafe", "--no-machine")[1]
+    assert "+" in said
+    assert HIDDEN in said
+    said += dsx("check", path, "--fix=unsafe", "--no-machine")[1]
+    assert "sesame" not in said
+    assert path.read_text() != text
+    assert path.read_text().count("sesame") == 2
+
+
+def test_the_command_line_that_others_record_has_no_secret(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """W&B and Comet read ``sys.argv`` when a run of theirs begins."""
+    import wandb
+
+    items = ["comet.api_key=sesame", 'comet={"api_key": "sesame", "project": "p"}', "dsx.train.steps=5"]
+    words = ["a.json", *[word for item in items for word in ("--set", item)], f"--set={items[0]}"]
+    monkeypatch.setattr("sys.argv", ["train.py", *words])
+    assert parse_arguments().overrides == (*items, items[0])
+    recorded = wandb.Settings()._args
+    assert recorded[:3] == ["a.json", "--set", f"comet.api_key={HIDDEN}"]
+    assert "dsx.train.steps=5" in recorded
+    assert "sesame" not in " ".join(recorded)

@@ -19,6 +19,11 @@ def test_launchers(rank):
         [*items, "a.json"],
         ["--config", "a.json", *items],
         ["--config=a.json", *items],
+        ["--deepspeed_config", "a.json", *items],
+        ["--deepspeed", *items, "--deepspeed_config=a.json"],
+        ["--deepspeed", "a.json", *items],
+        ["--deepspeed=a.json", *items, "./a.json"],  # twice the same
+        [*items, "--", "a.json"],
     ):
         found = parse_arguments([*rank, *words])
         assert found.config == Path("a.json")
@@ -30,12 +35,17 @@ def test_launchers(rank):
     [
         ([], "CONFIG"),
         (["--config"], "CONFIG"),
+        (["--deepspeed"], "CONFIG"),
+        (["a.json", "--config"], "--config: it needs a value"),
+        (["--config", "a.json", "--deepspeed_config", "b.json"], "another one is named, too: a.json"),
+        (["a.json", "--deepspeed", "b.json"], "CONFIG a.json"),
+        (["a.json", "--set"], "--set: it needs a value"),
         (["a.json", "--set", "x.y"], "dsx.parallel.tensor=4"),
         (["a.json", "--steps", "5"], "--steps"),
         (["a.json", "extra"], "extra"),
         (["--config", "a.json", "extra"], "extra"),
         (["--conf", "a.json"], "CONFIG"),
-        (["a.json", "--local_rank", "x"], "local_rank"),
+        (["a.json", "--local_rank", "x"], "--local_rank x: not a whole number"),
     ],
 )
 def test_bad_usage(arguments, word, capsys):

@@ -63,6 +63,48 @@ def test_ctrl_c_is_silent():
     assert ended("raise KeyboardInterrupt") == (130, "", "")
 
 
+RUN = """
+import dsx, sys
+from dsx.train.progress import Progress
+def main():
+    progress = Progress()
+    for step in range(3):
+        progress.note(f"step {step}")
+    sys.stderr.write("trained\\n")
+dsx.run(main)
+"""
+
+
+def into_nothing(source: str, *, full: bool) -> tuple[int, str]:
+    """Exit code and errors of a program whose output goes to a full disk, or to a pipe that nobody reads."""
+    reader, out = (None, os.open("/dev/full", os.O_WRONLY)) if full else os.pipe()
+    if reader is not None:
+        os.close(reader)
+    command = [sys.executable, "-c", source]
+    done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(out)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_a_run_goes_on_without_its_lines(full):
+    code, err = into_nothing(RUN, full=full)
+    why = "No space left on device" if full else "Broken pipe"
+    said = (
+        f"warning: standard output takes no more ({why}); the run goes on, with its figures in metrics.jsonl"
+    )
+    assert (code, err) == (0, f"{said} alone\ntrained\n")
+
+
+@pytest.mark.parametrize("times", [1, 100_000])
+def test_a_program_whose_output_is_lost_ends_with_a_line_or_in_silence(times):
+    """Found when it is written, or at the end."""
+    source = f"import dsx\ndsx.run(lambda: print('Once' * {times}))"
+    line = "error: standard output: No space left on device. Fix: make room, or send it elsewhere.\n"
+    assert into_nothing(source, full=True) == (2, line)
+    assert into_nothing(source, full=False) == (141, "")
+
+
 def lose_a_peer(rank: int, world_size: int) -> str:
     """What rank 0 hears when rank 1 leaves a collective."""
     said = ""
