@@ -233,7 +233,7 @@ def test_dsx_configs(dsx):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ('dsx.data.source="/no/such"', 'dsx.data.source = "/no/such" (line'),
+        ('dsx.data.source="/no/such"', 'dsx.data.source = "/no/such" (--set): '),
         ('dsx.data.source="no/such/*.txt"', "there is no such file or folder (looked for"),
         ('dsx.data.source="none.jsonl"', "there is no such file or folder (looked for"),
         ('dsx.data.sources=[{"source": "~/none/"}]', 'dsx.data.sources[0].source = "~/none/"'),
