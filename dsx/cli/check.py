@@ -394,7 +394,7 @@ def _one(
     shown, mended = "", 0
     if edits is not None:
         changed = settle(source.text, lambda text: look(from_text(text)).findings, unsafe=edits == "unsafe")
-        shown = changed.diff(str(path))
+        shown = changed.diff(shown_path(path))
         if writes and shown:
             write(path, changed.after)
             mended, report = len(changed.findings), look(from_text(changed.after))

@@ -560,7 +560,7 @@ def check_loss_scale(context: Context) -> Iterator[Finding]:
         yield context.find("loss-scale", severity, "fp16.enabled", why, fix)
 
 
-# Optimizers whose step does not depend on the size of all gradients together but for their eps, and at all.
+# Optimizers that divide by the size of gradients, but for an eps; and those that do not look at it.
 _WITH_EPS: Final = frozenset({"adam", "adamw", "adamax", "nadam", "radam", "lamb", "rmsprop", "adagrad"})
 _BY_SIGN: Final = frozenset({"lion", "muon"})
 
@@ -569,9 +569,9 @@ def _of_small_gradients(context: Context) -> str:
     """What gradients that are all too small by one factor do to the step, as the end of a sentence."""
     kind = context.text("optimizer.type").lower()
     clips = context.value("gradient_clipping")
-    effects = [] if clips in (0, None) else ["gradient_clipping never acts"]
+    effects = [] if clips in (0, None) else ["gradient_clipping compares a norm as much too small"]
     if kind in _WITH_EPS or not kind:
-        effects.append("eps weighs as much more against them, where Adam and its like divide by their size")
+        effects.append("eps weighs as much more in Adam and its like, which divide by their size")
     if kind not in _WITH_EPS | _BY_SIGN:
         effects.append(f"{'the step of SGD' if not kind else 'the step'} is as much too small")
     return f": {', '.join(effects)}" if effects else ""
