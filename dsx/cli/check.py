@@ -330,8 +330,8 @@ def check(
     elif outcomes:
         said = as_text(outcomes, around, with_names=len(configs or []) > 1)
         say_styled(_styled(said), plain=said)
-    for error in unseen:
-        tell(error)
+    for each in unseen:
+        tell(each)
     bad = {"error", "warning"} if strict else {"error"}
     if unseen:
         raise typer.Exit(BAD_INPUT)

@@ -53,7 +53,7 @@ def trainer_block(config: Mapping[str, Any]) -> list[Finding]:
     return [as_finding(problem, config) for problem in problems(config)]
 
 
-def _output(output: str) -> Iterator[DsxError]:
+def _output(output: str) -> Iterator[ConfigError]:
     """Find a folder for the run that nobody can make or write to; nothing is left in it."""
     folder = there = File(output).absolute()
     try:

@@ -373,11 +373,11 @@ def check_constants(context: Context) -> Iterator[Finding]:
         for path in found:
             yield context.find("wrong-type", "error", path, f"no number here: {what}; {who}", fix)
     elif context.guessed and not any(slot.value == "auto" for slot in context.slots):
-        right = (slot for slot in context.slots if slot.path in found and slot.key)
-        path = next((slot.path for slot in right if slot.key and not judge(slot.value, slot.key).fault), None)
-        if path is not None:
+        known = [slot for slot in context.slots if slot.path in found]
+        right = [slot for slot in known if slot.key and not judge(slot.value, slot.key).fault]
+        for slot in right[:1]:
             fix = "say --for trainer or --for deepspeed"
-            yield context.find("syntax", "warning", path, f"{who}; {what}", fix)
+            yield context.find("syntax", "warning", slot.path, f"{who}; {what}", fix)
 
 
 def constants(node: object, path: Path = ()) -> Iterator[Path]:
