@@ -18,7 +18,7 @@ from dsx.config.keys import reference
 from dsx.config.schema import DsxConfig
 from dsx.config.wording import Path as KeyPath
 from dsx.config.wording import at, dotted, either, key, suggest
-from dsx.errors import ConfigError
+from dsx.errors import ConfigError, KeyPlace
 
 
 class SeveralProblemsError(ConfigError):
@@ -184,7 +184,7 @@ def load(
     if not isinstance(block, dict):
         raise ConfigError(at("dsx", block), "it must be an object {...}", "see `dsx schema`")
     for problem in unusable(block, path=("dsx",)):
-        raise ConfigError(problem.key, problem.what, problem.fix)
+        raise ConfigError(KeyPlace(problem.key, problem.path), problem.what, problem.fix)
     try:
         # JSON mode: lists and numbers are judged as JSON has them, not as Python converts them.
         return content, DsxConfig.model_validate_json(json.dumps(block))

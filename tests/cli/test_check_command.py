@@ -255,6 +255,11 @@ def test_nan_and_infinity(dsx, tmp_path):
         assert code == 1
         assert "(line 3): not a number" in out
         assert out.count("error    ") == 1
+    zero1 = (Path(__file__).parents[2] / "configs/zero1.json").read_text()
+    assert '"steps": 200' in zero1
+    path.write_text(zero1.replace('"steps": 200', '"steps": NaN'))
+    line = zero1[: zero1.index('"steps": 200')].count("\n") + 1
+    assert f"dsx.train.steps = NaN (line {line}): NaN is no number" in dsx("check", path, QUIET)[1]
     path.write_text('{ // mine\n"train_batch_size": 8, "gradient_clipping": NaN}')
     assert "NaN on line 2 is no number of JSON's" in dsx("check", path, QUIET)[1]
     dsx("check", path, QUIET, "--fix")
