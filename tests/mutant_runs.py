@@ -120,7 +120,8 @@ def _tried(
     try:
         return what, attempt(home / original.name, seed), True
     except allowed as error:
-        return what, type(error).__name__, True
+        # The file is wrong, and no reader may say that dsx is.
+        return what, type(error).__name__, "report this" not in str(error)
     except BaseException as error:  # noqa: BLE001 (whatever it is, it is the answer)
         return what, _told(error), False
     finally:

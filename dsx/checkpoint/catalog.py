@@ -307,9 +307,8 @@ class Catalog:
         seen: set[tuple[str, str]] = set()
         for entry in self.entries:
             if entry.key in seen:
-                raise CheckpointError(
-                    str(self.root), f"{entry} is listed twice", "report this: a reader of dsx is wrong"
-                )
+                what = f"{entry} is listed twice"
+                raise CheckpointError(str(self.root), what, "use an undamaged copy of the checkpoint")
             seen.add(entry.key)
 
     @property

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -14,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from dsx.cli.options import CONFIG, FORMAT, GPU_MEMORY, GPUS, SET
-from dsx.cli.output import BAD, say
+from dsx.cli.options import CONFIGS, FORMAT, GPU_MEMORY, GPUS, SET, STDIN
+from dsx.cli.output import BAD, BAD_INPUT, say, say_styled, tell
 from dsx.config.keys import shown
 from dsx.config.refusals import ABSENT, Finding
 from dsx.config.wording import at, dotted, without_secrets
@@ -57,14 +58,19 @@ class Outcome:
 
 def unreadable(path: Path, error: ConfigError) -> Outcome:
     """The outcome for a file that is no config."""
-    why = f"{error.where}: {error.what}" if error.where else error.what
+    why = f"{error.where or shown_path(path)}: {error.what}"
     finding = Finding(check="syntax", severity="error", path=(), value=ABSENT, why=why, fix=error.fix)
     return Outcome(path, None, (finding,))
 
 
-def as_text(outcomes: Sequence[Outcome], around: Sequence[Finding]) -> str:
+def shown_path(path: Path) -> str:
+    """The name of a file that is checked."""
+    return "standard input" if path == STDIN else str(path)
+
+
+def as_text(outcomes: Sequence[Outcome], around: Sequence[Finding], *, with_names: bool) -> str:
     """The outcomes for people: a paragraph per finding, a line of counts per file."""
-    blocks = [_file(outcome, with_name=len(outcomes) > 1) for outcome in outcomes]
+    blocks = [_file(outcome, with_name=with_names) for outcome in outcomes]
     blocks += [_line(None, finding) for finding in around]
     return "\n".join(blocks)
 
@@ -100,9 +106,11 @@ def _file_facts(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _key_of(path: Sequence[str | int]) -> str:
-    """The name of a key, without where it stands."""
-    return next((part for part in reversed(path) if isinstance(part, str)), "")
+def _for_json(value: Any, path: Sequence[str | int]) -> Any:
+    """A value as other readers of JSON take it: no secrets, and NaN and Infinity as their words."""
+    name = next((part for part in reversed(path) if isinstance(part, str)), "")
+    text = json.dumps(without_secrets(value, name), default=str)
+    return json.loads(text, parse_constant=str)
 
 
 def _facts(report: Report | None, finding: Finding) -> dict[str, Any]:
@@ -112,22 +120,21 @@ def _facts(report: Report | None, finding: Finding) -> dict[str, Any]:
         "severity": finding.severity,
         "key": dotted(finding.path),
         "path": list(finding.path),
-        "value": None if finding.value is ABSENT else without_secrets(finding.value, _key_of(finding.path)),
+        "value": None if finding.value is ABSENT else _for_json(finding.value, finding.path),
         "written": finding.value is not ABSENT,
         "line": place[0] if place else None,
         "column": place[1] if place else None,
         "why": finding.why,
         "fix": finding.fix,
         "edits": [
-            {"kind": e.kind, "path": list(e.path), "value": without_secrets(e.value, _key_of(e.path))}
-            for e in finding.edits
+            {"kind": e.kind, "path": list(e.path), "value": _for_json(e.value, e.path)} for e in finding.edits
         ],
         "safe": finding.safe,
     }
 
 
 def _file(outcome: Outcome, *, with_name: bool) -> str:
-    lines = [f"{outcome.path}:"] if with_name else []
+    lines = [f"{shown_path(outcome.path)}:"] if with_name else []
     lines += [_line(outcome.report, finding) for finding in outcome.findings]
     if outcome.run is not None:
         lines.append(summary(outcome.run.summary()))
@@ -141,9 +148,9 @@ def _line(report: Report | None, finding: Finding) -> str:
     place = None if report is None else report.source.place(finding.path)
     where = dotted(finding.path) if finding.value is ABSENT else at(dotted(finding.path), finding.value)
     where += f" (line {place[0]})" if place and where else f"line {place[0]}" if place else ""
-    said = f"{finding.why}. To mend: {finding.fix}." if finding.severity == "note" else ""
-    said = said or f"{finding.why}. Fix: {finding.fix}."
-    return f"{finding.severity:<8} {f'{where}: ' if where else ''}{said} [{finding.check}]"
+    where += " (--set)" if report is not None and where and report.source.is_put(finding.path) else ""
+    said = f"{finding.why}. Fix: {finding.fix}. [{finding.check}]"
+    return f"{finding.severity:<8} {f'{where}: ' if where else ''}{said}"
 
 
 def _last(outcome: Outcome) -> str:
@@ -221,12 +228,28 @@ def _layers(layers: list[str]) -> str:
     return ", ".join(words)
 
 
+# First characters of a line -> its style: what a finding is, and the lines of a diff.
+_STYLES = {
+    "error ": "bold red", "warning ": "bold yellow", "note ": "bold cyan",
+    "+": "green", "-": "red", "@@": "cyan",
+}  # fmt: skip
+
+
+def _styled(text: str) -> Iterator[tuple[str, str]]:
+    """Stretches of a report, each with its style."""
+    for line in text.splitlines(keepends=True):
+        start = next((start for start in _STYLES if line.startswith(start)), "")
+        end = len(start) if start.endswith(" ") else len(line)
+        yield line[:end], _STYLES.get(start, "")
+        yield line[end:], ""
+
+
 _Runner = Literal["deepspeed", "trainer", "dsx"]
 _Mode = Literal["safe", "unsafe"]
 
 
 def check(
-    configs: Annotated[list[Path] | None, CONFIG] = None,
+    configs: Annotated[list[Path] | None, CONFIGS] = None,
     *,
     gpus: Annotated[int | None, GPUS] = None,
     pipeline: Annotated[
@@ -280,8 +303,9 @@ def check(
     if explain is not None:
         _explain(explain, style)
         return
-    _check_arguments(configs, overrides, fix is not None or diff is not None, gpus, gpu_memory)
+    _check_arguments(configs, overrides, fix, diff, gpus, gpu_memory)
     from dsx.doctor.examine import examine
+    from dsx.errors import ConfigError
 
     look = partial(
         examine,
@@ -292,15 +316,25 @@ def check(
         pipeline=pipeline,
         client_optimizer=client_optimizer,
     )
-    outcomes = [
-        _one(path, look, gpus, gpu_memory, overrides or [], edits=fix or diff, writes=fix is not None)
-        for path in configs or []
-    ]
+    outcomes: list[Outcome] = []
+    unseen: list[ConfigError] = []
+    for path in configs or []:
+        try:
+            outcomes.append(_one(path, look, gpus, gpu_memory, overrides or [], fix or diff, fix is not None))
+        except ConfigError as error:
+            unseen.append(error)
     around = _machine() if machine else []
     found = [finding for outcome in outcomes for finding in outcome.findings] + around
-    report = as_json if style == "json" else as_text
-    say(report(outcomes, around))
+    if outcomes and style == "json":
+        say(as_json(outcomes, around))
+    elif outcomes:
+        said = as_text(outcomes, around, with_names=len(configs or []) > 1)
+        say_styled(_styled(said), plain=said)
+    for each in unseen:
+        tell(each)
     bad = {"error", "warning"} if strict else {"error"}
+    if unseen:
+        raise typer.Exit(BAD_INPUT)
     if any(finding.severity in bad for finding in found):
         raise typer.Exit(BAD)
 
@@ -314,15 +348,18 @@ def _explain(key: str, style: str) -> None:
 def _check_arguments(
     configs: list[Path] | None,
     overrides: list[str] | None,
-    edits: bool,
+    fix: _Mode | None,
+    diff: _Mode | None,
     gpus: int | None,
     gpu_memory: float | None,
 ) -> None:
     if not configs:
         raise typer.BadParameter("name a config, or --explain KEY", param_hint="CONFIG")
+    if fix is not None and STDIN in configs:
+        raise typer.BadParameter("standard input cannot be written to; --diff shows it", param_hint="--fix")
     if gpu_memory is not None and gpus is None:
         raise typer.BadParameter("it needs --gpus, the number of ranks", param_hint="--gpu-memory")
-    if overrides and edits:
+    if overrides and (fix or diff):
         raise typer.BadParameter("--fix and --diff are about the file itself", param_hint="--set")
 
 
@@ -332,17 +369,19 @@ def _one(
     world_size: int | None,
     gpu_memory: float | None,
     overrides: list[str],
-    *,
     edits: _Mode | None,
     writes: bool,
 ) -> Outcome:
-    """Check one file, and mend it if asked to."""
-    from dsx.config.document import from_text, read_text
+    """Check one file, and mend it if asked to. Raises ConfigError if it cannot be looked at."""
+    from dsx.config.document import UnopenedError, decoded, from_text, read_text
     from dsx.doctor.mend import settle, write
     from dsx.errors import ConfigError
 
     try:
-        source = from_text(read_text(path), name="")
+        text = decoded(sys.stdin.buffer, shown_path(path)) if path == STDIN else read_text(path)
+        source = from_text(text, name="")
+    except UnopenedError:
+        raise
     except ConfigError as error:
         return unreadable(path, error)
     report = look(_overridden(source, overrides))
@@ -355,7 +394,7 @@ def _one(
     shown, mended = "", 0
     if edits is not None:
         changed = settle(source.text, lambda text: look(from_text(text)).findings, unsafe=edits == "unsafe")
-        shown = changed.diff(str(path))
+        shown = changed.diff(shown_path(path))
         if writes and shown:
             write(path, changed.after)
             mended, report = len(changed.findings), look(from_text(changed.after))
@@ -377,12 +416,14 @@ def _overridden(source: Source, overrides: list[str]) -> Source:
     """``source`` with ``--set`` values put over it."""
     if not overrides:
         return source
+    from dsx.config.document import refuse_unusable
     from dsx.config.load import override
 
     config = copy.deepcopy(source.config)
-    for item in overrides:
-        override(config, item)
-    return replace(source, config=config)
+    put = tuple(override(config, item) for item in overrides)
+    changed = replace(source, config=config, put=put)
+    refuse_unusable(changed)
+    return changed
 
 
 def _tokenizer(block: dict[str, Any]) -> list[Finding]:

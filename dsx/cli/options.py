@@ -56,6 +56,12 @@ CONFIG = typer.Argument(
     dir_okay=False,
     show_default=False,
 )
+STDIN = Path("-")
+CONFIGS = typer.Argument(
+    metavar="CONFIG",
+    help="DeepSpeed JSON, with or without a dsx block; - for standard input.",
+    show_default=False,
+)
 GPUS = count("--gpus", "Number of ranks, one GPU (or CPU process) each.", most=MOST_RANKS)
 MODEL = typer.Option(
     "--model",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from errno import EPIPE
@@ -75,7 +76,13 @@ def say_json(content: Any) -> None:
 
 
 def say_styled(parts: Iterable[tuple[str, str]], *, plain: str) -> None:
-    """Print stretches of text, each in a style of rich's; or ``plain``, where there are no colours."""
+    """Print stretches of text, each in a style of rich's; or ``plain``, where there are no colours.
+
+    There are none outside of a terminal, and where NO_COLOR or TERM says so.
+    """
+    if not sys.stdout.isatty():
+        say(plain)
+        return
     from rich.text import Text
 
     from dsx.train.progress import Lines

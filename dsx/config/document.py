@@ -1,7 +1,9 @@
 """The text of a config file: its values, and where each key and value stands, for messages and edits.
 
 The parser reads what the ``hjson`` package reads, with which DeepSpeed loads its configs, and gives the same
-values (tests compare the two). Strict JSON is HJSON too.
+values (tests compare the two). Strict JSON is HJSON too. ``NaN`` and ``Infinity`` are no words of either; in
+a text that is strict but for them they are numbers, as to Python's json, with which transformers' Trainer and
+Accelerate read and write.
 """
 
 from __future__ import annotations
@@ -11,11 +13,11 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from importlib.resources.abc import Traversable
 from pathlib import Path as File
-from typing import Any, Literal, NoReturn
+from typing import Any, BinaryIO, Literal, NoReturn
 
 import hjson
 
@@ -57,12 +59,14 @@ def is_finite(value: float) -> bool:
         return False
 
 
-def unusable(node: object, *, infinite: bool = False, path: Path = ()) -> Iterator[Unusable]:
+def unusable(
+    node: object, *, infinite: Callable[[float, str], bool] | None = None, path: Path = ()
+) -> Iterator[Unusable]:
     """Every value in ``node`` that no program can use.
 
     Args:
         node: A config, or a part of it.
-        infinite: Whether inf and nan are allowed, as in a dictionary that Python has made.
+        infinite: Whether an inf or nan is allowed, by the value and its dotted key; None for nowhere.
         path: Where ``node`` stands.
     """
     if len(path) > _MOST_LEVELS:
@@ -82,8 +86,8 @@ def unusable(node: object, *, infinite: bool = False, path: Path = ()) -> Iterat
         yield from _half(node, path, "it ")
     elif isinstance(node, int) and not is_finite(node):
         yield Unusable(path, BEYOND, "write the number that is meant")
-    elif isinstance(node, float) and not infinite and not is_finite(node):
-        yield Unusable(path, f"{node} is no number of JSON's", "write the number that is meant")
+    elif isinstance(node, float) and not is_finite(node) and not (infinite and infinite(node, dotted(path))):
+        yield Unusable(path, f"{json.dumps(node)} is no number of JSON's", "write the number that is meant")
 
 
 def _half(word: str, path: Path, subject: str) -> Iterator[Unusable]:
@@ -105,6 +109,9 @@ _PUNCTUATION = "{}[],:"
 _NUMBER = re.compile(r"(-?(?:0|[1-9]\d*))(\.\d+)?([eE][-+]?\d+)?\s*")
 _VALUE_END = re.compile(r"[\r\n,}\]#]|//|/\*|\Z")
 _WORDS = {"null": None, "true": True, "false": False}
+# What Python's json reads besides.
+_CONSTANTS = {word: float(word) for word in ("NaN", "Infinity", "-Infinity")}
+_CONSTANT = re.compile(r"[\[:,]\s*(-?(?:NaN|Infinity))\b")
 # The white space after a word is included.
 _LONGEST_WORD = 1000
 # Above it hjson leaves a whole number that was written with a point or exponent a float.
@@ -162,6 +169,7 @@ def parse(text: str) -> Document:
 class _Parser:
     def __init__(self, text: str) -> None:
         self.text = text
+        self.words = _WORDS if _with_constants(text) is None else _WORDS | _CONSTANTS
         self.at = 1 if text.startswith("\ufeff") else 0
         self.relaxed: list[tuple[Relaxed, int]] = []
 
@@ -305,8 +313,8 @@ class _Parser:
         for end in _value_ends(self.text, start):
             self.at = end
             token = self.text[start : min(end, start + _LONGEST_WORD)].strip()
-            if token in _WORDS:
-                return self.trim(start, _WORDS[token])
+            if token in self.words:
+                return self.trim(start, self.words[token])
             # Searched in the text itself: a copy of a long line at each of its commas would take for ever.
             if number := _NUMBER.fullmatch(self.text, start, end):
                 return self.trim(start, self.number(number, start))
@@ -337,6 +345,30 @@ def _value_ends(text: str, start: int) -> Iterator[int]:
             return
 
 
+def _with_constants(text: str) -> dict[str, Any] | None:
+    """What Python's json makes of an object in which it reads NaN or Infinity; None for any other text."""
+    if not _CONSTANT.search(text):
+        return None
+    seen = []
+
+    def constant(word: str) -> float:
+        seen.append(word)
+        return _CONSTANTS[word]
+
+    def number(word: str) -> int | float:
+        found = _NUMBER.fullmatch(word)
+        value = math.inf if found is None else _number(found)
+        if not is_finite(value):
+            raise ValueError(BEYOND)
+        return value
+
+    try:
+        config = json.loads(text, parse_constant=constant, parse_float=number)
+    except (ValueError, RecursionError):
+        return None
+    return config if seen and isinstance(config, dict) else None
+
+
 def _number(found: re.Match[str]) -> int | float:
     whole, fraction, exponent = found.groups()
     if not fraction and not exponent:
@@ -359,14 +391,27 @@ class Source:
     Attributes:
         name: The file's name, for messages.
         text: The file's text; empty for a config that comes as a mapping.
-        config: The values, as DeepSpeed reads them; of a key written twice, the last.
+        config: The values, as DeepSpeed reads them (NaN and Infinity as Python's json does); of a key written
+            twice, the last.
         document: The text with offsets; None for a mapping.
+        put: Keys whose values a command line has put over those of the text.
     """
 
     name: str
     text: str
     config: dict[str, Any]
     document: Document | None
+    put: tuple[Path, ...] = ()
+
+    def is_put(self, path: Path) -> bool:
+        """Whether the value at ``path``, or the nearest one around it, is not the text's own."""
+        return bool(path) and (self._is_within(path) or (self._is_around(path) and not self.written(path)))
+
+    def _is_within(self, path: Path) -> bool:
+        return any(path[: len(put)] == put for put in self.put)
+
+    def _is_around(self, path: Path) -> bool:
+        return any(put[: len(path)] == path for put in self.put)
 
     def line_column(self, offset: int) -> tuple[int, int]:
         """Line and column of ``offset``, both from 1."""
@@ -374,12 +419,14 @@ class Source:
 
     def written(self, path: Path) -> str:
         """The text of the value at ``path``; empty if it is not known."""
-        member = None if self.document is None else find(self.document.root, path)[1]
+        is_text = self.document is not None and not self._is_within(path)
+        member = find(self.document.root, path)[1] if is_text and self.document else None
         return "" if member is None else self.text[member.node.start : member.node.end]
 
     def place(self, path: Path) -> tuple[int, int] | None:
         """Line and column of the key at ``path``, or of the nearest object around it; None if not known."""
-        offset = None if self.document is None or not path else _offset(self.document.root, path)
+        known = self.document is not None and path and not self.is_put(path)
+        offset = _offset(self.document.root, path) if known and self.document else None
         return None if offset is None else self.line_column(offset)
 
     def twice(self) -> Iterator[tuple[Path, list[int]]]:
@@ -389,28 +436,51 @@ class Source:
                 yield path, [self.line_column(offset)[0] for offset in offsets]
 
 
+class UnopenedError(ConfigError):
+    """A config file that is not there, or that cannot be opened."""
+
+
 def read_text(path: File | Traversable) -> str:
-    """The text of a config file, with its line ends as they are. Raises ConfigError."""
+    """The text of a config file, with its line ends as they are.
+
+    Raises:
+        UnopenedError: There is no such file.
+        ConfigError: It is no text, or too long for a config.
+    """
     where = str(path)
-    if path.is_dir():
-        raise ConfigError(where, "it is a folder", "give the JSON file itself")
     try:
         with path.open("rb") as file:
-            content = file.read(_MOST_BYTES + 1)
-        if len(content) > _MOST_BYTES:
-            what = f"it has more than {_MOST_BYTES >> 20} MiB, which no config has"
-            raise ConfigError(where, what, "give a DeepSpeed JSON")
-        return content.decode()
+            return decoded(file, where)
     except FileNotFoundError:
-        raise ConfigError(where, "there is no such file", "give the path of a DeepSpeed JSON") from None
-    except (OSError, UnicodeDecodeError) as error:
+        raise UnopenedError(where, "there is no such file", "give the path of a DeepSpeed JSON") from None
+    except IsADirectoryError:
+        raise UnopenedError(where, "it is a folder", "give the JSON file itself") from None
+    except (OSError, ValueError) as error:
+        what = f"it cannot be read ({getattr(error, 'strerror', None) or error})"
+        raise UnopenedError(where, what, "give a readable UTF-8 file") from None
+
+
+def decoded(file: BinaryIO, where: str) -> str:
+    """The text in an open file. Raises ConfigError, at ``where``, if it is none, or too long for a config."""
+    content = file.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        what = f"it has more than {_MOST_BYTES >> 20} MiB, which no config has"
+        raise ConfigError(where, what, "give a DeepSpeed JSON")
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
         raise ConfigError(where, f"it cannot be read ({error})", "give a readable UTF-8 file") from None
+
+
+def _anywhere(_value: float, _name: str) -> bool:
+    return True
 
 
 def from_mapping(config: Mapping[str, Any], name: str = "config") -> Source:
     """A config that is no file. Raises ConfigError if a value in it is none of JSON's."""
-    _refuse(Source(name, "", {}, None), unusable(config, infinite=True))
-    return Source(name, "", copy.deepcopy(dict(config)), None)
+    source = Source(name, "", dict(config), None)
+    refuse_unusable(source)
+    return replace(source, config=copy.deepcopy(source.config))
 
 
 def from_text(text: str, name: str = "config") -> Source:
@@ -421,19 +491,26 @@ def from_text(text: str, name: str = "config") -> Source:
     """
     if not text.strip("\ufeff \t\r\n"):
         raise ConfigError(name, "the file is empty", 'write a config, {"train_batch_size": 8} at the least')
+    config: Any = _with_constants(text)
     try:
-        config = hjson.loads(text, object_pairs_hook=dict)
+        config = hjson.loads(text, object_pairs_hook=dict) if config is None else config
     except (ValueError, OverflowError, IndexError, RecursionError) as error:
         # hjson's own error is a ValueError, and so is Python's about a number of too many digits.
         raise _syntax_error(text, name, error) from None
     if not isinstance(config, dict):
         raise ConfigError(name, f"it holds {show(config)}, not an object", "write {...}")
     source = Source(name, text, config, _document(text, config))
-    _refuse(source, unusable(config))
+    refuse_unusable(source)
     return source
 
 
-def _refuse(source: Source, problems: Iterable[Unusable]) -> None:
+def refuse_unusable(source: Source) -> None:
+    """Raise a ConfigError for the first value that no program can use; of NaN and Infinity their keys say."""
+    refuse(source, unusable(source.config, infinite=_anywhere))
+
+
+def refuse(source: Source, problems: Iterable[Unusable]) -> None:
+    """Raise the first of ``problems`` as a ConfigError on its line, or return if there are none."""
     for problem in problems:
         line = source.place(problem.path)
         where = _where(source.name, *line) if line else source.name
@@ -450,16 +527,16 @@ def _document(text: str, config: dict[str, Any]) -> Document | None:
 
 
 def same(one: object, other: object) -> bool:
-    """Equality that tells 1 from true and from 1.0.
+    """Equality that tells 1 from true and from 1.0, and in which NaN is NaN.
 
-    >>> same({"a": [1]}, {"a": [True]})
-    False
+    >>> same({"a": [1]}, {"a": [True]}), same(math.nan, math.nan)
+    (False, True)
     """
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if isinstance(one, list) and isinstance(other, list):
         return len(one) == len(other) and all(map(same, one, other))
-    return type(one) is type(other) and one == other
+    return type(one) is type(other) and (one == other or (one != one and other != other))  # noqa: PLR0124
 
 
 def _where(name: str, line: int, column: int) -> str:
@@ -482,6 +559,9 @@ def _syntax_error(text: str, name: str, error: Exception) -> ConfigError:
         message = f"{message}; hjson: {error.msg}"
     if _SWALLOWS.search(text):
         message += "; an unquoted word takes the rest of its line, brackets and commas too"
+    if constant := _CONSTANT.search(text):
+        line = text.count("\n", 0, constant.start(1)) + 1
+        message += f"; {constant[1]} on line {line} is no number of JSON's"
     line = text.count("\n", 0, offset) + 1
     column = offset - (text.rfind("\n", 0, offset) + 1) + 1
     lines = text.splitlines()

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -134,6 +135,7 @@ class Key:
         main: Of an object, the key inside whose value is often written in its place (``"bf16": true``).
         example: Of an object, how it is written.
         strict: Whether DeepSpeed asks for a boolean by name, where a number for one fails.
+        infinite: Whether Infinity, which Python's json reads and writes, is a number like others here.
         source: ``file:line`` or class in DeepSpeed 0.19.8, below deepspeed/.
     """
 
@@ -161,6 +163,7 @@ class Key:
     main: str = ""
     example: str = ""
     strict: bool = False
+    infinite: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,6 +229,11 @@ class Table:
     def common(self, name: str) -> Key | None:
         """The row of a dotted name; of a parameter, that of AdamW or WarmupLR."""
         return self.key(name) or self.key(name, "adamw") or self.key(name, "warmuplr")
+
+    def is_infinite(self, value: object, name: str) -> bool:
+        """Whether ``value`` is Infinity, and the key of a dotted name takes it."""
+        key = self.key(name)
+        return value == math.inf and key is not None and key.infinite
 
     def siblings(self, block: KeyBlock) -> Mapping[str, Key]:
         """Rows of a block by every spelling of their last part."""
@@ -407,7 +415,7 @@ class ValueVerdict:
 def judge(value: Any, key: Key) -> ValueVerdict:
     """``value`` against ``key``."""
     expected = describe(key)
-    if value == "auto" and key.auto == "meaning":
+    if (value == "auto" and key.auto == "meaning") or (key.infinite and value == math.inf):
         return ValueVerdict("", value, False, expected)
     # Where any string is allowed, this is a name like others.
     is_name = "any" in key.kinds or ("string" in key.kinds and not key.choices)
@@ -513,9 +521,9 @@ def _is(value: Any, kind: Kind) -> bool:
     if kind == "any":
         return True
     if kind in ("int", "float"):
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not is_finite(value):
             return False
-        return kind == "float" or (is_finite(value) and value == int(value))
+        return kind == "float" or value == int(value)
     types: dict[str, type] = {"bool": bool, "string": str, "object": dict, "list": list, "null": type(None)}
     return isinstance(value, types[kind])
 
@@ -530,7 +538,5 @@ def _limits(value: Any, key: Key) -> Literal["", "out-of-range", "not-a-choice"]
         return "" if key.any_case and isinstance(value, str) and value.lower() in lower else "not-a-choice"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return ""
-    if not is_finite(value):
-        return "out-of-range"
     below = key.low is not None and (value < key.low or (key.low_open and value == key.low))
     return "out-of-range" if below or (key.high is not None and value > key.high) else ""

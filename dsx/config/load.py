@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from dsx.config.document import from_text, read_text, unusable
+from dsx.config.document import from_text, read_text, refuse, unusable
 from dsx.config.keys import reference
 from dsx.config.schema import DsxConfig
 from dsx.config.wording import Path as KeyPath
@@ -240,7 +240,7 @@ def load(
     if not isinstance(block, dict):
         raise ConfigError(at("dsx", block), "it must be an object {...}", "see `dsx schema`")
     for problem in unusable(block, path=("dsx",)):
-        raise ConfigError(problem.key, problem.what, problem.fix)
+        raise ConfigError(KeyPlace(problem.key, problem.path), problem.what, problem.fix)
     try:
         # JSON mode: lists and numbers are judged as JSON has them, not as Python converts them.
         return content, DsxConfig.model_validate_json(json.dumps(block))
@@ -262,20 +262,23 @@ def read(path: Path | Traversable) -> dict[str, Any]:
     """The object in the JSON or HJSON file at ``path``. Raises ConfigError."""
     where = str(path)
     source = from_text(read_text(path), where)
+    refuse(source, unusable(source.config, infinite=reference().is_infinite))
     for twice, lines in source.twice():
         place = f" (lines {', '.join(map(str, lines))})" if len(set(lines)) > 1 else ""
         raise ConfigError(f"{where}: {dotted(twice)}", f"the key is written twice{place}", "keep one of them")
     return source.config
 
 
-def override(content: dict[str, Any], item: str) -> None:
-    """Set one ``a.b.c=value`` in ``content`` in place; missing objects on the way are made.
+def override(content: dict[str, Any], item: str) -> KeyPath:
+    """Set one ``a.b.c=value`` in ``content`` in place, and return its path; missing objects are made.
 
     The value is read as JSON, and taken as a plain string if it is none.
 
     >>> content = {"zero_optimization": {"stage": 1}}
     >>> override(content, "zero_optimization.stage=3")
+    ('zero_optimization', 'stage')
     >>> override(content, "dsx.train.output=runs/a")
+    ('dsx', 'train', 'output')
     >>> content
     {'zero_optimization': {'stage': 3}, 'dsx': {'train': {'output': 'runs/a'}}}
     """
@@ -298,3 +301,4 @@ def override(content: dict[str, Any], item: str) -> None:
             raise ConfigError(where, f"{at(owner, inner)} is no object", f"set {owner} itself")
         node = inner
     node[parts[-1]] = value
+    return tuple(parts)

@@ -551,12 +551,30 @@ def check_loss_scale(context: Context) -> Iterator[Finding]:
     if scale != 1 and enabled is True and unscaled:
         why = (
             "without ZeRO DeepSpeed divides gradients by the loss scale, and since 0.18.3 never multiplies "
-            f"the loss by it: steps are {f'{scale:g} times' if scale else 'by that factor'} too small"
+            f"the loss by it, so that they are {f'{scale:g} times' if scale else 'by that factor'} too small"
+            f"{_of_small_gradients(context)}"
         )
         fix = f'set {STAGE} to 1, use bf16, or write "loss_scale": 1'
         # Without the block, a script may set the stage.
         severity: Severity = "warning" if context.at(("zero_optimization",)) is ABSENT else "error"
         yield context.find("loss-scale", severity, "fp16.enabled", why, fix)
+
+
+# Optimizers that divide by the size of gradients, but for an eps; and those that do not look at it.
+_WITH_EPS: Final = frozenset({"adam", "adamw", "adamax", "nadam", "radam", "lamb", "rmsprop", "adagrad"})
+_BY_SIGN: Final = frozenset({"lion", "muon"})
+
+
+def _of_small_gradients(context: Context) -> str:
+    """What gradients that are all too small by one factor do to the step, as the end of a sentence."""
+    kind = context.text("optimizer.type").lower()
+    clips = context.value("gradient_clipping")
+    effects = [] if clips in (0, None) else ["gradient_clipping compares a norm as much too small"]
+    if kind in _WITH_EPS or not kind:
+        effects.append("eps weighs as much more in Adam and its like, which divide by their size")
+    if kind not in _WITH_EPS | _BY_SIGN:
+        effects.append(f"{'the step of SGD' if not kind else 'the step'} is as much too small")
+    return f": {', '.join(effects)}" if effects else ""
 
 
 def _static(context: Context, scale: float) -> Iterator[Finding]:

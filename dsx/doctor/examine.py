@@ -46,6 +46,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     # Checks of single keys.
     values.check_duplicates,
     values.check_syntax,
+    values.check_constants,
     unknown.check_unknown,
     unknown.check_removed,
     values.check_newer,
@@ -187,7 +188,8 @@ def infer(config: Mapping[str, Any]) -> Runner:
     """Who runs a config: dsx if it has its block, the Trainer if its batch keys are left to it.
 
     A single "auto" makes no Trainer's config: there, the batch keys are "auto" together with the optimizer's
-    and others. Beside a block that names no model, which dsx.Trainer is given, it does.
+    and others. Beside a block that names no model, which dsx.Trainer is given, it does. So do NaN and
+    Infinity: Python's json writes and reads them, and DeepSpeed's reader does not.
     """
     block = config.get("dsx")
     if "dsx" in config:
@@ -204,6 +206,8 @@ def infer(config: Mapping[str, Any]) -> Runner:
         return "trainer"  # DeepSpeedExamples/training/autotuning: nothing else says how large a batch is.
     autos = batch.count("auto")
     everywhere = _count_auto(config)
+    if any(values.constants(config)):
+        return "trainer"
     left_to_it = autos and 2 * autos >= len(batch) and everywhere >= _MIN_AUTO
     return "trainer" if left_to_it or everywhere >= _SURELY_AUTO else "deepspeed"
 

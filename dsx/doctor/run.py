@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from functools import reduce
 from pathlib import Path as File
 from typing import TYPE_CHECKING, Any
 
 from dsx.config.refusals import ABSENT, Finding, step
-from dsx.config.wording import Path
-from dsx.errors import DsxError
+from dsx.config.wording import Path, at
+from dsx.errors import ConfigError, DsxError
 from dsx.launch.extension_locks import extension_locks
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ def resolve_run(
 
     try:
         _, block = load(config)
-        raise_all("dsx.data", list(missing(block.data)))
+        raise_all("dsx", [*missing(block.data), *_output(block.train.output)])
         if world_size is None:
             return None, []
         run = resolve(config, world_size=world_size)
@@ -49,6 +51,18 @@ def trainer_block(config: Mapping[str, Any]) -> list[Finding]:
     from dsx.config.trainer_block import problems
 
     return [as_finding(problem, config) for problem in problems(config)]
+
+
+def _output(output: str) -> Iterator[ConfigError]:
+    """Find a folder for the run that nobody can make or write to; nothing is left in it."""
+    folder = there = File(output).absolute()
+    try:
+        there = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
+        with tempfile.TemporaryFile(dir=there):
+            return
+    except (OSError, ValueError) as error:
+        what = f"{there} cannot be written to ({getattr(error, 'strerror', None) or error})"
+    yield ConfigError(at("dsx.train.output", output), what, "name a folder that can be made and written to")
 
 
 def _buckets(run: RunConfig, config: Mapping[str, Any]) -> list[Finding]:

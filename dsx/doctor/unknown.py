@@ -157,6 +157,7 @@ def _elsewhere(context: Context, slot: Slot) -> Finding | None:
     inner = [name for name in names if slot.block.path and name.startswith(f"{slot.block.path}.")]
     names = inner or ([] if slot.block.path and word in _names()["common"] else names)
     other = other_names("keys").get(_word(slot))
+    other = other if other and (not slot.block.path or _is_near(context, slot, other)) else None
     if other is not None and slot.block.path and not other.startswith(f"{slot.block.path}."):
         # A word much like one of the block's own keys is that key, misspelt.
         other = None if _nearest(word, context.table.siblings(slot.block)) else other
@@ -166,6 +167,7 @@ def _elsewhere(context: Context, slot: Slot) -> Finding | None:
     if slot.block.path == "bf16" and names and names[0].startswith("fp16."):
         why, gone = "it is fp16's: bf16 needs no loss scale", (Edit("remove", slot.path),)
         return _finding(context, slot, "misplaced-key", why, "remove it", gone, loses=True)
+    names = [name for name in names if _is_near(context, slot, name)]
     if not names or len(names) > _MAX_PLACES:
         return None
     target = names[0]
@@ -174,6 +176,23 @@ def _elsewhere(context: Context, slot: Slot) -> Finding | None:
         edits = _move(context, slot, context.table.common(target))
     places = " or ".join(names)
     return _finding(context, slot, "misplaced-key", f"it belongs to {places}", f"move it to {places}", edits)
+
+
+# Blocks that are parts of one thing.
+_RELATED = frozenset({"optimizer", "scheduler"})
+
+
+def _is_near(context: Context, slot: Slot, name: str) -> bool:
+    """Whether a key may have been meant for the place of ``name``: around it, inside it or in the same block.
+
+    What another block calls alike is another thing: Comet's ``api_key`` is not W&B's. So is what stands deep
+    in a block of which the config has nothing, such as a model's ``hidden_size``.
+    """
+    owner = name.rpartition(".")[0]
+    mine, its = slot.block.path.partition(".")[0], owner.partition(".")[0]
+    if not mine:
+        return "." not in owner or its in _RELATED or context.at((its,)) is not ABSENT
+    return not owner or mine == its or {mine, its} == _RELATED
 
 
 def _wrapped(context: Context, slot: Slot) -> Finding | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dsx.config.batch import ACCUMULATION, MICRO, TRAIN
-from dsx.config.document import same
+from dsx.config.document import is_finite, same
 from dsx.config.keys import REQUIRED, Key, NoEffect, Slot, ValueVerdict, converted, judge, shown, version
 from dsx.config.refusals import (
     ABSENT,
@@ -20,7 +20,7 @@ from dsx.config.refusals import (
     Severity,
     is_tuned,
 )
-from dsx.config.wording import dotted, plain, show, suggest
+from dsx.config.wording import Path, dotted, plain, show, suggest
 
 # Keys that are names in some spelling, which have checks of their own.
 _NAMES = frozenset({"optimizer.type", "scheduler.type"})
@@ -42,7 +42,7 @@ def check_values(context: Context) -> Iterator[Finding]:
         if key is None or key.status in ("removed", "dead"):
             continue
         verdict = judge(slot.value, key)
-        if verdict.fault and is_tuned(context, slot):
+        if (verdict.fault and is_tuned(context, slot)) or _is_misread(context, slot.value):
             continue
         if verdict.fault == "auto":
             yield from _auto(context, slot, key)
@@ -137,8 +137,12 @@ def _type_words(slot: Slot, key: Key, verdict: ValueVerdict) -> tuple[str, str]:
         example = key.example or (f'{{"{key.main}": {show(slot.value)}}}' if is_switch else "{...}")
         return "it must be an object", f'write "{slot.path[-1]}": {example}'
     why = f"not {verdict.expected}"
+    if isinstance(slot.value, float) and not is_finite(slot.value):
+        return f"not a {'finite ' * (slot.value == slot.value)}number", f"use {verdict.expected}"
     if isinstance(slot.value, str) and slot.value.lower() == "auto" and key.trainer_auto:
         return why, 'write "auto", in lower case, for transformers\' Trainer or Accelerate; else a value'
+    if _is_no_number(slot.value):
+        why += ": a word that is no number of JSON's, nor of HJSON's"
     if _python_word(slot.value):
         why += "; JSON writes null" if "None" in str(slot.value) else "; JSON writes true and false"
     return why, f"use {verdict.expected}"
@@ -175,7 +179,7 @@ def _auto(context: Context, slot: Slot, key: Key) -> Iterator[Finding]:
         why = f"{who}: it is dropped, and the default{default} used"
         # This helps a Trainer's config that was not recognised as one.
         safe = not (context.guessed and key.trainer_auto)
-        yield context.find("auto", "warning", slot.path, why, fix, Edit("remove", slot.path), safe=safe)
+        yield context.find("auto", "note", slot.path, why, fix, Edit("remove", slot.path), safe=safe)
     else:
         yield context.find("auto", "error", slot.path, f"{who}, and uses the word as if it were a value", fix)
 
@@ -261,6 +265,11 @@ def check_switched_off(context: Context) -> Iterator[Finding]:
 def _python_word(value: object) -> bool:
     """Whether the value is a Python constant that HJSON read as a string."""
     return isinstance(value, str) and value.strip().rstrip(",") in ("True", "False", "None")
+
+
+def _is_no_number(value: object) -> bool:
+    """Whether the value is a word of Python's json that HJSON read as a string."""
+    return isinstance(value, str) and value.strip().rstrip(",") in ("NaN", "Infinity", "-Infinity")
 
 
 def check_old_form(context: Context) -> Iterator[Finding]:
@@ -350,6 +359,44 @@ def check_syntax(context: Context) -> Iterator[Finding]:
     else:
         why = f"no strict JSON ({what}): DeepSpeed reads it, but transformers, Accelerate and jq refuse it"
         yield context.find("syntax", "note", (), why, "write strict JSON if another tool reads the file")
+
+
+def check_constants(context: Context) -> Iterator[Finding]:
+    """Find NaN and Infinity in a file: numbers to Python's json, and none to DeepSpeed's reader."""
+    found = list(constants(context.config))
+    if not found or context.runner == "dsx":
+        return
+    who = "transformers' Trainer and Accelerate, which use Python's json, read it as a number"
+    what = "DeepSpeed's reader of files (HJSON) takes it and the rest of its line for a word"
+    if context.runner == "deepspeed" and context.source.text:
+        fix = "write a number, or leave it out; under the Trainer or Accelerate, say --for trainer"
+        for path in found:
+            yield context.find("wrong-type", "error", path, f"no number here: {what}; {who}", fix)
+    elif context.guessed and not any(slot.value == "auto" for slot in context.slots):
+        known = [slot for slot in context.slots if slot.path in found]
+        right = [slot for slot in known if slot.key and not judge(slot.value, slot.key).fault]
+        for slot in right[:1]:
+            fix = "say --for trainer or --for deepspeed"
+            yield context.find("syntax", "warning", slot.path, f"{who}; {what}", fix)
+
+
+def constants(node: object, path: Path = ()) -> Iterator[Path]:
+    """Where NaN and Infinity stand."""
+    if isinstance(node, dict | list):
+        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+            yield from constants(value, (*path, key))
+    elif isinstance(node, float) and not is_finite(node):
+        yield path
+
+
+def _is_misread(context: Context, value: object) -> bool:
+    """Whether the value is one of which :func:`check_constants` says that DeepSpeed does not read it."""
+    return (
+        isinstance(value, float)
+        and not is_finite(value)
+        and context.runner == "deepspeed"
+        and bool(context.source.text)
+    )
 
 
 def check_newer(context: Context) -> Iterator[Finding]:

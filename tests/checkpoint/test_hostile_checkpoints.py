@@ -82,6 +82,7 @@ def attempt_with(originals: Path):
             said = out + err
             assert said == printable(said)
             assert len(said) < 200_000
+            assert "report this" not in said  # the file is wrong, not dsx
             # What a slow machine says of something that takes over three seconds is no command's own words.
             words = [line for line in err.splitlines() if not line.startswith("... ")]
             assert code != BAD_INPUT or words[0].startswith(("dsx: ", "Usage: ")), err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -180,6 +181,138 @@ def test_several_files_strict_and_a_broken_one(dsx, tmp_path):
     assert "nothing to mend" in out
 
 
+def test_what_cannot_be_opened_hides_no_report(dsx, tmp_path):
+    right, empty, absent = (tmp_path / name for name in ("right.json", "empty.json", "absent.json"))
+    right.write_text(RIGHT)
+    empty.touch()
+    code, out, err = dsx("check", absent, right, tmp_path, empty, QUIET)
+    assert code == 2
+    assert f"{right}:\nnothing to mend" in out
+    assert f"error    {empty}: the file is empty. Fix: write a config" in out
+    said = err.splitlines()
+    assert said[0].startswith(f"dsx: {absent}: there is no such file. Fix: ")
+    assert said[1].startswith(f"dsx: {tmp_path}: it is a folder. Fix: ")
+    code, out, _ = dsx("check", absent, right, QUIET, "--json")
+    assert (code, [one["file"] for one in json.loads(out)["files"]]) == (2, [str(right)])
+    code, out, _ = dsx("check", empty, QUIET)
+    assert (code, out.startswith(f"error    {empty}: the file is empty")) == (1, True)
+
+
+def test_standard_input(dsx, monkeypatch):
+    for text, expected in ((WRONG, 1), (RIGHT, 0), ("", 1)):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        code, out, err = dsx("check", "-", QUIET, "--diff")
+        assert (code, err) == (expected, "")
+        assert text or "error    standard input: the file is empty" in out
+        assert text != WRONG or "--- standard input" in out
+    code, _, err = dsx("check", "-", QUIET, "--fix")
+    assert code == 2
+    assert "standard input cannot be written to" in err
+
+
+def test_a_value_of_set_is_named_and_no_line_of_the_file(dsx):
+    config = Path(__file__).parents[2] / "configs/zero1.json"
+    wrong = {
+        "zero_optimization.stage=9": "zero_optimization.stage = 9 (--set): not one of",
+        "dsx.train.stepz=3": "dsx.train.stepz = 3 (--set): unknown key",
+        'scheduler={"type": "WarmupDecayLR", "params": {}}': "scheduler.params.total_num_steps (--set): ",
+        "gradient_clipping=NaN": "gradient_clipping = NaN (--set): not a number",
+        "my.own=1": "my = {'own': 1} (--set): ".replace("'", '"'),
+        'wandb="\\ud800"': "wandb: it holds \\ud800, half of a character",
+        "dsx.train.output=/dev/null/runs": 'dsx.train.output = "/dev/null/runs" (--set): /dev/null cannot be',
+    }
+    for item, words in wrong.items():
+        code, out, err = dsx("check", config, QUIET, "--set", item)
+        assert code == (2 if "ud800" in item else 1), item
+        assert words in out + err, item
+        assert "(line" not in out, item
+    (finding,) = json.loads(dsx("check", config, QUIET, "--json", "--set", "dsx.train.stepz=3")[1])["files"][
+        0
+    ]["findings"]
+    assert (finding["key"], finding["line"], finding["column"]) == ("dsx.train.stepz", None, None)
+    # What the file itself says has its line beside it.
+    code, out, _ = dsx("check", config, QUIET, "--set", "dsx.train.stepz=3", "--set", "train_batch_size=0")
+    assert "train_batch_size = 0 (--set)" in out
+
+
+def test_nan_and_infinity(dsx, tmp_path):
+    """As Python's json has them, which the Trainer and Accelerate read and write."""
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": 8,\n "steps_per_print": Infinity,\n "gradient_clipping": 1.0}')
+    code, out, _ = dsx("check", path, QUIET, "--for", "trainer")
+    assert (code, out.startswith("nothing to mend")) == (0, True)
+    code, out, _ = dsx("check", path, QUIET)
+    assert (code, "warning  steps_per_print = Infinity (line 2): " in out) == (0, True)
+    code, out, _ = dsx("check", path, QUIET, "--for", "deepspeed", "--json")
+    (finding,) = json.loads(out, parse_constant=pytest.fail)["files"][0]["findings"]
+    assert (code, finding["severity"], finding["value"], finding["line"]) == (1, "error", "Infinity", 2)
+    for text in (
+        '{"train_batch_size": 8,\n "optimizer": {"type": "SGD", "params": {\n  "lr": NaN}}}',
+        '{"train_batch_size": 8,\n "optimizer": {"type": "SGD", "params": {\n  "lr": NaN // rate\n}}}',
+    ):
+        path.write_text(text)
+        code, out, _ = dsx("check", path, QUIET)
+        assert code == 1
+        assert "(line 3): not a number" in out
+        assert out.count("error    ") == 1
+    zero1 = (Path(__file__).parents[2] / "configs/zero1.json").read_text()
+    assert '"steps": 200' in zero1
+    path.write_text(zero1.replace('"steps": 200', '"steps": NaN'))
+    line = zero1[: zero1.index('"steps": 200')].count("\n") + 1
+    assert f"dsx.train.steps = NaN (line {line}): NaN is no number" in dsx("check", path, QUIET)[1]
+    path.write_text('{ // mine\n"train_batch_size": 8, "gradient_clipping": NaN}')
+    assert "NaN on line 2 is no number of JSON's" in dsx("check", path, QUIET)[1]
+    dsx("check", path, QUIET, "--fix")
+
+
+def test_fix_leaves_infinity_where_it_stands(dsx, tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": "8", "steps_per_print": Infinity, "x": [NaN, -Infinity]}')
+    dsx("check", path, QUIET, "--fix")
+    assert path.read_text() == '{"train_batch_size": 8, "steps_per_print": Infinity, "x": [NaN, -Infinity]}'
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("variables", "coloured"),
+    [({"TERM": "xterm"}, True), ({"TERM": "xterm", "NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)],
+)
+def test_colour_is_for_terminals(monkeypatch, file, dsx, variables, coloured):
+    plain = dsx("check", file, QUIET, "--diff")[1]
+    assert "\x1b" not in plain
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
+    dsx("check", file, QUIET, "--diff")
+    shown = terminal.getvalue()
+    assert ("\x1b[1;31merror" in shown) == coloured
+    assert re.sub(r"\x1b\[[0-9;]*m", "", shown) == plain
+
+
+def test_one_word_for_fixes(dsx, file):
+    out = dsx("check", file, QUIET)[1]
+    findings = [line for line in out.splitlines() if line.startswith(("error ", "warning ", "note "))]
+    assert len(findings) == 7
+    assert all(line.count(" Fix: ") == 1 for line in findings)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "gpus"), [((), 1), (("--model", "gpt2/tiny"), 2), (("--model", "llama-3-8b"), 8)]
+)
+def test_what_init_writes_is_clean(dsx, tmp_path, arguments, gpus):
+    assert dsx("init", tmp_path / "new", "--gpus", gpus, *arguments)[0] == 0
+    code, out, _ = dsx("check", tmp_path / "new/train.json", QUIET, "--gpus", gpus, "--strict")
+    assert code == 0
+    assert out.splitlines()[-1] == "nothing to mend (for dsx, DeepSpeed 0.19.8)"
+
+
 def test_explain(dsx):
     code, out, _ = dsx("check", "--explain", "zero_optimization.stage")
     assert code == 0
@@ -233,7 +366,7 @@ def test_dsx_configs(dsx):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ('dsx.data.source="/no/such"', 'dsx.data.source = "/no/such" (line'),
+        ('dsx.data.source="/no/such"', 'dsx.data.source = "/no/such" (--set): '),
         ('dsx.data.source="no/such/*.txt"', "there is no such file or folder (looked for"),
         ('dsx.data.source="none.jsonl"', "there is no such file or folder (looked for"),
         ('dsx.data.sources=[{"source": "~/none/"}]', 'dsx.data.sources[0].source = "~/none/"'),

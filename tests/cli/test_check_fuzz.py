@@ -181,6 +181,7 @@ def checked(dsx, tmp_path):
         assert code in (0, 1, 2)
         assert out + err
         assert "Traceback" not in out + err
+        assert "report this" not in out + err
         assert time.perf_counter() - started < 20
         return code, out + err
 

@@ -105,7 +105,7 @@ def test_check_json_and_set(dsx):
 def test_bad_config_is_one_finding_and_exit_code_1(dsx):
     code, out, err = dsx("check", ZERO3, "--gpus", 8, "--set", "dsx.parallel.tensor=3")
     assert (code, err) == (1, "")
-    assert re.match(r"error +dsx\.parallel\.tensor = 3 \(line \d+\): ", out)
+    assert re.match(r"error +dsx\.parallel\.tensor = 3 \(--set\): ", out)
     assert "Fix: use 1, 2, 4 or 8" in out
     assert out.count("[dsx]") == 1
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -12,7 +14,9 @@ from pydantic import BaseModel
 from sample_config import BASE
 
 from dsx.config.load import load, override, read
+from dsx.config.resolve import resolve
 from dsx.config.schema import DsxConfig
+from dsx.errors import ConfigError
 
 
 def test_hjson_comments(tmp_path):
@@ -99,3 +103,22 @@ def test_resolving_imports_neither_torch_nor_deepspeed():
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stderr.strip() == ""
     assert done.returncode == 0
+
+
+def test_infinity_is_for_keys_that_take_it(tmp_path):
+    """As Accelerate writes it; everything else that is no number is refused on its line."""
+    path = tmp_path / "ds.json"
+    path.write_text('{"steps_per_print": Infinity,\n "gradient_clipping": Infinity}')
+    assert read(path) == {"steps_per_print": math.inf, "gradient_clipping": math.inf}
+    wrong = {"steps_per_print": "NaN", "gradient_clipping": "-Infinity", "dump_state": "Infinity"}
+    for key, word in wrong.items():
+        path.write_text(f'{{"train_batch_size": 8,\n "{key}": {word}}}')
+        with pytest.raises(ConfigError, match=rf"line 2, column 2: {key}: {word} is no number of JSON's"):
+            read(path)
+
+
+def test_a_run_never_prints_by_infinity(tmp_path):
+    path = tmp_path / "ds.json"
+    content = read(Path(__file__).parents[2] / "configs/zero1.json") | {"steps_per_print": math.inf}
+    path.write_text(json.dumps(content))
+    assert resolve(path, world_size=1).deepspeed["steps_per_print"] == math.inf

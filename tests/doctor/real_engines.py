@@ -171,9 +171,26 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "zero_optimization": {"stage": 1},
         "optimizer": ADAM,
     },
-    "fp16 without ZeRO": {
+    # A norm that no dictionary of JSON's has, and Accelerate's way to print nothing.
+    "Infinity of Python's": {
+        **BATCH,
+        "steps_per_print": float("inf"),
+        "gradient_clipping": float("inf"),
+        "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
+    },
+    "schedule without an optimizer": {**BATCH, "scheduler": {"type": "WarmupLR", "params": {}}},
+    "fp16 Adam without ZeRO": {
         **BATCH,
         "gradient_clipping": 0,
+        "fp16": {"enabled": True, "loss_scale": 8},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 0.1, "eps": 1.0, "weight_decay": 0, "torch_adam": True},
+        },
+    },
+    "fp16 without ZeRO": {
+        **BATCH,
+        "gradient_clipping": 20,
         "fp16": {"enabled": True, "loss_scale": 8},
         "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
     },
@@ -213,6 +230,8 @@ def _experiment(name: str) -> Callable[[str], dict[str, Any]]:
     special = {
         "fixed scale": _in_fp16,
         "fp16 without ZeRO": _in_fp16,
+        "fp16 Adam without ZeRO": _in_fp16,
+        "schedule without an optimizer": _made,
         "fixed scale that fits": _in_fp16,
         "client AdamW with offload": _client,
         "two optimizers": _client,
@@ -257,6 +276,18 @@ def _plain(name: str, optimizer: Any = None) -> dict[str, Any]:
         "offloads states": bool(getattr(engine.optimizer, "cpu_offload", False)),
         "stage": engine.zero_optimization_stage(),
     }
+
+
+def _made(name: str) -> dict[str, Any]:
+    """What an engine is made of, without a step."""
+    import deepspeed
+    import torch
+
+    model = torch.nn.Linear(4, 1)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=CONFIGS[name] | {}
+    )
+    return {"schedule": engine.lr_scheduler, "optimizer": engine.optimizer}
 
 
 def timed_pipeline(rank: int, world_size: int, name: str) -> dict[str, Any]:

@@ -66,6 +66,8 @@ CASES = [
     ("unknown-key", "error", "grad_clip", {"grad_clip": 1.0}, {}, {}),
     ("unknown-key", "error", "wandb.entity", {"wandb": {"enabled": True, "entity": "me"}},
      {"wandb": {"enabled": True, "team": "me"}}, {}),
+    ("unknown-key", "error", "wandb.api_key", {"wandb": {"enabled": True, "api_key": "k"}}, {}, {}),
+    ("unknown-key", "warning", "hidden_size", {"hidden_size": 64}, {}, {}),
     ("unknown-key", "error", "checkpoint.load_universal_checkpoint",
      {"checkpoint": {"load_universal_checkpoint": True}}, {"checkpoint": {"load_universal": True}}, {}),
     ("unknown-key", "error", "load_universal_checkpoint", {"load_universal_checkpoint": True}, {}, {}),
@@ -135,7 +137,7 @@ CASES = [
     ("auto", "error", "gradient_clipping", {"gradient_clipping": "auto"}, {}, {}),
     ("auto", "error", STAGE, {STAGE: "auto"}, {}, {}),
     ("auto", "error", "fp16.enabled", {"bf16": GONE, "fp16.enabled": "auto"}, FP16, {}),
-    ("auto", "warning", "zero_optimization.allgather_bucket_size",
+    ("auto", "note", "zero_optimization.allgather_bucket_size",
      {"zero_optimization.allgather_bucket_size": "auto"}, {}, {}),
     ("auto", "error", "optimizer.params.torch_adam", {"optimizer.params.torch_adam": "auto"},
      {"optimizer.params.lr": "auto"}, {"runner": "trainer"}),
@@ -270,6 +272,8 @@ CASES = [
      {STAGE: 0, "optimizer": {"type": "Lamb", "params": {}}}, {}),
     # Schedule.
     ("scheduler", "error", "scheduler.type", {"scheduler": {"params": {}}}, {}, {}),
+    ("scheduler", "note", "scheduler", {"optimizer": GONE, "scheduler": {"type": "WarmupLR"}},
+     {"scheduler": {"type": "WarmupLR"}}, {}),
     ("scheduler", "error", "scheduler.params.warmup_max_lr",
      WARMUP | {"scheduler.params": {"total_num_steps": 5000}, "optimizer.params.lr": 1e-5},
      WARMUP | {"scheduler.params": {"total_num_steps": 5000, "warmup_max_lr": 1e-5},
@@ -401,6 +405,8 @@ CASES = [
     ("autotp", "error", "tensor_parallel.tensor_parallel.tp_size",
      {"tensor_parallel": {"tensor_parallel": {"tp_size": 4}}},
      {"tensor_parallel": {"autotp_size": 4, "tensor_parallel": {"tp_size": 4}}}, {}),
+    ("no-effect", "note", "tensor_parallel", {"tensor_parallel": {"autotp_size": 1}},
+     {"tensor_parallel": {"autotp_size": 2}}, {}),
     ("no-effect", "warning", "tensor_parallel", {"tensor_parallel": {"preset_model": "llama"}},
      {"tensor_parallel": {"preset_model": "llama", "autotp_size": 2}}, {}),
     ("degree", "warning", HPZ, {"zero_optimization.stage": 3, HPZ: 8}, {"zero_optimization.stage": 3, HPZ: 4},
@@ -413,7 +419,7 @@ CASES = [
     ("loss-scale", "error", "fp16.enabled",
      {"bf16": GONE, "fp16": {"enabled": True}, "zero_optimization.stage": 0},
      {"bf16": GONE, "fp16": {"enabled": True, "loss_scale": 1}, "zero_optimization.stage": 0}, {}),
-    ("offload-torch-adam", "error", "zero_optimization.offload_optimizer", {OFFLOAD: CPU, "optimizer": GONE},
+    ("offload-torch-adam", "note", "zero_optimization.offload_optimizer", {OFFLOAD: CPU, "optimizer": GONE},
      {OFFLOAD: CPU, "optimizer": GONE, "zero_force_ds_cpu_optimizer": False}, {"client_optimizer": True}),
     # Adapters.
     ("adapter", "note", STAGE, {STAGE: 3, "dsx": {"adapter": {}}}, {STAGE: 2, "dsx": {"adapter": {}}},
@@ -494,6 +500,7 @@ def test_every_kind_of_finding_has_a_case():
     assert set(CHECKS) - speaking == {
         values.check_duplicates,
         values.check_syntax,
+        values.check_constants,
         values.check_trainer,
         figures.check_whole_numbers,
     }

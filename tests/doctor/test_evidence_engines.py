@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 import real_engines
+import torch
 
 import ranks
 from dsx.config.wording import dotted
@@ -81,7 +82,7 @@ CASES = {
         15,
         "offload-torch-adam",
         "zero_optimization.offload_optimizer",
-        {"error"},
+        {"note"},
         "ZeRORuntimeException",
         "client provided optimizer",
     ),
@@ -163,6 +164,9 @@ CASES = {
     "former name of bf16": (0, "deprecated", "bfloat16", {"note"}, "", ""),
     "torch's Adam with offload": (0, "offload-torch-adam", "optimizer.params.torch_adam", {"note"}, "", ""),
     "fp16 without ZeRO": (0, "loss-scale", "fp16.enabled", {"warning"}, "", ""),
+    "fp16 Adam without ZeRO": (0, "loss-scale", "fp16.enabled", {"warning"}, "", ""),
+    "Infinity of Python's": (0, "syntax", "steps_per_print", {"warning"}, "", ""),
+    "schedule without an optimizer": (0, "scheduler", "scheduler", {"note"}, "", ""),
     "fixed scale": (0, "loss-scale", "fp16.loss_scale", {"error"}, "", ""),
     # What does not go together (checks/together.py).
     **{
@@ -244,6 +248,16 @@ def test_deepspeed_and_the_doctor(outcomes, name):
     assert found[check, key].severity in severities
 
 
+def adam_step(gradient):
+    """The norm of torch's step of 4 weights, after the one with which DeepSpeed makes the states."""
+    weights = torch.zeros(4, requires_grad=True)
+    adam = torch.optim.AdamW([weights], lr=0.1, eps=1.0, weight_decay=0)
+    for value in (0.0, gradient):
+        weights.grad = torch.full((4,), value)
+        adam.step()
+    return weights.norm().item()
+
+
 def test_what_is_silent(outcomes):
     """Where DeepSpeed says nothing: what it did instead of what is written."""
     saw = {name: outcome.saw for name, outcome in outcomes[0].items() if not outcome.error}
@@ -271,8 +285,15 @@ def test_what_is_silent(outcomes):
     assert saw["fixed scale"]["skipped steps"] == 1
     assert saw["fixed scale"]["update norm"] < 1e-3 < saw["fixed scale that fits"]["update norm"]
     assert saw["fixed scale that fits"]["skipped steps"] == 0
-    # SGD moves the weights by 0.01 of a gradient of norm 100; without ZeRO by an eighth of that.
+    # SGD moves the weights by 0.01 of a gradient of norm 100; without ZeRO by an eighth of that, which its
+    # clipping to 20 does not see. Adam's step shrinks by its eps alone.
     assert saw["fp16 without ZeRO"]["update norm"] == pytest.approx(1 / 8, rel=1e-2)
+    seen = saw["fp16 Adam without ZeRO"]["update norm"]
+    assert seen == pytest.approx(adam_step(50.0 / 8), rel=1e-2)
+    assert seen < 0.9 * adam_step(50.0)
+    # An infinite norm clips nothing; a schedule alone is not made.
+    assert saw["Infinity of Python's"]["update norm"] == pytest.approx(1, rel=1e-4)
+    assert saw["schedule without an optimizer"] == {"schedule": None, "optimizer": None}
 
 
 @pytest.mark.parametrize("name", often(real_engines.TIMED, 3))

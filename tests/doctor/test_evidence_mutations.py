@@ -150,7 +150,8 @@ def test_what_deepspeed_refuses_is_an_error(judged):
 
 
 def test_what_deepspeed_loses_in_silence_is_found(judged):
-    """All but what is a legal value: null where that means "none"."""
+    """All but what is legal: null where that means "none". Whoever writes "auto" may want the default."""
     lost = [item for item in judged if item[2] == "changed" and item[0] != "null"]
     assert len(lost) > 60
-    assert [item for item in lost if not {"error", "warning"} & item[3]] == []
+    due = {"error", "warning"}
+    assert [item for item in lost if not (due | {"note"} if item[0] == "auto" else due) & item[3]] == []

@@ -446,7 +446,7 @@ def _check_mapping(saved: _Saved, number: int, expected: Places, other: Places) 
                 f"{saved.file.path}: tensor {name}",
                 f"param_slice_mappings has it at (start, elements) {told.get(name)}, param_shapes at "
                 f"{expected.get(name)}",
-                "report this: DeepSpeed's flat order is not what dsx thinks",
+                "use the files of one save, as DeepSpeed has written them",
             )
 
 
