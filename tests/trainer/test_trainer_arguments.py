@@ -5,13 +5,10 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from transformers import (
     AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -25,7 +22,6 @@ from dsx.doctor.run import trainer_block
 from dsx.errors import ConfigError, DsxError, ModelError
 from dsx.trainer.arguments import HONOURED, NO_MATTER, NOT_THERE, REFUSED, refusals, refuse
 from dsx.trainer.configure import GivenModel, configure
-from trainer import scripts_of_both as scripts
 
 LLAMA = {
     "vocab_size": 128,
@@ -276,53 +272,6 @@ def test_such_a_json_is_estimated_with_a_model():
     assert "train_micro_batch_size_per_gpu = 8 (the Trainer's default)" in map(str, filled.assumed)
     run = resolve(filled.content, world_size=4)
     assert (run.mesh.pp, run.mesh.dp, run.micro_batch_size) == (2, 2, 8)
-
-
-def test_models_that_cannot_be(tmp_path):
-    base = AutoModel.from_config(model())
-    meta = AutoModelForCausalLM.from_config(model()).to("meta")
-    for given, said in (
-        (base, "dsx trains causal language models"),
-        (meta, "meta device"),
-        (SimpleNamespace(), "no model of transformers"),
-        (str(tmp_path / "nothing.here/at/all"), "there is no such folder"),
-        (AutoConfig.for_model("t5"), "causal language models"),
-    ):
-        with pytest.raises(DsxError) as caught:
-            GivenModel.of(given, tmp_path)
-        assert said in str(caught.value)
-
-
-def test_what_a_given_model_trains_beside_or_not_of_its_adapter_is_refused(tmp_path):
-    def given(pattern, trained):
-        whole = scripts.with_adapter(AutoModelForCausalLM.from_config(model()))
-        for name, parameter in whole.named_parameters():
-            if pattern in name:
-                parameter.requires_grad_(trained)
-        with pytest.raises(ModelError) as caught:
-            GivenModel.of(whole, tmp_path)
-        return str(caught.value)
-
-    assert "input_layernorm.weight: it is trained beside the adapter" in given("0.input_layernorm", True)
-    assert "a part of the adapter is frozen" in given("1.self_attn.q_proj.lora_A", False)
-
-
-def test_state_of_a_given_model_that_layers_would_not_have_is_refused(tmp_path):
-    def said(change):
-        whole = AutoModelForCausalLM.from_config(model())
-        change(whole)
-        with pytest.raises(ModelError) as caught:
-            GivenModel.of(whole, tmp_path)
-        return str(caught.value)
-
-    assert "layers.0.mlp: it has a hook" in said(
-        lambda whole: whole.model.layers[0].mlp.register_forward_hook(lambda *_: None)
-    )
-    assert "a forward of its own" in said(lambda whole: vars(whole.lm_head).update(forward=abs))
-    assert "two tensors" in said(lambda whole: setattr(whole.config, "tie_word_embeddings", True))
-    whole = AutoModelForCausalLM.from_config(model())
-    whole.gradient_checkpointing_enable()
-    GivenModel.of(whole, tmp_path)
 
 
 @pytest.mark.parametrize(
