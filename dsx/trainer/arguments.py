@@ -53,7 +53,7 @@ HONOURED = frozenset({
 """Arguments that do here what they do under transformers' Trainer."""
 
 NO_MATTER: Mapping[str, str] = {
-    "average_tokens_across_devices": "the loss is a mean over all ranks' tokens; False is refused for several",
+    "average_tokens_across_devices": "the loss is a mean over all ranks; False is refused for several",
     "bf16_full_eval": "evaluation computes in the precision of training",
     "fp16_full_eval": "evaluation computes in the precision of training",
     "ddp_backend": "TrainingArguments themselves choose the backend with it",
