@@ -280,9 +280,9 @@ def _disagreements(args: Any, evaluated: Any) -> Iterator[ConfigError]:
     if args.max_steps == 0:
         what = "it asks neither for steps nor for epochs"
         yield ConfigError(at("max_steps", 0), what, "leave it out, or count steps from 1")
-    if args.max_grad_norm is None:
-        what = "it is compared with a number at every step"
-        yield ConfigError(at("max_grad_norm", None), what, "write 0, which clips nothing")
+    if args.max_grad_norm is None or args.max_grad_norm < 0:
+        what = "it is no norm, which is at least 0"
+        yield ConfigError(at("max_grad_norm", args.max_grad_norm), what, "write 0, which clips nothing")
     for name in ("dataloader_persistent_workers", "dataloader_multiprocessing_context"):
         value = getattr(args, name)
         if value and not args.dataloader_num_workers:

@@ -185,7 +185,7 @@ def _same_values(one: Tensor, other: Tensor) -> bool:
         return True
     one = one.detach().to(other.device)
     if one.dtype.is_floating_point and other.dtype.is_floating_point:
-        return torch.allclose(one.double(), other.double(), rtol=1e-6, atol=1e-9, equal_nan=True)
+        return torch.allclose(one.double(), other.double(), rtol=1e-5, atol=1e-8, equal_nan=True)
     return one.dtype == other.dtype and torch.equal(one, other)
 
 

@@ -113,8 +113,8 @@ class GivenModel:
         where, config = f"Trainer(model={type(model).__name__})", deepcopy(model.config)
         require_no_code_of_its_own(model, where)
         made = _made(model, config)
-        padding = getattr(model.get_input_embeddings(), "padding_idx", None)
-        if padding != getattr(made.get_input_embeddings(), "padding_idx", None):
+        padding = _padding_row(model)
+        if padding != _padding_row(made):
             # A pad_token_id that was set later, or a table that was made anew: the table's own counts.
             config.pad_token_id = padding
             made = _made(model, config)
@@ -132,6 +132,15 @@ class GivenModel:
             if model.config.pad_token_id != config.pad_token_id
             else {},
         )
+
+
+def _padding_row(model: PreTrainedModel) -> int | None:
+    """The row of the word embedding that gets no gradient."""
+    table = model.get_input_embeddings()
+    for inside in ("original_module", "base_layer"):  # of what PEFT puts around it
+        table = getattr(table, inside, table)
+    row: int | None = getattr(table, "padding_idx", None)
+    return row
 
 
 def _content(config: PreTrainedConfig) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig, TrainerState
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import PREFIX_CHECKPOINT_DIR, TRAINER_STATE_NAME
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from dsx.checkpoint import store
@@ -73,6 +73,20 @@ def keep_newest(folder: Path, limit: int | None, best: str | None) -> None:
         return
     spared = () if best is None else (Path(best).name,)
     agree(lambda: store.prune(folder, keep=limit, spared=spared))
+
+
+def keep_best(folder: Path, best: str) -> None:
+    """Delete the checkpoints of ``folder`` but the best, as a Trainer that keeps one does at its end."""
+
+    def alone() -> None:
+        if (folder / store.LATEST).is_file():
+            store.point_latest(folder, Path(best).name)
+            store.prune(folder, keep=1)
+        for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):  # weights alone
+            if path.name != Path(best).name:
+                store.remove(path)
+
+    agree(alone)
 
 
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")

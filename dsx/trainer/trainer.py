@@ -77,7 +77,7 @@ from dsx.trainer.configure import (
 )
 from dsx.trainer.evaluation import Collected, Pass
 from dsx.trainer.length import Length
-from dsx.trainer.saving import keep_newest, load, save, write_model
+from dsx.trainer.saving import keep_best, keep_newest, load, save, write_model
 
 _LOG = logging.getLogger(__name__)
 
@@ -464,8 +464,8 @@ class Trainer:
         if args.load_best_model_at_end and best is not None:
             assert self.engine is not None
             self.engine.load_checkpoint(best)
-            if args.save_total_limit == 1:
-                keep_newest(Path(args.output_dir), 1, best)
+        if best is not None and args.save_total_limit == 1:
+            keep_best(Path(args.output_dir), best)
         self._event("on_train_end")
         return TrainOutput(self.state.global_step, loss, metrics)
 

@@ -307,7 +307,8 @@ TOGETHER = [
     ({"bf16_full_eval": True}, "bf16_full_eval = true: an evaluation computes in the precision"),
     ({"mixed_precision": "bf16"}, "ACCELERATE_MIXED_PRECISION = bf16: the launcher asks for it"),
     ({"max_steps": 0}, "max_steps = 0: it asks neither for steps nor for epochs"),
-    ({"max_grad_norm": None}, "max_grad_norm = null: it is compared with a number"),
+    ({"max_grad_norm": None}, "max_grad_norm = null: it is no norm"),
+    ({"max_grad_norm": -1.0}, "max_grad_norm = -1.0: it is no norm"),
     ({"dataloader_persistent_workers": True}, "dataloader_persistent_workers = true: there are no workers"),
 ]
 

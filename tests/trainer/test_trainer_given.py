@@ -171,6 +171,16 @@ def test_models_of_a_folder_are_what_their_config_makes(tmp_path, family):
         GivenModel.of(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype), tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["target_modules", "modules_to_save"])
+def test_a_table_that_is_adapted_keeps_its_padding_row(tmp_path, kind):
+    from peft import LoraConfig, get_peft_model
+
+    settings = {"target_modules": ["q_proj"], kind: ["embed_tokens"]}
+    given = GivenModel.of(get_peft_model(made(pad_token_id=5), LoraConfig(r=4, **settings)), tmp_path)
+    assert given.block["config"]["pad_token_id"] == 5
+    assert given.says == {}
+
+
 @pytest.mark.parametrize(("made_with", "later"), [(None, 5), (5, None), (5, 7)])
 def test_the_padding_row_is_that_of_the_models_own_table(tmp_path, made_with, later):
     """pad_token_id is often set later, which leaves the table as it is."""
