@@ -78,8 +78,8 @@ def require_classes_own_code(made: nn.Module, where: str) -> None:
     Raises:
         ModelError: Names the class.
     """
-    for kind in dict.fromkeys(map(type, made.modules())):
-        source = str(getattr(kind.forward, "__module__", ""))
+    for kind, module in {type(each): each for each in made.modules()}.items():
+        source = str(getattr(module.forward, "__module__", ""))
         if not source.startswith(("transformers.", "torch.", "peft.")):
             raise ModelError(
                 f"{where}: {kind.__name__}.forward",
@@ -110,11 +110,10 @@ def _differences(model: nn.Module, made: nn.Module) -> Iterator[tuple[str, str]]
         yield path, f"it is a {type(mine[path]).__name__} that the config does not make"
     for path, module in wanted.items():
         given = mine.get(path)
-        if type(given) is not type(module):
+        if given is None or type(given) is not type(module):
             is_now = "it is missing" if given is None else f"it is a {_kind(given)}"
             yield path, f"{is_now}, where the config makes a {_kind(module)}"
             continue
-        assert given is not None
         for name, what in chain(_of_attributes(given, module, configs), _of_tensors(given, module)):
             yield f"{path}.{name}".removeprefix("."), what
     shared, tied = _sharing(model), _sharing(made)
@@ -197,7 +196,8 @@ def _same(one: Any, other: Any, depth: int = 0) -> bool:
         return one.shape == other.shape and _same_values(one, other)
     parts, others = _parts(one, depth), _parts(other, depth)
     if parts is None or others is None:
-        alike = type(one) is type(other) and type(one).__eq__ is object.__eq__  # nothing tells them apart
+        compares: Any = type(one).__eq__
+        alike = type(one) is type(other) and compares is object.__eq__  # nothing tells them apart
         return alike or repr(one) == repr(other) or bool(one == other)
     return len(parts) == len(others) and all(map(partial(_same, depth=depth + 1), parts, others))
 

@@ -59,7 +59,12 @@ EQUAL: dict[str, dict[str, Any]] = {
     "no clipping": {"max_grad_norm": 0.0},
     "clipping": {"max_grad_norm": 0.05},
     "accumulation with a short last step": {"gradient_accumulation_steps": 3, "SAMPLES": 11},
-    "whole batches": {**EVALUATED, "dataloader_drop_last": True, "SAMPLES": 11},
+    "whole batches": {
+        **EVALUATED,
+        "dataloader_drop_last": True,
+        "per_device_eval_batch_size": 3,
+        "SAMPLES": 11,
+    },
     "seed": {"seed": 123},
     "seed of the data": {"data_seed": 5, "num_train_epochs": 2, "max_steps": -1},
     "by length": {"train_sampling_strategy": "group_by_length", "length_column_name": "long", "max_steps": 4},
@@ -138,7 +143,8 @@ EQUAL: dict[str, dict[str, Any]] = {
         "dataloader_prefetch_factor": 3,
     },
 }  # fmt: skip
-# What says where figures go, and how a loader works, has no figure of its own. fp16 asks for a GPU.
+# What says where figures go, and how a loader works, has no figure of its own; of half precisions the JSON's
+# is computed, not the Trainer's autocast.
 NO_FIGURE = {
     "bf16", "dataloader_in_order", "dataloader_multiprocessing_context", "dataloader_pin_memory", "deepspeed",
     "disable_tqdm", "fp16", "full_determinism", "gradient_checkpointing", "log_level", "log_level_replica",
