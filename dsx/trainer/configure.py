@@ -233,6 +233,9 @@ def _usable(model: Any) -> PreTrainedModel:
         raise ModelError(
             where, "it has no weights, being on the meta device", "give its config or its folder"
         )
+    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+        what = "transformers has cut its tensors over ranks (tp_plan, distributed_config)"
+        raise ModelError(where, what, f'load it whole, or give its folder, Trainer(model="{source}")')
     if getattr(model, "is_quantized", False):
         raise ModelError(where, "its weights are quantised", "give the folder of the weights themselves")
     head = model.get_output_embeddings()

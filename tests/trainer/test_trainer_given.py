@@ -235,10 +235,12 @@ def test_a_class_of_the_programs_own_is_refused(tmp_path):
 
 def test_models_that_cannot_be(tmp_path):
     base = AutoModel.from_config(made().config)
-    meta = made().to("meta")
+    meta, parts = made().to("meta"), made()
+    parts.lm_head.weight.device_mesh = "as of torch's DTensor"
     for given, said in (
         (base, "dsx trains causal language models"),
         (meta, "meta device"),
+        (parts, "transformers has cut its tensors over ranks"),
         (SimpleNamespace(), "no model of transformers"),
         (str(tmp_path / "nothing.here/at/all"), "there is no such folder"),
         (AutoConfig.for_model("t5"), "causal language models"),

@@ -349,7 +349,7 @@ def differences(rank: int, world_size: int, names: list[str], folder: str) -> di
     return {name: problem for name, problem in found.items() if problem is not None}
 
 
-OFTEN = list(EQUAL)[::4]
+OFTEN = list(EQUAL)[::5]
 SELDOM = [name for name in EQUAL if name not in OFTEN]
 
 
