@@ -10,11 +10,12 @@ from dataclasses import MISSING, dataclass, fields
 from enum import Enum
 from typing import Any
 
+from transformers import Trainer
 from transformers.trainer_utils import SaveStrategy
 
 from dsx.config.load import raise_all
 from dsx.config.wording import at
-from dsx.errors import ConfigError
+from dsx.errors import ConfigError, ModelError
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ HONOURED = frozenset({
 """Arguments that do here what they do under transformers' Trainer."""
 
 NO_MATTER: Mapping[str, str] = {
-    "average_tokens_across_devices": "the loss is the mean over the global batch's trained tokens anyhow",
+    "average_tokens_across_devices": "the loss is a mean over all ranks; False is refused for several",
     "bf16_full_eval": "evaluation computes in the precision of training",
     "fp16_full_eval": "evaluation computes in the precision of training",
     "ddp_backend": "TrainingArguments themselves choose the backend with it",
@@ -216,33 +217,105 @@ def refusals(args: Any, given: Mapping[str, Any]) -> Sequence[ConfigError]:
     return found
 
 
-def refuse(args: Any, given: Mapping[str, Any], *, metrics: bool = True) -> None:
+def refuse(args: Any, given: Mapping[str, Any], *, metrics: bool = True, evaluated: Any = None) -> None:
     """Raise a ConfigError about all of :func:`refusals`, and about arguments that cannot hold together.
 
     Args:
         args: As of :func:`refusals`.
         given: Likewise.
         metrics: Whether there are metrics besides the loss.
+        evaluated: The data set to evaluate on, or several by name.
     """
-    raise_all("TrainingArguments", [*refusals(args, given), *_disagreements(args, metrics=metrics)])
+    together = (*_disagreements(args, evaluated), *_of_the_best(args, metrics, evaluated))
+    raise_all("TrainingArguments", [*refusals(args, given), *together])
 
 
-def _disagreements(args: Any, *, metrics: bool) -> Iterator[ConfigError]:
+def refuse_means_by_rank(args: Any, shares: int) -> None:
+    """Raise a ConfigError if each of several data-parallel ranks shall divide its loss by its own tokens."""
+    if shares > 1 and not args.average_tokens_across_devices:
+        raise ConfigError(
+            at("average_tokens_across_devices", False),
+            f"the loss is the mean over all {shares} data-parallel ranks' tokens",
+            "leave it out",
+        )
+
+
+def require_called(kind: type, ours: type) -> None:
+    """Refuse a subclass of ``ours`` whose overrides are never called, or called with other arguments.
+
+    Raises:
+        ModelError: Names one.
+    """
+    added = {name for each in kind.__mro__ if each not in ours.__mro__ for name in vars(each)}
+    for name in sorted(added):
+        why = NOT_THERE.get(name)
+        if why is None and not name.startswith("__"):
+            if not hasattr(ours, name) and hasattr(Trainer, name):
+                why = "it is not there"
+            elif name.startswith("_") and name in vars(ours):
+                why = "its own method of this name does something else"
+        if why is not None:
+            raise ModelError(
+                f"{kind.__name__}.{name}",
+                f"dsx.Trainer never calls it: {why}",
+                "remove it, or use dsx.PipelineModule and dsx.initialize with a loss of your own",
+            )
+
+
+def _disagreements(args: Any, evaluated: Any) -> Iterator[ConfigError]:
     """Arguments that only fail together, and would after hours."""
-    best = args.metric_for_best_model
-    if args.save_only_model and args.load_best_model_at_end:
-        what = "a checkpoint of the weights alone cannot be loaded again at the end (load_best_model_at_end)"
-        yield ConfigError(at("save_only_model", True), what, "set one of them to False")
-    if SaveStrategy(args.save_strategy) == SaveStrategy.BEST and best is None:
-        fix = 'name one, such as metric_for_best_model="loss"'
-        yield ConfigError(at("save_strategy", "best"), "no metric says which checkpoint is best", fix)
-    if best is not None and best.removeprefix("eval_") != "loss" and not metrics:
-        what = "without compute_metrics= the loss is the only metric"
-        yield ConfigError(at("metric_for_best_model", best), what, 'pass compute_metrics=, or use "loss"')
+    for name, asked in (("eval_strategy", args.eval_strategy != "no"), ("eval_on_start", args.eval_on_start)):
+        if asked and evaluated is None:
+            value = getattr(args, name)
+            where = at(name, value.value if isinstance(value, Enum) else value)
+            yield ConfigError(where, "there is no eval_dataset", "pass eval_dataset=")
     for name in ("bf16", "fp16"):
         if getattr(args, f"{name}_full_eval") and not getattr(args, name):
             what = "an evaluation computes in the precision of the training"
             yield ConfigError(at(f"{name}_full_eval", True), what, f"leave it out, or set {name}=True")
+    launched = getattr(args, "mixed_precision", "no")  # what `accelerate launch` has put in the environment
+    if launched not in ("no", "bf16" if args.bf16 else "fp16" if args.fp16 else "no"):
+        what = "the launcher asks for it, and the TrainingArguments do not"
+        yield ConfigError(f"ACCELERATE_MIXED_PRECISION = {launched}", what, "say it in both, or in none")
+    if args.max_steps == 0:
+        what = "it asks neither for steps nor for epochs"
+        yield ConfigError(at("max_steps", 0), what, "leave it out, or count steps from 1")
+    if args.max_grad_norm is None or args.max_grad_norm < 0:
+        what = "it is no norm, which is at least 0"
+        yield ConfigError(at("max_grad_norm", args.max_grad_norm), what, "write 0, which clips nothing")
+    for name in ("dataloader_persistent_workers", "dataloader_multiprocessing_context"):
+        value = getattr(args, name)
+        if value and not args.dataloader_num_workers:
+            yield ConfigError(at(name, value), "there are no workers", "set dataloader_num_workers")
+
+
+def _of_the_best(args: Any, metrics: bool, evaluated: Any) -> Iterator[ConfigError]:
+    """What contradicts the choice of a best checkpoint."""
+    best, loss = args.metric_for_best_model, "loss"
+    by_best = SaveStrategy(args.save_strategy) == SaveStrategy.BEST
+    if args.save_only_model and args.load_best_model_at_end:
+        what = "a checkpoint of the weights alone cannot be loaded again at the end (load_best_model_at_end)"
+        yield ConfigError(at("save_only_model", True), what, "set one of them to False")
+    if by_best and best is None:
+        fix = 'name one, such as metric_for_best_model="loss"'
+        yield ConfigError(at("save_strategy", "best"), "no metric says which checkpoint is best", fix)
+    if by_best and args.eval_strategy == "no":
+        what = "nothing is evaluated, so that no checkpoint is the best and none is saved"
+        yield ConfigError(at("save_strategy", "best"), what, "set eval_strategy")
+    if best is None:
+        return
+    name = best.removeprefix("eval_")
+    if isinstance(evaluated, Mapping):
+        prefix = next((f"{each}_" for each in evaluated if name.startswith(f"{each}_")), None)
+        loss = f"{next(iter(evaluated), '')}_loss" if prefix is None else f"{prefix}loss"
+        if prefix is None:
+            what = "metrics begin with the name of one of the data sets of eval_dataset"
+            yield ConfigError(at("metric_for_best_model", best), what, f'write "{loss}", or the like')
+            return
+    if name != loss and (args.prediction_loss_only or not metrics):
+        why = "with prediction_loss_only" if metrics else "without compute_metrics="
+        fix = f'{"set that to False" if metrics else "pass compute_metrics="}, or use "{loss}"'
+        yield ConfigError(at("metric_for_best_model", best), f"{why} the loss is the only metric", fix)
 
 
 def _is_default(field: Any, value: Any) -> bool:

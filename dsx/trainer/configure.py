@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,12 +17,21 @@ import torch.distributed as dist
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import Tensor, nn
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel, Trainer
+from transformers import (
+    AutoConfig,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+    get_scheduler,
+)
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, set_hf_deepspeed_config
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
 )
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from dsx.checkpoint.formats import slices
 from dsx.checkpoint.formats.huggingface import names
@@ -37,34 +46,37 @@ from dsx.config.sources import is_hub_name
 from dsx.config.trainer_block import completed, decided
 from dsx.config.wording import at
 from dsx.errors import ConfigError, ModelError
+from dsx.hub.anatomy import parameters_on_meta
 from dsx.models.param import ParamSpec
 from dsx.models.params import stored_specs
-from dsx.models.spec import Model
+from dsx.models.quiet_transformers import quiet_transformers
+from dsx.models.spec import HubModel, Model
 from dsx.parallel.groups import Groups
+from dsx.trainer.as_given import require_as_made, require_classes_own_code, require_no_code_of_its_own
 
 _MOST_TOKENS, _BLOCK = 2048, 64
 _OF_ADAPTER = re.compile(r"\.lora_|\.modules_to_save\.")  # in the names of PEFT's modules
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class GivenModel:
     """What Trainer was given as a model.
 
     Attributes:
         hf_config: Its config.
-        skeleton: The same model without storage: its names, and what its forward takes.
+        skeleton: The same model, its parameters without storage: its names, and what its forward takes.
         block: ``dsx.model`` for it.
         whole: The model itself, if it was given with its weights.
         adapter: PEFT's folder of its adapter, if it has one.
-        generation: The generation settings of a model that was given with its weights.
+        says: What its config says where layers are made of something else.
     """
 
     hf_config: PreTrainedConfig
-    skeleton: nn.Module
+    skeleton: PreTrainedModel
     block: dict[str, Any]
     whole: PreTrainedModel | None
     adapter: str | None = None
-    generation: GenerationConfig | None = None
+    says: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: Any, output: Path) -> GivenModel:
@@ -77,23 +89,75 @@ class GivenModel:
         if isinstance(model, str | Path):
             folder = _folder(str(model))
             config = AutoConfig.from_pretrained(folder)
-            return cls(hf_config=config, skeleton=_skeleton(config), block={"path": folder}, whole=None)
-        adapter = None
-        if hasattr(model, "peft_config"):
-            _require_adapter_alone(model)
-            adapter, model = _adapter(model, output), model.get_base_model()
-        whole = None if isinstance(model, PreTrainedConfig) else _usable(model)
-        config = model if whole is None else whole.config
-        content = json.loads(config.to_json_string(use_diff=False))
-        kind = None if whole is None else type(whole)
+            skeleton = _skeleton(config)
+            if (Path(folder) / GENERATION_CONFIG_NAME).is_file():
+                skeleton.generation_config = GenerationConfig.from_pretrained(folder)
+            return cls(config, skeleton, {"path": folder}, None)
+        if isinstance(model, PreTrainedConfig):
+            return cls(model, _skeleton(model), {"config": _content(model)}, None)
+        return cls._of_model(model, output)
+
+    @property
+    def generation(self) -> GenerationConfig | None:
+        """Its generation settings, or those that its config makes; None if it does not generate."""
+        found: GenerationConfig | None = getattr(self.skeleton, "generation_config", None)
+        return found
+
+    @classmethod
+    def _of_model(cls, given: Any, output: Path) -> GivenModel:
+        """Read a model with its weights, which must be what its class makes of its config."""
+        adapted = hasattr(given, "peft_config")
+        if adapted:
+            _require_adapter_alone(given)
+        model = _usable(given.get_base_model() if adapted else given)
+        where, config = f"Trainer(model={type(model).__name__})", deepcopy(model.config)
+        require_no_code_of_its_own(model, where)
+        made = _made(model, config)
+        padding = _padding_row(model)
+        if padding != _padding_row(made):
+            # A pad_token_id that was set later, or a table that was made anew: the table's own counts.
+            config.pad_token_id = padding
+            made = _made(model, config)
+        made.generation_config = getattr(model, "generation_config", None)
+        alike = _with_adapter(_made(model, config), given) if adapted else made
+        if alike is not None:
+            require_as_made(model, alike, where)
         return cls(
-            hf_config=config,
-            skeleton=_skeleton(config, kind),
-            block={"config": content},
-            whole=whole,
-            adapter=adapter,
-            generation=getattr(whole, "generation_config", None),
+            hf_config=model.config,
+            skeleton=made,
+            block={"config": _content(config)},
+            whole=model,
+            adapter=_adapter(given, output) if adapted else None,
+            says={"pad_token_id": model.config.pad_token_id}
+            if model.config.pad_token_id != config.pad_token_id
+            else {},
         )
+
+
+def _padding_row(model: PreTrainedModel) -> int | None:
+    """The row of the word embedding that gets no gradient."""
+    table = model.get_input_embeddings()
+    for inside in ("original_module", "base_layer"):  # of what PEFT puts around it
+        table = getattr(table, inside, table)
+    row: int | None = getattr(table, "padding_idx", None)
+    return row
+
+
+def _content(config: PreTrainedConfig) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return content
+
+
+def _with_adapter(made: PreTrainedModel, given: Any) -> nn.Module | None:
+    """A model as PEFT makes it, with the given one's adapter; None for a kind that dsx.adapter refuses."""
+    from peft import LoraConfig, get_peft_model
+
+    config = deepcopy(given.peft_config["default"])
+    if not isinstance(config, LoraConfig):
+        return None
+    config.inference_mode, config.init_lora_weights = False, True
+    base: nn.Module = get_peft_model(made, config).get_base_model()
+    return base
 
 
 def _folder(name: str) -> str:
@@ -112,12 +176,6 @@ def _folder(name: str) -> str:
 
 def _adapter(model: Any, output: Path) -> str:
     """The folder of a PEFT model's adapter, written by the first rank."""
-    if list(model.active_adapters) != ["default"]:
-        raise ModelError(
-            f"Trainer(model={type(model).__name__})",
-            f"its active adapters are {', '.join(model.active_adapters)}",
-            'give a model with one adapter, called "default" as get_peft_model calls it',
-        )
     folder = output / "given_adapter"
     if not dist.is_initialized() or dist.get_rank() == 0:
         model.save_pretrained(folder)
@@ -127,8 +185,17 @@ def _adapter(model: Any, output: Path) -> str:
 
 
 def _require_adapter_alone(model: Any) -> None:
-    """Refuse a PEFT model that trains something else than its whole adapter."""
+    """Refuse a PEFT model that trains something else than its whole adapter, the only one it has."""
     where = f"Trainer(model={type(model).__name__})"
+    wrapped, there = hasattr(model, "get_base_model"), list(model.peft_config)
+    if not wrapped or there != ["default"]:
+        raise ModelError(
+            where,
+            f"its adapters are {', '.join(there)}"
+            if wrapped
+            else "its adapter was added to the model itself",
+            'give what PEFT\'s get_peft_model makes, with one adapter, called "default" as it calls it',
+        )
     for name, parameter in model.named_parameters():
         added = _OF_ADAPTER.search(name) is not None
         if added and not parameter.requires_grad:
@@ -150,6 +217,9 @@ def _usable(model: Any) -> PreTrainedModel:
         raise ModelError(where, "it is no model of transformers", fix)
     if type(model).__name__ not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         raise ModelError(where, "dsx trains causal language models", "give a ...ForCausalLM")
+    if not type(model).__module__.startswith("transformers."):
+        what = f"its class is one of {type(model).__module__}, and dsx makes layers of those of transformers"
+        raise ModelError(where, what, "give an object of transformers' own class")
     source = model.config.name_or_path or "the model's folder"
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise ModelError(
@@ -163,6 +233,9 @@ def _usable(model: Any) -> PreTrainedModel:
         raise ModelError(
             where, "it has no weights, being on the meta device", "give its config or its folder"
         )
+    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+        what = "transformers has cut its tensors over ranks (tp_plan, distributed_config)"
+        raise ModelError(where, what, f'load it whole, or give its folder, Trainer(model="{source}")')
     if getattr(model, "is_quantized", False):
         raise ModelError(where, "its weights are quantised", "give the folder of the weights themselves")
     head = model.get_output_embeddings()
@@ -174,35 +247,27 @@ def _usable(model: Any) -> PreTrainedModel:
             f"tie_word_embeddings = {not tied}",
             "set model.config.tie_word_embeddings to what they are",
         )
-    for path, module in model.named_modules():
-        if "forward" in vars(module) or any(map(_is_foreign, _hooks_of(module))):
-            raise ModelError(
-                f"{where}: {path or 'the model'}",
-                "it has a hook or a forward of its own, and dsx makes layers of the class's own modules",
-                "remove it, or give the model's folder",
-            )
     return model
 
 
-def _hooks_of(module: nn.Module) -> Iterator[Any]:
-    for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-        yield from getattr(module, kind).values()
+def _made(model: PreTrainedModel, config: PreTrainedConfig) -> PreTrainedModel:
+    """Another model of the class and config, its parameters on the meta device, its buffers with values."""
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(model.dtype)  # as from_pretrained does
+    try:
+        with quiet_transformers(), parameters_on_meta():
+            return type(model)(deepcopy(config))
+    finally:
+        torch.set_default_dtype(usual)
 
 
-def _is_foreign(hook: Any) -> bool:
-    """Whether a hook is none of those that transformers and PEFT leave, which change no value."""
-    return not str(getattr(hook, "__module__", "")).startswith(("transformers.", "peft."))
-
-
-def _skeleton(config: PreTrainedConfig, kind: type[PreTrainedModel] | None = None) -> nn.Module:
-    if kind is None and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+def _skeleton(config: PreTrainedConfig) -> PreTrainedModel:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(
             at("model_type", config.model_type), "dsx trains causal language models", "give another model"
         )
-    kind = kind or MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with torch.device("meta"):
-        made: nn.Module = kind(deepcopy(config))
-    return made
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](deepcopy(config))
 
 
 def configure(
@@ -239,15 +304,34 @@ def configure(
     asked = getattr(args, "activation_checkpointing", args.gradient_checkpointing)
     names = ("is_activation_checkpointing", "is_gradient_checkpointing")  # the latter below 5.18
     own = next((name for name in names if hasattr(type(given.whole), name)), "")
-    if asked or (own and getattr(given.whole, own)):
-        block.setdefault("recompute", "full")
+    asked = asked or (own and getattr(given.whole, own))
+    if asked and block.setdefault("recompute", "full") == "none":
+        what = "activation_checkpointing asks for blocks to be computed again"
+        raise ConfigError(at("dsx.recompute", "none"), what, "leave one of them out")
     most = getattr(given.hf_config, "max_position_embeddings", None) or _MOST_TOKENS
     # Of whole blocks, which tensor-parallel ranks can share, as batches are made to be.
     length = min(-(-(longest or _MOST_TOKENS) // _BLOCK) * _BLOCK, most - most % _BLOCK or most)
     train = {"steps": max(steps, 1), "output": args.output_dir, "seed": args.seed, "resume": "never"}
     train["freeze"] = [*(block.get("train") or {}).get("freeze", ()), *_frozen(given)]
     block = completed(block, model=given.block, length=length, train=train)
-    return resolve({**content, "dsx": block}, world_size=world_size)
+    run = resolve({**content, "dsx": block}, world_size=world_size)
+    if given.whole is not None:
+        _require_precision(given.whole, run)
+    if not isinstance(run.model, HubModel):
+        require_classes_own_code(given.skeleton, "Trainer(model=)")
+    return run
+
+
+def _require_precision(whole: PreTrainedModel, run: RunConfig) -> None:
+    """Refuse to compute in fp32 with weights that are less exact, as DeepSpeed does."""
+    for name, parameter in whole.named_parameters():
+        if run.precision == "fp32" and parameter.dtype != torch.float32:
+            raise ModelError(
+                f"Trainer(model=): {name}",
+                f"it is {str(parameter.dtype).removeprefix('torch.')}, and the run computes in fp32, which "
+                "DeepSpeed refuses",
+                "set bf16=True in the TrainingArguments, or load the model with dtype=torch.float32",
+            )
 
 
 def _frozen(given: GivenModel) -> list[str]:
@@ -345,6 +429,35 @@ def _optimizer(args: Any) -> dict[str, Any]:
         return {"optimizer": {"type": "SGD", "params": plain}, "zero_allow_untested_optimizer": True}
     adam = {**plain, "betas": "auto", "eps": "auto", "torch_adam": True}
     return {"optimizer": {"type": "AdamW", "params": adam}}
+
+
+def schedule(args: TrainingArguments, steps: int, optimizer: Any) -> Any:
+    """The arguments' schedule of the learning rate."""
+    return get_scheduler(
+        args.lr_scheduler_type,
+        optimizer=optimizer,
+        num_warmup_steps=args.get_warmup_steps(steps),
+        num_training_steps=steps,
+        scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+    )
+
+
+def require_schedule(args: TrainingArguments, steps: int) -> None:
+    """Refuse lr_scheduler_kwargs that the schedule does not take, before weights are read.
+
+    Raises:
+        ConfigError: Says what it does not take.
+    """
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=args.learning_rate)
+    try:
+        schedule(args, steps, optimizer)
+    except (TypeError, ValueError) as error:
+        name = args.lr_scheduler_type.value
+        raise ConfigError(
+            at("lr_scheduler_kwargs", args.lr_scheduler_kwargs),
+            f'the schedule "{name}" does not take it ({error})',
+            "give what transformers.get_scheduler takes",
+        ) from None
 
 
 def parameter_groups(pipeline: nn.Module, given: GivenModel, weight_decay: float) -> list[dict[str, Any]]:

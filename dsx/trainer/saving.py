@@ -6,11 +6,13 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig, TrainerState
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import PREFIX_CHECKPOINT_DIR, TRAINER_STATE_NAME
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from dsx.checkpoint import store
 from dsx.checkpoint.formats.huggingface.names import CONFIG, INDEX
@@ -73,11 +75,29 @@ def keep_newest(folder: Path, limit: int | None, best: str | None) -> None:
     agree(lambda: store.prune(folder, keep=limit, spared=spared))
 
 
+def keep_best(folder: Path, best: str) -> None:
+    """Delete the checkpoints of ``folder`` but the best, as a Trainer that keeps one does at its end."""
+
+    def alone() -> None:
+        if (folder / store.LATEST).is_file():
+            store.point_latest(folder, Path(best).name)
+            store.prune(folder, keep=1)
+        for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):  # weights alone
+            if path.name != Path(best).name:
+                store.remove(path)
+
+    agree(alone)
+
+
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def write_model(
-    engine: PipelineEngine, folder: Path, tokenizer: Any, generation: GenerationConfig | None = None
+    engine: PipelineEngine,
+    folder: Path,
+    tokenizer: Any,
+    generation: GenerationConfig | None = None,
+    says: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the weights as a Hugging Face model folder. Collective.
 
@@ -85,12 +105,16 @@ def write_model(
         engine: The engine.
         folder: Where. A folder that is there keeps its other files; a model in it is replaced when the new
             one is complete.
-        tokenizer: It is saved beside the model, whose config gets its special tokens; None for none.
-        generation: Generation settings to save; None for those of the folder that the model was read from.
+        tokenizer: It is saved beside the model, whose config and generation settings get its special tokens;
+            None for none.
+        generation: Generation settings to save; None for none.
+        says: Keys of the config that are not as the layers were made of it.
     """
     assert engine.run_config is not None
-    config, told = engine.run_config.hf_config, {name: getattr(tokenizer, name, None) for name in _TOKENS}
-    config = {**config, **{name: token for name, token in told.items() if token is not None}}
+    config, generation = {**engine.run_config.hf_config, **(says or {})}, deepcopy(generation)
+    _align_tokens(tokenizer, config, generation)
+    if engine.run_config.model.adapter is not None:  # an adapter's folder has none
+        generation = None
     new = not agree(lambda: folder.is_dir() and any(folder.iterdir()))
     aside = folder if new else folder / ".model.dsx"
     if not new:
@@ -100,7 +124,26 @@ def write_model(
     export_hf(engine, aside, config=config)
     if not new:
         agree(lambda: _replace(aside, folder))
-    agree(lambda: [each.save_pretrained(folder) for each in (tokenizer, generation) if each is not None])
+    agree(lambda: None if tokenizer is None else tokenizer.save_pretrained(folder))
+    # save_pretrained refuses settings that published models have, once a token in them has changed.
+    agree(lambda: None if generation is None else generation.to_json_file(folder / GENERATION_CONFIG_NAME))
+
+
+def _align_tokens(tokenizer: Any, config: dict[str, Any], generation: GenerationConfig | None) -> None:
+    """Give config and generation settings a tokenizer's special tokens, as transformers' Trainer does."""
+    for name in _TOKENS:
+        token, own = getattr(tokenizer, name, None), config.get(name)
+        held = None if generation is None else getattr(generation, name)
+        several, olds = (value if isinstance(value, list) else [value] for value in (own, held))
+        if token is None or (token in several and (generation is None or token in olds)):
+            continue
+        ends = name == "eos_token_id"  # each of which ends a text
+        config[name] = (
+            [token, *(old for old in several if old != token)] if ends and own is several else token
+        )
+        if generation is not None:
+            more = [old for old in olds if old not in (None, token)]
+            setattr(generation, name, [token, *more] if ends else token)
 
 
 def _replace(aside: Path, folder: Path) -> None:

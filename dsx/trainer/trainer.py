@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from copy import deepcopy
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch.utils.data import DataLoader
-from transformers import TrainerControl, TrainerState, TrainingArguments, get_scheduler
+from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.modelcard import TrainingSummary
 from transformers.trainer import PREFIX_CHECKPOINT_DIR, TRAINER_STATE_NAME
@@ -55,7 +56,7 @@ from dsx.errors import CheckpointError, ConfigError, DataError, ModelError, RunE
 from dsx.launch.entry import local_rank, rank, world_size
 from dsx.launch.processes import agree, distributed
 from dsx.train import recipe
-from dsx.trainer.arguments import NOT_THERE, refuse
+from dsx.trainer.arguments import NOT_THERE, OF_TRAINER, refuse, refuse_means_by_rank, require_called
 from dsx.trainer.batches import (
     Loading,
     default_collator,
@@ -69,12 +70,14 @@ from dsx.trainer.configure import (
     configure,
     parameter_groups,
     read_json,
+    require_schedule,
     require_trained_as_given,
+    schedule,
     weights_of,
 )
 from dsx.trainer.evaluation import Collected, Pass
 from dsx.trainer.length import Length
-from dsx.trainer.saving import keep_newest, load, save, write_model
+from dsx.trainer.saving import keep_best, keep_newest, load, save, write_model
 
 _LOG = logging.getLogger(__name__)
 
@@ -141,14 +144,8 @@ class Trainer:
         if not isinstance(args, TrainingArguments):
             fix = 'pass args=TrainingArguments(deepspeed="config.json", ...)'
             raise ConfigError(f"dsx.Trainer(args={args!r})", "no TrainingArguments", fix)
-        refuse(args, others, metrics=compute_metrics is not None)
-        _require_called(type(self))
-        if args.eval_strategy != "no" and eval_dataset is None:
-            raise ConfigError(
-                at("eval_strategy", args.eval_strategy.value),
-                "there is no eval_dataset",
-                "pass eval_dataset=",
-            )
+        refuse(args, others, metrics=compute_metrics is not None, evaluated=eval_dataset)
+        require_called(type(self), Trainer)
         self.args, self.model, self.processing_class = args, model, processing_class
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.compute_metrics = compute_metrics
@@ -175,9 +172,30 @@ class Trainer:
             self._train_loader = self.get_train_dataloader()
             self._length = Length.of(self._train_loader, args, self._shares)
             self.config = self._configured(steps=self._length.steps, shares=self._shares)
+            require_schedule(args, self._length.steps)
+        refuse_means_by_rank(args, self._shares)
         self._follow(callbacks)
         self.is_in_train = self._has_trained = False
         self._counted_flos = 0.0
+        self._made_of = self._read_when_made()
+
+    def _read_when_made(self) -> dict[str, Any]:
+        """What is read when a Trainer is made, and never again."""
+        values = {each.name: getattr(self.args, each.name) for each in dataclasses.fields(self.args)}
+        held = {
+            f"args.{name}": deepcopy(value) if isinstance(value, dict | list) else value
+            for name, value in values.items()
+        }
+        return held | {"train_dataset": id(self.train_dataset), "data_collator": id(self.data_collator)}
+
+    def _require_unchanged(self) -> None:
+        """Refuse attributes that were set after the Trainer was made, which nothing would read."""
+        now = self._read_when_made()
+        late = [name for name, value in self._made_of.items() if now[name] != value]
+        late += sorted(vars(self).keys() & {*NOT_THERE, *OF_TRAINER})
+        if late:
+            what = "it was set after dsx.Trainer was made, which does not read it any more"
+            raise ConfigError(f"trainer.{late[0]}", what, "set it before, or pass it to dsx.Trainer")
 
     def _configured(self, *, steps: int, shares: int | None) -> RunConfig:
         return configure(
@@ -296,7 +314,7 @@ class Trainer:
         steps = 1 if self._length is None else self._length.steps
         scheduler = None
         if "scheduler" not in written:
-            scheduler = functools.partial(_scheduler, args, steps, args.get_warmup_steps(steps))
+            scheduler = functools.partial(schedule, args, steps)
         self.engine, self.optimizer, _, self.lr_scheduler = initialize(
             model=pipeline,
             config=config,
@@ -355,6 +373,7 @@ class Trainer:
             self.get_train_dataloader()  # says that there is no data set
         if self._has_trained:
             raise RunError("dsx.Trainer.train()", "it has been called before", "make another Trainer")
+        self._require_unchanged()
         engine = self._build()
         self.is_in_train = self._has_trained = True
         self._begin(resume_from_checkpoint or None)
@@ -445,8 +464,8 @@ class Trainer:
         if args.load_best_model_at_end and best is not None:
             assert self.engine is not None
             self.engine.load_checkpoint(best)
-            if args.save_total_limit == 1:
-                keep_newest(Path(args.output_dir), 1, best)
+        if best is not None and args.save_total_limit == 1:
+            keep_best(Path(args.output_dir), best)
         self._event("on_train_end")
         return TrainOutput(self.state.global_step, loss, metrics)
 
@@ -606,7 +625,7 @@ class Trainer:
         del _internal_call
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
-        write_model(self._build(), folder, tokenizer, self._given.generation)
+        write_model(self._build(), folder, tokenizer, self._given.generation, self._given.says)
 
     def save_state(self) -> None:
         """Write trainer_state.json into ``output_dir``, on the first rank."""
@@ -743,17 +762,6 @@ class Trainer:
         self._stack.close()
 
 
-def _require_called(kind: type) -> None:
-    """Refuse a subclass whose overrides are never called."""
-    names = sorted(name for name in NOT_THERE if hasattr(kind, name))
-    if names:
-        raise ModelError(
-            f"{kind.__name__}.{names[0]}",
-            f"dsx.Trainer never calls it: {NOT_THERE[names[0]]}",
-            "remove it, or use dsx.PipelineModule and dsx.initialize with a loss of your own",
-        )
-
-
 def _first_length(*datasets: Any) -> int | None:
     """Tokens of the first sample of the first map-style data set."""
     for dataset in datasets:
@@ -762,14 +770,3 @@ def _first_length(*datasets: Any) -> int | None:
         except (TypeError, KeyError, IndexError, NotImplementedError):
             continue
     return None
-
-
-def _scheduler(args: TrainingArguments, steps: int, warmup: int, optimizer: Any) -> Any:
-    """The arguments' schedule of the learning rate."""
-    return get_scheduler(
-        args.lr_scheduler_type,
-        optimizer=optimizer,
-        num_warmup_steps=warmup,
-        num_training_steps=steps,
-        scheduler_specific_kwargs=args.lr_scheduler_kwargs,
-    )

@@ -5,17 +5,15 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from transformers import (
     AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
     Trainer,
     TrainerCallback,
     TrainingArguments,
 )
+from transformers.trainer_utils import SchedulerType
 
 import dsx
 from dsx.config.ordinary import complete
@@ -23,7 +21,15 @@ from dsx.config.resolve import resolve
 from dsx.doctor.examine import examine
 from dsx.doctor.run import trainer_block
 from dsx.errors import ConfigError, DsxError, ModelError
-from dsx.trainer.arguments import HONOURED, NO_MATTER, NOT_THERE, REFUSED, refusals, refuse
+from dsx.trainer.arguments import (
+    HONOURED,
+    NO_MATTER,
+    NOT_THERE,
+    REFUSED,
+    refusals,
+    refuse,
+    refuse_means_by_rank,
+)
 from dsx.trainer.configure import GivenModel, configure
 from trainer import scripts_of_both as scripts
 
@@ -278,68 +284,120 @@ def test_such_a_json_is_estimated_with_a_model():
     assert (run.mesh.pp, run.mesh.dp, run.micro_batch_size) == (2, 2, 8)
 
 
-def test_models_that_cannot_be(tmp_path):
-    base = AutoModel.from_config(model())
-    meta = AutoModelForCausalLM.from_config(model()).to("meta")
-    for given, said in (
-        (base, "dsx trains causal language models"),
-        (meta, "meta device"),
-        (SimpleNamespace(), "no model of transformers"),
-        (str(tmp_path / "nothing.here/at/all"), "there is no such folder"),
-        (AutoConfig.for_model("t5"), "causal language models"),
-    ):
-        with pytest.raises(DsxError) as caught:
-            GivenModel.of(given, tmp_path)
-        assert said in str(caught.value)
+EVALUATED = {"eval_strategy": "epoch"}
+TOGETHER = [
+    ({**EVALUATED, "save_only_model": True, "load_best_model_at_end": True}, "save_only_model"),
+    ({**EVALUATED, "save_strategy": "best"}, "no metric says which checkpoint is best"),
+    (
+        {"save_strategy": "best", "metric_for_best_model": "loss"},
+        'save_strategy = "best": nothing is evaluated',
+    ),
+    ({**EVALUATED, "metric_for_best_model": "accuracy"}, "without compute_metrics= the loss is the only"),
+    (
+        {**EVALUATED, "metric_for_best_model": "accuracy", "prediction_loss_only": True, "METRICS": True},
+        "with prediction_loss_only the loss is the only metric",
+    ),
+    ({**EVALUATED, "metric_for_best_model": "loss", "SETS": ("a", "b")}, 'write "a_loss", or the like'),
+    (
+        {**EVALUATED, "metric_for_best_model": "eval_b_accuracy", "SETS": ("a", "b")},
+        'pass compute_metrics=, or use "b_loss"',
+    ),
+    ({**EVALUATED, "SETS": None}, 'eval_strategy = "epoch": there is no eval_dataset'),
+    ({"eval_on_start": True, "SETS": None}, "eval_on_start = true: there is no eval_dataset"),
+    ({"bf16_full_eval": True}, "bf16_full_eval = true: an evaluation computes in the precision"),
+    ({"mixed_precision": "bf16"}, "ACCELERATE_MIXED_PRECISION = bf16: the launcher asks for it"),
+    ({"max_steps": 0}, "max_steps = 0: it asks neither for steps nor for epochs"),
+    ({"max_grad_norm": None}, "max_grad_norm = null: it is no norm"),
+    ({"max_grad_norm": -1.0}, "max_grad_norm = -1.0: it is no norm"),
+    ({"dataloader_persistent_workers": True}, "dataloader_persistent_workers = true: there are no workers"),
+]
 
 
-def test_what_a_given_model_trains_beside_or_not_of_its_adapter_is_refused(tmp_path):
-    def given(pattern, trained):
-        whole = scripts.with_adapter(AutoModelForCausalLM.from_config(model()))
-        for name, parameter in whole.named_parameters():
-            if pattern in name:
-                parameter.requires_grad_(trained)
-        with pytest.raises(ModelError) as caught:
-            GivenModel.of(whole, tmp_path)
-        return str(caught.value)
-
-    assert "input_layernorm.weight: it is trained beside the adapter" in given("0.input_layernorm", True)
-    assert "a part of the adapter is frozen" in given("1.self_attn.q_proj.lora_A", False)
-
-
-def test_state_of_a_given_model_that_layers_would_not_have_is_refused(tmp_path):
-    def said(change):
-        whole = AutoModelForCausalLM.from_config(model())
-        change(whole)
-        with pytest.raises(ModelError) as caught:
-            GivenModel.of(whole, tmp_path)
-        return str(caught.value)
-
-    assert "layers.0.mlp: it has a hook" in said(
-        lambda whole: whole.model.layers[0].mlp.register_forward_hook(lambda *_: None)
-    )
-    assert "a forward of its own" in said(lambda whole: vars(whole.lm_head).update(forward=abs))
-    assert "two tensors" in said(lambda whole: setattr(whole.config, "tie_word_embeddings", True))
-    whole = AutoModelForCausalLM.from_config(model())
-    whole.gradient_checkpointing_enable()
-    GivenModel.of(whole, tmp_path)
+@pytest.mark.parametrize(("values", "said"), TOGETHER)
+def test_arguments_that_cannot_hold_together_are_refused_before_the_first_step(args, values, said):
+    values = dict(values)
+    sets, metrics = values.pop("SETS", ()), values.pop("METRICS", False)
+    evaluated = None if sets is None else dict.fromkeys(sets, ()) if sets else ()
+    with pytest.raises(ConfigError) as caught:
+        refuse(changed(args, **values), {}, metrics=metrics, evaluated=evaluated)
+    assert said in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    "values",
     [
-        (
-            {"save_only_model": True, "load_best_model_at_end": True, "eval_strategy": "epoch"},
-            "save_only_model",
-        ),
-        ({"save_strategy": "best"}, "no metric says which checkpoint is best"),
-        ({"metric_for_best_model": "accuracy"}, "the loss is the only metric"),
-        ({"bf16_full_eval": True}, "bf16_full_eval = true: an evaluation computes in the precision"),
+        {"metric_for_best_model": "b_loss", "SETS": ("a", "b")},
+        {"metric_for_best_model": "eval_a_accuracy", "SETS": ("a", "b"), "METRICS": True},
+        {"metric_for_best_model": "loss", "prediction_loss_only": True},
+        {"mixed_precision": "bf16", "bf16": True},
     ],
 )
-def test_arguments_that_cannot_hold_together_are_refused_before_the_first_step(args, values, said):
-    with pytest.raises(ConfigError, match=said):
-        refuse(changed(args, **values), {}, metrics=False)
+def test_arguments_that_hold_together(args, values):
+    values = EVALUATED | values
+    sets, metrics = values.pop("SETS", ()), values.pop("METRICS", False)
+    refuse(changed(args, **values), {}, metrics=metrics, evaluated=dict.fromkeys(sets, ()) or ())
+
+
+def test_a_mean_by_rank_is_refused_for_several_ranks(args):
+    alone = changed(args, average_tokens_across_devices=False)
+    refuse_means_by_rank(alone, 1)
+    refuse_means_by_rank(args, 2)
+    with pytest.raises(ConfigError, match="the mean over all 2 data-parallel ranks' tokens"):
+        refuse_means_by_rank(alone, 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "kwargs"),
+    [("cosine_with_min_lr", {}), ("polynomial", {"lr_end": 1.0}), ("linear", {"cycles": 2})],
+)
+def test_a_schedule_that_cannot_be_is_refused_before_weights_are_read(args, kind, kwargs):
+    several = changed(
+        args, lr_scheduler_type=SchedulerType(kind), lr_scheduler_kwargs=kwargs, deepspeed=ALONE
+    )
+    with pytest.raises(
+        ConfigError, match=f'lr_scheduler_kwargs = .*: the schedule "{kind}" does not take it'
+    ):
+        dsx.Trainer(model(), several, train_dataset=scripts.Texts(4, seed=1))
+
+
+def test_blocks_that_shall_and_shall_not_be_computed_again(args):
+    json = JSON | {"dsx": {**JSON["dsx"], "recompute": "none"}}
+    names = {"activation_checkpointing", "gradient_checkpointing"} & ARGUMENTS
+    with pytest.raises(ConfigError, match=r'dsx.recompute = "none": activation_checkpointing asks for'):
+        resolved(args, deepspeed=json, **dict.fromkeys(names, True))
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("training_step", "a step is one call of the engine"),
+        ("_get_train_sampler", "it is not there"),
+        ("_save_checkpoint", "its own method of this name does something else"),
+        ("_report", "its own method of this name does something else"),
+    ],
+)
+def test_overrides_that_nothing_calls_are_refused(args, name, why):
+    with pytest.raises(ModelError, match=f"Mine.{name}: dsx.Trainer never calls it: {why}"):
+        type("Mine", (dsx.Trainer,), {name: lambda self: None})(model(), args)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("args.learning_rate", 1.0),
+        ("train_dataset", []),
+        ("compute_loss_func", print),
+        ("training_step", print),
+    ],
+)
+def test_what_is_set_after_the_trainer_was_made_is_refused(args, name, value):
+    trainer = dsx.Trainer(
+        model(), changed(args, deepspeed=ALONE), train_dataset=scripts.Texts(4, seed=1, longest=8)
+    )
+    owner, _, own = f"trainer.{name}".rpartition(".")
+    setattr({"trainer": trainer, "trainer.args": trainer.args}[owner], own, value)
+    with pytest.raises(ConfigError, match=f"trainer.{name}: it was set after"):
+        trainer.train()
 
 
 def test_positional_arguments_are_those_of_transformers():

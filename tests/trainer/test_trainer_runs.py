@@ -132,6 +132,10 @@ def test_a_custom_callback_script(tmp_path):
     for folder in (out, out / "again"):
         whole = AutoModelForCausalLM.from_pretrained(folder)
         assert whole.config.pad_token_id == AutoTokenizer.from_pretrained(folder).pad_token_id == 0
+        settings = (
+            whole.generation_config
+        )  # of the folder, with the tokenizer's tokens as transformers adds them
+        assert (settings.eos_token_id, settings.pad_token_id) == ([1, 2], 0)
         assert first["parameters"] == whole.num_parameters()
         rows = [Samples()[index]["input_ids"] for index in range(32)]
         with torch.no_grad():
