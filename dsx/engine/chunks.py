@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from deepspeed import checkpointing
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from dsx.errors import ModelError
@@ -58,12 +59,14 @@ class Recompute:
         layer_names: Class names that may be recomputed; None means every run that has parameters.
         function: Called as ``function(run, *inputs)``.
         model_name: Class of the PipelineModule, by which DeepSpeed knows Megatron's.
+        choose: A program's own rule in place of DeepSpeed's, or None.
     """
 
     interval: int = 0
     layer_names: tuple[str, ...] | None = None
     function: Callable[..., Any] = checkpoint_non_reentrant
     model_name: str = ""
+    choose: Callable[[Sequence[Callable[..., Any]]], bool] | None = None
 
     @property
     def may_be_reentrant(self) -> bool:
@@ -73,6 +76,8 @@ class Recompute:
 
     def applies(self, layers: Sequence[Callable[..., Any]]) -> bool:
         """Whether this run of layers is recomputed (deepspeed/runtime/pipe/module.py, _is_checkpointable)."""
+        if self.choose is not None:
+            return bool(self.choose(list(layers)))
         names = [type(layer).__name__ for layer in layers]
         allowed = self.layer_names or ()
         if self.may_be_reentrant and self.model_name in ("GPTModelPipe", "GPT2ModelPipe"):
@@ -244,7 +249,8 @@ class Chunks(nn.Module):
                 if self.recompute.may_be_reentrant:
                     args = _with_gradient(args)
                 value = self.recompute.function(function, *args)
-                _require_gradient(run, value)
+                if self.recompute.may_be_reentrant:
+                    _require_gradient(run, value)
             else:
                 value = function(value)
         if loss_there is not None:
@@ -290,8 +296,7 @@ def _require_gradient(run: Sequence[tuple[int, Callable[..., Any]]], outputs: An
     """Refuse a reentrant checkpoint function that would leave parameters untrained in silence."""
     if not torch.is_grad_enabled():
         return
-    tensors = outputs if isinstance(outputs, tuple) else (outputs,)
-    if any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
+    if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(outputs)):
         return
     modules = [layer for _, layer in run if isinstance(layer, nn.Module)]
     if any(p.requires_grad for module in modules for p in module.parameters()):

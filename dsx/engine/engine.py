@@ -10,21 +10,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.pipe import engine as stock
 from deepspeed.utils import RepeatingLoader
 
 from dsx.config.run import RunConfig
 from dsx.config.schema import ZeroConfig
 from dsx.engine.executor import Mode, StepRun
 from dsx.engine.micro_batches import DataWait, LabelCheck, MicroBatches, TrainedTokens
+from dsx.engine.optimizers import hide_spare, prepare
 from dsx.engine.p2p import Signatures, header_group, open_channels
 from dsx.engine.pipeline_module import PipelineModule
 from dsx.engine.recorder import Tracer
 from dsx.engine.stock_engine import EngineNames
+from dsx.engine.stock_module import ENGINE_HOOKS, NoHook, no_hook, require_engine_unpatched, require_kept
 from dsx.engine.whereabouts import Whereabouts
 from dsx.engine.zero import adapt, count_samples
 from dsx.engine.zero.calls import Backwards, calls
 from dsx.engine.zero.norm import Refuses
-from dsx.errors import CheckpointError, ConfigError, DataError, ModelError
+from dsx.errors import CheckpointError, ConfigError, DataError, ModelError, UnavailableError
 from dsx.nn.loss import TokenMean
 from dsx.parallel.groups import Grid
 from dsx.parallel.stages import StageMap
@@ -175,19 +178,10 @@ class PipelineEngine:
         self.groups = model.groups
         self.num_stages, self.stage_id = model.groups.mesh.pp, model.groups.pp_rank
         self.grid = Grid(model.groups)
-        self._adapter = adapt(
-            engine,
-            model.groups,
-            model.ties,
-            clipping,
-            uses=model.chunks.used_parameters(),
-            replicas=model.replicas,
-            zero=zero,
-        )
-        self._backwards = Backwards(engine, self._adapter.before_backward)
-        self._calls = calls(
-            engine, self._backwards, self._adapter.loss_scale, reduced_here=self._adapter.reduced_here
-        )
+        self._clipping, self._zero = clipping, zero
+        self._evaluated: int | None = None
+        self._looked_at = False
+        self._adapt()
         self._signatures = Signatures(
             dynamic=model.dynamic_shape,
             shards=model.shards,
@@ -207,11 +201,86 @@ class PipelineEngine:
         open_channels(model.groups, model.stage_map, model.device)
         self.outer = None if config is None or config.islands is None else self._outer_steps(config)
 
+    def __init_subclass__(cls) -> None:
+        """Refuse a subclass that overrides hooks of stock's. Raises ModelError."""
+        taken = set(vars(PipelineEngine)) - ENGINE_HOOKS
+        require_kept(cls, PipelineEngine, stock.PipelineEngine, taken)
+
     def __getattr__(self, name: str) -> Any:
         """Any other name is one of stock PipelineEngine's, or of the DeepSpeedEngine's."""
         if name in ("deepspeed_engine", "names"):
             raise AttributeError(name)
+        if name in ENGINE_HOOKS:
+            raise no_hook("PipelineEngine", name)
         return getattr(self.names if self.names.has(name) else self.deepspeed_engine, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Assign where the name is read: here, or at stock's names or the DeepSpeedEngine below.
+
+        Raises:
+            ModelError: It is a hook of stock's, or something that is settled when the engine is made.
+        """
+        names, below = vars(self).get("names"), vars(self).get("deepspeed_engine")
+        if names is None or name in vars(self) or name in vars(PipelineEngine).keys() - ENGINE_HOOKS:
+            super().__setattr__(name, value)
+        elif name in ENGINE_HOOKS:
+            raise no_hook("engine", name)
+        elif name in ("optimizer", "basic_optimizer"):
+            what = "the engine has looked at its optimizer already"
+            raise UnavailableError(f"engine.{name} = ...", what, "give it to dsx.initialize")
+        elif names.has(name):
+            names.assign(name, value)
+        elif name in vars(below) or hasattr(type(below), name):
+            setattr(below, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def _adapt(self) -> None:
+        """Look at the optimizer that DeepSpeed has, and at what it leaves to dsx."""
+        model, engine = self.pipeline, self.deepspeed_engine
+        self._adapter = adapt(
+            engine,
+            model.groups,
+            model.ties,
+            self._clipping,
+            uses=model.chunks.used_parameters(),
+            replicas=model.replicas,
+            zero=self._zero,
+        )
+        self._backwards = Backwards(engine, self._adapter.before_backward)
+        self._calls = calls(
+            engine, self._backwards, self._adapter.loss_scale, reduced_here=self._adapter.reduced_here
+        )
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Iterable[Any] | None) -> None:
+        """Stock's, for programs that make their optimizer once there is an engine. Collective.
+
+        Args:
+            client_optimizer: An optimizer, or a function that makes one of parameters.
+            model_parameters: What it is to train.
+
+        Raises:
+            ModelError: The engine has an optimizer already, or one of ZeRO's or bf16's, which begins with it.
+        """
+        engine = self.deepspeed_engine
+        if engine.optimizer is not None or client_optimizer is None:
+            raise ModelError(
+                "engine._configure_optimizer()",
+                f"the engine has its optimizer ({type(engine.optimizer).__name__}) from dsx.initialize; only "
+                "in fp32 or fp16 without ZeRO can a client optimizer come later",
+                "give the optimizer to dsx.initialize",
+            )
+        self.deepspeed_engine.lr_scheduler = None
+        parameters, optimizer = prepare(
+            self.pipeline,
+            zero_stage=0,
+            optimizer=client_optimizer,
+            lr_scheduler=None,
+            model_parameters=model_parameters,
+        )
+        engine._configure_optimizer(optimizer, parameters)  # noqa: SLF001
+        hide_spare(self.pipeline)
+        self._adapt()
 
     @property
     def lr_scheduler(self) -> Any:
@@ -223,11 +292,18 @@ class PipelineEngine:
         self.deepspeed_engine.lr_scheduler = schedule
 
     forward, backward, step = map(_refused, ("forward", "backward", "step"))
+    _INSTRUCTION_MAP = NoHook()
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches per step."""
-        return int(self.deepspeed_engine.gradient_accumulation_steps())
+        """Micro-batches per step. Assigned, as programs do around evaluations, it counts for those alone."""
+        steps = int(self.deepspeed_engine.gradient_accumulation_steps())
+        return steps if self._evaluated is None else self._evaluated
+
+    @micro_batches.setter
+    def micro_batches(self, count: int) -> None:
+        steps = int(self.deepspeed_engine.gradient_accumulation_steps())
+        self._evaluated = None if count == steps else count
 
     @property
     def at_boundary(self) -> bool:
@@ -265,10 +341,11 @@ class PipelineEngine:
         """
         if not torch.is_grad_enabled():
             raise ModelError("train_batch", "gradients are disabled", "use eval_batch under torch.no_grad")
+        self._require_trainable()
         if data_iter is not None:
             _require_iterator(data_iter)
             self.set_dataiterator(data_iter)
-        engine, count = self.deepspeed_engine, self.micro_batches
+        engine, count = self.deepspeed_engine, int(self.deepspeed_engine.gradient_accumulation_steps())
         if self.outer is not None:
             self.outer.join()
         self.pipeline.train()
@@ -500,6 +577,19 @@ class PipelineEngine:
         if schedule is not None:
             schedule.load_state_dict(kept)
         return found
+
+    def _require_trainable(self) -> None:
+        """Refuse what would train something else than the program means, before its first step."""
+        if self._evaluated is not None:
+            what = f"engine.micro_batches = {self._evaluated} was assigned, and a step has another number"
+            raise ModelError("train_batch", what, "assign the old number again, or use set_train_batch_size")
+        if self._looked_at:
+            return
+        if self.deepspeed_engine.optimizer is None:
+            fix = 'add "optimizer" to the config, or give dsx.initialize one'
+            raise ModelError("train_batch", "the engine has no optimizer", fix)
+        require_engine_unpatched(self.num_stages, self.stage_id, self.micro_batches)
+        self._looked_at = True
 
     def _outer_steps(self, config: RunConfig) -> Outer:
         """What averages this island's movements with those of the others."""

@@ -282,9 +282,10 @@ class StepRun:
             output = self._finish(action.micro_batch, output)
         else:
             Signature.of(output, f"virtual stage {action.stage}")  # the same rule on every layout
-        if local:
-            self._inputs[action.stage + 1, action.micro_batch] = _hand_over(output)
         if mode.training:
+            if not is_last and self._stages.trains(action.stage):
+                known = self._signatures.get(action.stage + 1, mode.training)
+                output = _if_skipped(inputs, output, known)
             self._frozen[action.stage] = frozen = not any(t.requires_grad for t in _tensors(output))
             if frozen and self._stages.trains(action.stage):
                 raise ModelError(
@@ -292,6 +293,8 @@ class StepRun:
                     "it has no gradient, though the stage has parameters to train, which would get none",
                     "return it as it was computed, not detached or as integers; or freeze the parameters",
                 )
+        if local:
+            self._inputs[action.stage + 1, action.micro_batch] = _hand_over(output)
         if mode.training and not any(map(_wants_gradient, (*_tensors(inputs), *_tensors(output)))):
             del self._inputs[key]  # no backward will ask for them
             if is_last or local:
@@ -406,6 +409,29 @@ def _writable(inputs: Any) -> Any:
         return tuple(_writable(item) for item in inputs)
     needs = isinstance(inputs, torch.Tensor) and inputs.requires_grad and torch.is_grad_enabled()
     return _Alias.apply(inputs) if needs else inputs
+
+
+def _if_skipped(inputs: Any, output: Any, known: Signature | None) -> Any:
+    """The output of a stage that trains: one that wants a gradient, if its layers passed a micro-batch on.
+
+    Layers that are skipped at random may all be skipped at once, in the first stage of all. What follows
+    sends gradients back as for any micro-batch.
+    """
+    given, outputs = _tensors(inputs), _tensors(output)
+    if any(t.requires_grad for t in outputs) or not all(any(_is_same(t, s) for s in given) for t in outputs):
+        return output
+    wants = [t.is_floating_point() for t in outputs]
+    if known is not None and len(known.tensors) == len(outputs):
+        wants = [meta.requires_grad for meta in known.tensors]
+    leaves = tuple(t.detach().requires_grad_(want) for t, want in zip(outputs, wants, strict=True))
+    return leaves if isinstance(output, tuple) else leaves[0]
+
+
+def _is_same(tensor: torch.Tensor, other: Any) -> bool:
+    """Whether both are all of the same memory."""
+    if not isinstance(other, torch.Tensor) or tensor.shape != other.shape or not tensor.numel():
+        return False
+    return tensor.data_ptr() == other.data_ptr() and tensor.stride() == other.stride()
 
 
 def _hand_over(output: Any) -> Any:

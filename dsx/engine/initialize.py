@@ -12,10 +12,10 @@ import hashlib
 import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import deepspeed
-import torch
 import torch.distributed as dist
 from deepspeed import checkpointing
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
@@ -23,19 +23,21 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime import lr_schedules
 from deepspeed.utils import set_z3_leaf_module
 from torch import nn
-from torch.optim import Optimizer
 from torch.optim import lr_scheduler as torch_schedules
 from torch.utils.data import DistributedSampler
 
+from dsx.config.deepspeed import precision
 from dsx.config.run import RunConfig
 from dsx.config.schema import ZeroConfig
 from dsx.config.sources import newer_than_tested
 from dsx.config.wording import at, suggest
-from dsx.engine.chunks import Tie, checkpoint_non_reentrant
+from dsx.engine.chunks import checkpoint_non_reentrant
 from dsx.engine.engine import PipelineEngine
+from dsx.engine.optimizers import hide_spare, prepare
 from dsx.engine.p2p import Shards
 from dsx.engine.pipeline_module import PipelineModule
 from dsx.engine.settings import Config, Settings, settings_of
+from dsx.engine.stock_module import clips_by_itself, require_engine_unpatched
 from dsx.engine.zero import given_optimizer_kept, require_supported
 from dsx.engine.zero.loss_scale import require_precision
 from dsx.engine.zero.stage3 import scope_consistency_checks
@@ -139,138 +141,6 @@ def _shards(model: PipelineModule, block: Mapping[str, Any]) -> None:
         what = "dsx divides activations and gradients between stages alike, and the two keys differ"
         _refuse(key, value, f"{what} (DeepSpeed's default is true)", "set both to the same")
     model.shards = Shards.over(tensor_parallel) if wanted["pipe_partitioned"] else None
-
-
-Group = dict[str, Any]
-
-SPARE = "spare"
-"""What trains on a rank with nothing to train; no layer uses it."""
-
-
-def prepare(
-    model: PipelineModule,
-    *,
-    zero_stage: int,
-    optimizer: Optimizer | Callable[..., Any] | None,
-    lr_scheduler: Any,
-    model_parameters: Iterable[Any] | None,
-) -> list[Group]:
-    """Parameter groups for ``deepspeed.initialize``; a client optimizer's own are split in place.
-
-    A collective call over all ranks. ZeRO-1 and 2 cut each group as one flat tensor, and so need
-    :func:`split_tied`. A rank with nothing to train gets :data:`SPARE`.
-
-    Raises:
-        ConfigError: A scheduler was built for groups that have to be split; a list mixes parameters and
-            groups.
-        ModelError: No rank has anything to train.
-    """
-    flat = zero_stage in (1, 2)
-    if isinstance(optimizer, Optimizer):
-        _fill(model, optimizer.param_groups)
-        before = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
-        groups = split_tied(optimizer.param_groups, model.ties) if flat else optimizer.param_groups
-        groups = [group for group in groups if group["params"]]  # as DeepSpeed does
-        changed = [[id(p) for p in group["params"]] for group in groups] != before
-        if lr_scheduler is not None and not callable(lr_scheduler):
-            _require_unchanged(model, lr_scheduler, changed=changed)
-        optimizer.param_groups[:] = groups
-    else:
-        given = model.chunks.parameters() if model_parameters is None else model_parameters
-        groups = as_groups(given)
-        _fill(model, groups)
-        if flat:
-            groups = split_tied(groups, model.ties)
-    return groups
-
-
-def as_groups(parameters: Iterable[Any]) -> list[Group]:
-    """Parameters or groups of them, given as a torch optimizer takes them, as groups. Raises ConfigError."""
-    given = list(parameters)
-    if all(isinstance(item, Mapping) for item in given):
-        groups = [dict(item) for item in given]
-    elif any(isinstance(item, Mapping) for item in given):
-        raise ConfigError(
-            "model_parameters",
-            "they mix parameters and parameter groups",
-            'put every parameter into a group: {"params": [...]}',
-        )
-    else:
-        groups = [{"params": given}]
-    for group in groups:
-        members = group["params"]
-        group["params"] = [members] if isinstance(members, torch.Tensor) else list(members)
-    return groups
-
-
-def split_tied(groups: Sequence[Group], ties: Sequence[Tie]) -> list[Group]:
-    """Groups in which each tied weight that spans pipeline ranks stands alone.
-
-    ZeRO cuts a group as one flat tensor; a tied weight that is alone is cut alike on every rank that holds
-    it. Groups without anything to train, which ZeRO cannot cut, are left out.
-    """
-    keys = {id(p): tie.key for tie in ties for p in tie.parameters if p.requires_grad}
-    result = []
-    for group in groups:
-        parts: dict[str | None, list[nn.Parameter]] = {None: []}
-        for parameter in group["params"]:
-            parts.setdefault(keys.get(id(parameter)), []).append(parameter)
-        trained = [part for part in parts.values() if any(p.requires_grad for p in part)]
-        # The first is the group itself, which an optimizer may know by more ways than its list of groups.
-        halves = [group, *({**group} for _ in trained[1:])]
-        for half, part in zip(halves, trained, strict=False):
-            half["params"] = part
-            result.append(half)
-    return result
-
-
-def _require_unchanged(model: PipelineModule, lr_scheduler: Any, *, changed: bool) -> None:
-    """Raise the same ConfigError on every rank if one has changed groups that a schedule was made for."""
-    if _pipeline_ranks_where(model, changed):
-        error = ConfigError(
-            f"lr_scheduler = {type(lr_scheduler).__name__}(optimizer)",
-            "it follows the optimizer's parameter groups, which are split because of tied weights, or are "
-            "left out where a pipeline rank has nothing of them to train",
-            "pass a callable: lr_scheduler=lambda optimizer: ...",
-        )
-        error.add_note(AGREED)
-        raise error
-
-
-def _pipeline_ranks_where(model: PipelineModule, flag: bool) -> list[int]:
-    """The pipeline ranks on which ``flag`` is set, known on every rank. Collective."""
-    flags = torch.zeros(model.groups.mesh.pp, dtype=torch.int32, device=model.device)
-    flags[model.groups.pp_rank] = flag
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-    return [rank for rank, found in enumerate(flags.tolist()) if found]
-
-
-def _fill(model: PipelineModule, groups: Sequence[Group]) -> None:
-    """Give the optimizer of a rank with nothing to train a number that no layer uses. Collective.
-
-    DeepSpeed allows no empty optimizer, and all ranks take part in the collectives of its step.
-    """
-    trains = any(p.requires_grad for group in groups for p in group["params"])
-    if len(_pipeline_ranks_where(model, not trains)) == model.groups.mesh.pp:
-        error = ModelError(
-            "dsx.initialize",
-            "every parameter is frozen, so that there is nothing to train",
-            "leave some with requires_grad, or use eval_batch alone: it needs no optimizer",
-        )
-        error.add_note(AGREED)
-        raise error
-    if not trains:
-        dtype = next((p.dtype for p in model.chunks.parameters()), torch.float32)
-        spare = nn.Parameter(torch.zeros(1, dtype=dtype, device=model.device))
-        groups[0]["params"] = [*groups[0]["params"], spare]
-        model.chunks.register_parameter(SPARE, spare)
-        spare.dsx_spare = True  # type: ignore[attr-defined]  # a tag, for whoever looks at the optimizer
-
-
-def _hide_spare(model: PipelineModule) -> None:
-    """Once the optimizer has the spare parameter, it is no part of the model."""
-    if SPARE in dict(model.chunks.named_parameters(recurse=False)):
-        delattr(model.chunks, SPARE)
 
 
 _DEEPSPEED = tuple(lr_schedules.VALID_LR_SCHEDULES)
@@ -442,16 +312,18 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
     if model.groups.rank == 0:
         for newer in newer_than_tested():
             warnings.warn(newer, stacklevel=2)
-    settings = settings_of(config, args, model.groups.mesh)
+    mesh = model.groups.mesh
+    require_engine_unpatched(mesh.pp, model.groups.pp_rank, 2 * mesh.pp + 1)
+    settings = _left_to_clip(settings_of(config, args, mesh))
     _require_chunks(config, model)
     if not isinstance(config, RunConfig):  # whose ranks have compared it before they started
         _require_same_everywhere(settings.deepspeed, model)
     apply_block(settings.deepspeed.get("pipeline", {}), model, settings.zero_stage)
-    _check_build(model, settings)
+    _check_build(model, settings, optimizer)
     lr_scheduler = schedule_of(settings.deepspeed.get("scheduler"), lr_scheduler)
     if model.partitioner is not None:
         model.partitioner.hand_over(model.chunks)
-    parameters = prepare(
+    parameters, optimizer = prepare(
         model,
         zero_stage=settings.zero_stage,
         optimizer=optimizer,
@@ -459,6 +331,7 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
         model_parameters=model_parameters,
     )
     run = config if isinstance(config, RunConfig) else None
+    _say_once(model, settings, run)
     blocks = _compile_blocks(model, settings.zero_stage, run, wanted=compile_blocks)
     if settings.zero_stage == 3:
         scope_consistency_checks(model.groups)
@@ -475,7 +348,7 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
             dist_init_required=False,
         )
     _keep_hooks_out(blocks, settings.zero_stage)
-    _hide_spare(model)
+    hide_spare(model)
     require_drives(scheduler, engine.basic_optimizer)
     pipeline = PipelineEngine(
         model,
@@ -488,6 +361,24 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
     if loader is not None:
         pipeline.set_dataloader(loader)
     return pipeline, wrapped, loader, scheduler
+
+
+def _say_once(model: PipelineModule, settings: Settings, run: RunConfig | None) -> None:
+    """Say on the first rank what is known of layers of the caller's own."""
+    if model.proof is None and model.groups.rank == 0:
+        from dsx.engine.notes import say  # here: recipes prove their layouts, and have not come from stock
+
+        say(model, settings, run)
+
+
+def _left_to_clip(settings: Settings) -> Settings:
+    """Leave clipping to DeepSpeedEngine's ``clip_fp32_gradients`` where a program has given it one."""
+    called = settings.zero_stage == 0 and precision(settings.deepspeed) == "fp32"
+    if not called or not clips_by_itself():
+        return settings
+    return replace(
+        settings, clipping=0.0, deepspeed={**settings.deepspeed, "gradient_clipping": settings.clipping}
+    )
 
 
 def _require_chunks(config: Config | None, model: PipelineModule) -> None:
@@ -557,8 +448,17 @@ def _require_same_everywhere(config: Mapping[str, Any], model: PipelineModule) -
     raise error
 
 
-def _check_build(model: PipelineModule, settings: Settings) -> None:
-    """Refuse layers partitioned for another config; warn of layers built whole for ZeRO-3."""
+def _check_build(model: PipelineModule, settings: Settings, optimizer: Any) -> None:
+    """Refuse ZeRO without an optimizer, and layers partitioned for another config.
+
+    Warns of layers built whole for ZeRO-3.
+    """
+    if settings.zero_stage and optimizer is None and not settings.deepspeed.get("optimizer"):
+        raise ConfigError(
+            at("zero_optimization.stage", settings.zero_stage),
+            "there is no optimizer whose states it could partition, in the config or given to dsx.initialize",
+            'add "optimizer" to the config, or give dsx.initialize one',
+        )
     if model.partitioner is not None:
         model.partitioner.require(settings)
         return

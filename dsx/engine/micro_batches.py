@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -200,4 +200,6 @@ def _to(value: Any, device: torch.device, *, own: bool) -> Any:
         return moved.clone() if own and moved.device == value.device else moved
     if isinstance(value, (tuple, list)):
         return tuple(_to(item, device, own=own) for item in value)
+    if isinstance(value, Mapping):
+        return {name: _to(item, device, own=own) for name, item in value.items()}
     return value

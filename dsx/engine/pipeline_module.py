@@ -28,9 +28,11 @@ from dsx.engine.settings import Config, settings_of
 from dsx.engine.stock_module import (
     NOT_HERE,
     OfRecompute,
+    asked,
     check_recompute,
     index_of,
     load_layers,
+    require_layers_unpatched,
     save_layers,
     unavailable,
 )
@@ -40,7 +42,7 @@ from dsx.nn.loss import of_head
 from dsx.nn.split import WeightGradients
 from dsx.parallel.groups import Grid, Groups, make_groups, new_group
 from dsx.parallel.mesh import AXES, Mesh
-from dsx.parallel.partition import partition
+from dsx.parallel.partition import balanced, matches, partition
 from dsx.parallel.stages import Placement, StageMap
 from dsx.schedules.program import Program
 
@@ -103,7 +105,7 @@ def cut_layers(
     num_chunks: int,
     placement: Placement,
     *,
-    as_stock_draws: bool,
+    count: Callable[[], Sequence[int]],
 ) -> StageMap:
     """The layers as virtual stages.
 
@@ -114,17 +116,15 @@ def cut_layers(
         num_ranks: Pipeline degree.
         num_chunks: Virtual stages per pipeline rank.
         placement: Which rank has which virtual stage.
-        as_stock_draws: Whether to build each layer for real where parameters are counted, which advances the
-            random generators as stock DeepSpeed does. Without it nothing is allocated.
+        count: Parameters of each layer; called where they decide.
     """
     if isinstance(method, str) and not method.lower().startswith("type:"):
         method = method.lower()
-    needs_counts = method == "parameters"
     stages = partition(
         method,
         num_ranks * num_chunks,
         num_ranks,
-        parameters=[_count_parameters(layer, as_stock_draws) if needs_counts else 0 for layer in layers],
+        parameters=count() if method == "parameters" else [0] * len(layers),
         costs=None,
         names=[layer_name(layer) for layer in layers],
     )
@@ -313,7 +313,9 @@ class PipelineModule(nn.Module):
         self.program = Program(name=schedule) if isinstance(schedule, str) else schedule
         self._grid = Grid(self.groups, topology)
         self._topo = self._grid.topology()
-        method = self._method_of_subclass(partition_method, several=num_chunks > 1)
+        require_layers_unpatched(type(self), PipelineModule)
+        self._note_arguments(loss_fn, seed_layers=seed_layers, seed_fn=seed_fn, base_seed=base_seed)
+        method = self._method_of_program(partition_method, several=num_chunks > 1)
         with outside_of_init():  # counting parameters builds layers, too
             self.stage_map = stage_map or cut_layers(
                 self.layer_specs,
@@ -321,7 +323,7 @@ class PipelineModule(nn.Module):
                 self.groups.mesh.pp,
                 num_chunks,
                 self.program.placement,
-                as_stock_draws=not seed_layers,
+                count=asked(self, PipelineModule, "_count_layer_params") or self._count_layer_params,
             )
         self.partition_method = partition_method if stage_map is None else "stage_map"
         self._require_stages()
@@ -332,7 +334,6 @@ class PipelineModule(nn.Module):
         self.shards = Shards.over(self.groups.tensor_parallel) if shard_transfers else None
         self.split = split
         self.device = torch.device(get_accelerator().current_device_name())
-        self.seed_layers, self.base_seed, self.seed_fn = seed_layers, base_seed, seed_fn
         self.weights_changed: Callable[[], None] | None = None
         self.proof: str | None = None  # what the layout was proved by, for the header of a run
         self._load_layer = load_layer
@@ -345,7 +346,7 @@ class PipelineModule(nn.Module):
         tied_modules: dict[str, nn.Module] = {}
         with outside_of_init():
             stages = {
-                stage: [(index, self._build(index, tied_modules)) for index in self.stage_map.layers(stage)]
+                stage: [(index, self._built(index, tied_modules)) for index in self.stage_map.layers(stage)]
                 for stage in self.stage_map.stages_of(self.groups.pp_rank)
             }
         chunks = Chunks(
@@ -358,6 +359,7 @@ class PipelineModule(nn.Module):
                 layer_names=check_recompute("layer_names", checkpointable_layers),
                 function=check_recompute("function", activation_checkpoint_func),
                 model_name=type(self).__name__,
+                choose=asked(self, PipelineModule, "_is_checkpointable"),
             ),
             reseed=self._reseed,
         )
@@ -374,23 +376,27 @@ class PipelineModule(nn.Module):
     micro_offset = property(lambda self: self.chunks.forwards)
     curr_layer = property(lambda self: self.chunks.running)
 
-    def _method_of_subclass(self, method: str | Sequence[int], *, several: bool) -> str | Sequence[int]:
-        """The cut of a subclass that overrides stock's ``_partition_layers``, as layers of each stage.
+    def _method_of_program(self, method: str | Sequence[int], *, several: bool) -> str | Sequence[int]:
+        """The cut of a program that changes stock's ``_partition_layers``, as layers of each stage.
 
         Stock calls it in its constructor; it leaves the first layer of every stage, and the number of layers,
         in ``parts`` (deepspeed/runtime/pipe/module.py).
         """
-        self._note_ranks()
-        kind = next(kind for kind in type(self).mro() if "_partition_layers" in vars(kind))
-        if kind is PipelineModule:
-            return method
+        cut = asked(self, PipelineModule, "_partition_layers")
+        found = asked(self, PipelineModule, "_find_layer_type")
         where = f"{type(self).__name__}._partition_layers({method!r})"
-        if several:
+        if cut is not None and several:
             fix = "use one chunk, or give partition_method a list of the layers of every virtual stage"
             raise LayoutError(where, "it cuts stages, and with chunks each rank has several", fix)
         self.parts: list[int] = []
-        self._partition_layers(method=method)
-        if not self.parts:  # it has called this class's own
+        if cut is not None:
+            with outside_of_init():  # it may build layers, to count
+                cut(method=method)
+        elif found is not None and isinstance(method, str) and method.lower().startswith("type:"):
+            marked = set(found(method.split(":")[1]))
+            weights = [int(index in marked) for index in range(self._num_layers)]
+            self.parts = list(balanced(weights, self.num_stages))
+        if not self.parts:
             return method
         sizes = [int(stop) - int(start) for start, stop in pairwise(self.parts)]
         if len(sizes) != self.num_stages or sum(sizes) != self._num_layers or self.parts[0]:
@@ -403,15 +409,45 @@ class PipelineModule(nn.Module):
         return sizes
 
     def _partition_layers(self, method: str | Sequence[int] = "uniform") -> None:
-        """Leave the cut to ``partition_method``; a subclass may override it as stock's."""
+        """Cut as ``partition_method`` says, into ``parts``; a subclass may override it as stock's."""
+        count = asked(self, PipelineModule, "_count_layer_params") or self._count_layer_params
+        stages = cut_layers(self.layer_specs, method, self.num_stages, 1, self.program.placement, count=count)
+        self.parts = list(stages.bounds)
+        self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
 
     def _set_bounds(self, start: int | None = None, stop: int | None = None) -> None:
         """Stock's, which a subclass calls with this rank's part of ``parts``."""
         self._local_start, self._local_stop = start or 0, self._num_layers if stop is None else stop
 
-    def _note_ranks(self) -> None:
+    def _count_layer_params(self) -> list[int]:
+        """Trainable elements of each layer, as stock counts them; a program may count otherwise.
+
+        A layer is built for real, which advances the random generators as in stock DeepSpeed; with
+        ``seed_layers`` nothing is allocated.
+        """
+        return [_count_parameters(layer, not self.seed_layers) for layer in self._layer_specs]
+
+    def _find_layer_type(self, layername: str) -> list[int]:
+        """Indices of the layers whose name matches, as for ``type:``; a program may find others."""
+        found = matches(f"type:{layername}", [layer_name(layer) for layer in self._layer_specs])
+        return [index for index, here in enumerate(found) if here]
+
+    def _is_checkpointable(self, funcs: Sequence[Callable[..., Any]]) -> bool:
+        """Whether this run of layers is recomputed; a program may choose otherwise."""
+        return replace(self.chunks.recompute, choose=None).applies(funcs)
+
+    def _note_arguments(
+        self,
+        loss_fn: Loss | None,
+        *,
+        seed_layers: bool,
+        seed_fn: Callable[[int], None] | None,
+        base_seed: int,
+    ) -> None:
         """Set what stock DeepSpeed's constructor knows before it cuts."""
         mesh = self.groups.mesh
+        self.loss_fn = loss_fn
+        self.seed_layers, self.base_seed, self.seed_fn = seed_layers, base_seed, seed_fn
         self.global_rank, self.world_size = self.groups.rank, mesh.size
         self.local_rank = int(comm.get_local_rank()) if comm.is_initialized() else 0
         self.world_group = dist.group.WORLD
@@ -610,7 +646,7 @@ class PipelineModule(nn.Module):
         if self.seed_layers:
             (self.seed_fn or set_random_seed)(self.base_seed * (forwards + 1) + index)
 
-    def _build(self, index: int, tied_modules: dict[str, nn.Module]) -> Callable[..., Any]:
+    def _built(self, index: int, tied_modules: dict[str, nn.Module]) -> Callable[..., Any]:
         """Layer ``index`` as something to call; tied modules are built once per rank."""
         spec = self.layer_specs[index]
         if self.seed_layers:

@@ -13,7 +13,7 @@ from deepspeed.runtime.pipe import engine as stock
 from dsx.engine import stock_module
 from dsx.engine.pipeline_module import PipelineModule
 from dsx.engine.zero.held import adopt_weights
-from dsx.errors import ModelError
+from dsx.errors import ModelError, UnavailableError
 from dsx.parallel.groups import Groups
 from dsx.parallel.mesh import AXES
 
@@ -152,7 +152,7 @@ class EngineNames:
 
     def has(self, name: str) -> bool:
         """Whether ``name`` is looked up here."""
-        if name.startswith("_") or name in ("has", "begin_step", "end_step"):
+        if name.startswith("_") or name in ("has", "assign", "begin_step", "end_step"):
             return name == "_reentrant_activation_checkpointing"
         return name in NOT_HERE or name in vars(self) or hasattr(type(self), name)
 
@@ -160,6 +160,16 @@ class EngineNames:
         if name in NOT_HERE:
             raise stock_module.unavailable("PipelineEngine", name, NOT_HERE[name])
         raise AttributeError(name)
+
+    def assign(self, name: str, value: Any) -> None:
+        """Set one of these names. Raises UnavailableError for what can only be read."""
+        if name in NOT_HERE:
+            raise stock_module.unavailable("PipelineEngine", name, NOT_HERE[name])
+        try:
+            setattr(self, name, value)
+        except AttributeError:
+            what = "it is settled when the engine is made"
+            raise UnavailableError(f"engine.{name} = ...", what, "give it to dsx.initialize") from None
 
     def begin_step(self) -> None:
         """Before the first micro-batch of a training step."""
@@ -270,8 +280,12 @@ class EngineNames:
         return self._sums[0].clone() if self._trained else None
 
     # Names that only say where something of dsx's is.
-    batch_fn = property(lambda self: self._engine.batch_function)
-    data_iterator = property(lambda self: self._engine.data_source)
+    batch_fn = property(
+        lambda self: self._engine.batch_function, lambda self, function: self._engine.set_batch_fn(function)
+    )
+    data_iterator = property(
+        lambda self: self._engine.data_source, lambda self, source: self._engine.set_dataiterator(source)
+    )
     dynamic_shape = property(lambda self: self._engine.pipeline.dynamic_shape)
     global_rank = property(lambda self: self._engine.groups.rank)
     micro_batch_size = property(lambda self: int(self._engine.train_micro_batch_size_per_gpu()))

@@ -1,27 +1,42 @@
-"""What PipelineModule keeps for stock DeepSpeed's sake: a file per layer, and names that it explains.
+"""What PipelineModule keeps for stock DeepSpeed's sake: a file per layer, names that it explains, and hooks.
 
 Names and contents of the files are those of deepspeed/runtime/pipe/module.py (save_state_dict,
 load_state_dir): ``layer_LL[-model_TT]-model_states.pt`` with the layer's state_dict. Checkpoints of a run,
 with its optimizer and in any layout, are the engine's (:meth:`dsx.PipelineEngine.save_checkpoint`).
+
+Programs change stock's pipeline in subclasses, or by assigning to its classes. A method that dsx asks too is
+taken from there. Any other change would be lost in silence, since dsx has a pipeline of its own, and is
+refused by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any, Protocol
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe import engine as stock_pipe_engine
+from deepspeed.runtime.pipe import module as stock_pipe
+from deepspeed.runtime.pipe import p2p, topology
+from deepspeed.runtime.pipe import schedule as stock_schedule
 from torch import nn
 
 from dsx.checkpoint import store
 from dsx.engine.chunks import Chunks, Tie, TiedUse
 from dsx.errors import CheckpointError, ConfigError, ModelError, UnavailableError
 from dsx.parallel.groups import Grid, Groups
+from dsx.schedules.builders import one_f_one_b
+from dsx.schedules.schedule import Op
 
 
 class HasLayers(Protocol):
@@ -222,3 +237,173 @@ def check_recompute(field: str, value: Any) -> Any:
             )
         return list(value)
     return value
+
+
+TAKEN = ("_partition_layers", "_count_layer_params", "_find_layer_type", "_is_checkpointable")
+"""Methods of PipelineModule that are asked wherever they are changed."""
+
+_OF_SUBCLASSES = {
+    *TAKEN, "allreduce_tied_weight_gradients", "ckpt_layer_path", "ckpt_layer_path_list", "ckpt_prefix",
+    "compile", "get_additional_losses", "num_pipeline_stages", "partitions", "set_checkpoint_interval",
+    "topology",
+}  # fmt: skip
+"""What a subclass may override besides: dsx calls them too, or in stock only programs do."""
+
+_PASSED_BY = (
+    "forward", "backward", "allreduce_gradients", "allreduce_bucket", "allreduce_and_copy",
+    "allreduce_no_retain", "buffered_allreduce_fallback", "_get_gradients_for_reduction",
+    "_reduce_non_expert_gradients",
+    "_scale_loss_by_gas", "_backward_prologue_per_tensor", "is_gradient_accumulation_boundary",
+    "save_checkpoint", "_save_checkpoint", "load_checkpoint", "_load_checkpoint",
+)  # fmt: skip
+"""Methods of DeepSpeedEngine that stock pipelines call, and dsx's do not."""
+
+ENGINE_HOOKS = frozenset(
+    name
+    for name in vars(stock_pipe_engine.PipelineEngine)
+    if name.startswith("_") and not name.startswith("__")
+) - {"_reentrant_activation_checkpointing"}
+"""Private names of stock's PipelineEngine, which runs its instructions with them."""
+
+_FIX = (
+    "dsx runs pipelines by schedules of its own, which never call it: take the change out (docs/guides/"
+    "dropin.md says what is taken, and what to use), or train this program with stock DeepSpeed"
+)
+_OURS = tuple(str(Path(package.__file__ or "").parent) for package in (deepspeed, torch))
+
+
+def no_hook(owner: str, name: str) -> UnavailableError:
+    """The error for a private name of stock's engine."""
+    return UnavailableError(f"{owner}.{name}", "it is a hook of stock DeepSpeed's pipeline", _FIX)
+
+
+class NoHook:
+    """A class attribute that stock's class has: reading it raises."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, _instance: Any, owner: type) -> Any:
+        raise no_hook(owner.__name__, self._name)
+
+
+def require_kept(kind: type, base: type, stock: type, taken: Sequence[str] | set[str]) -> None:
+    """Refuse a subclass of dsx's that overrides what only stock DeepSpeed calls.
+
+    Args:
+        kind: The subclass.
+        base: dsx's class.
+        stock: Stock DeepSpeed's class of the same name.
+        taken: Names that may be overridden; names with two underscores always may.
+
+    Raises:
+        ModelError: It overrides another name of ``stock``.
+    """
+    for each in kind.mro()[: kind.mro().index(base)]:
+        for name in vars(each):
+            if not name.startswith("__") and name in vars(stock) and name not in taken:
+                raise ModelError(
+                    f"{each.__name__}.{name}", f"it overrides stock DeepSpeed's {stock.__name__}", _FIX
+                )
+
+
+def require_layers_unpatched(kind: type, base: type) -> None:
+    """Refuse what a program has changed of stock's PipelineModule, or overrides, and dsx never asks."""
+    require_kept(kind, base, stock_pipe.PipelineModule, _OF_SUBCLASSES)
+    changes = [name for name in _changed(stock_pipe.PipelineModule) if name not in TAKEN]
+    _refuse("deepspeed.pipe.PipelineModule", changes)
+
+
+def require_engine_unpatched(num_stages: int, stage_id: int, micro_batches: int) -> None:
+    """Refuse what a program has changed of how stock's engine runs a step.
+
+    Patched schedules pass if they compute in stock's order: when transfers and data are due is dsx's own.
+
+    Args:
+        num_stages: Pipeline degree.
+        stage_id: This rank's pipeline coordinate.
+        micro_batches: Micro-batches per step.
+
+    Raises:
+        ModelError: Names the class or module, and what has been assigned to it.
+    """
+    _refuse("deepspeed.runtime.pipe.engine.PipelineEngine", _changed(stock_pipe_engine.PipelineEngine))
+    table = stock_pipe_engine.PipelineEngine._INSTRUCTION_MAP  # noqa: SLF001
+    entries = [key.__name__ for key, value in table.items() if not _is_stock(value, "PipelineEngine._exec_")]
+    _refuse("deepspeed.runtime.pipe.engine.PipelineEngine._INSTRUCTION_MAP", entries)
+    _refuse("deepspeed.DeepSpeedEngine", [n for n in _changed(DeepSpeedEngine) if n in _PASSED_BY])
+    _refuse("deepspeed.runtime.pipe.topology.PipelineParallelGrid", _changed(topology.PipelineParallelGrid))
+    _refuse("deepspeed.runtime.pipe.p2p", _changed(p2p))
+    for kind, expected in (
+        (stock_schedule.TrainSchedule, lambda: _one_f_one_b(num_stages, stage_id, micro_batches)),
+        (stock_schedule.InferenceSchedule, lambda: ["ForwardPass"] * micro_batches),
+    ):
+        changes = _changed(kind)
+        if changes and _computes(kind(micro_batches, num_stages, stage_id)) != expected():
+            _refuse(f"deepspeed.runtime.pipe.schedule.{kind.__name__}", changes)
+
+
+def clips_by_itself() -> bool:
+    """Whether a program has given DeepSpeedEngine a ``clip_fp32_gradients`` of its own."""
+    return "clip_fp32_gradients" in _changed(DeepSpeedEngine)
+
+
+def asked(model: Any, base: type, name: str) -> Callable[..., Any] | None:
+    """A method of stock's that a program has changed, bound to ``model``; None if it is stock's own rule.
+
+    Args:
+        model: A dsx.PipelineModule.
+        base: dsx's class, whose own method is stock's rule.
+        name: One of :data:`TAKEN`.
+    """
+    if getattr(type(model), name) is not vars(base)[name]:
+        bound: Callable[..., Any] = getattr(model, name)
+        return bound
+    if name in _changed(stock_pipe.PipelineModule):
+        return partial(vars(stock_pipe.PipelineModule)[name], model)
+    return None
+
+
+def _refuse(where: str, names: Sequence[str]) -> None:
+    if names:
+        raise ModelError(where, f"this program has changed {', '.join(sorted(names))}", _FIX)
+
+
+def _changed(owner: type | ModuleType) -> list[str]:
+    """Names of a class or module of stock's under which there is a function that is not stock's."""
+    prefix = f"{owner.__name__}." if isinstance(owner, type) else ""
+    return [name for name, value in _functions(owner) if not _is_stock(value, prefix)]
+
+
+def _functions(owner: type | ModuleType) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(owner).items():
+        each = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+        each = each.fget if isinstance(each, property) else each
+        if callable(each) and not inspect.isclass(each):
+            yield name, each
+
+
+def _is_stock(value: Any, prefix: str) -> bool:
+    """Whether a function's code is DeepSpeed's or torch's, under its own name unless it is decorated."""
+    if not isinstance(value, FunctionType) or not value.__code__.co_filename.startswith(_OURS):
+        return False
+    return value.__qualname__.startswith(prefix) or "<locals>" in value.__qualname__
+
+
+class _Schedule(Protocol):
+    """A schedule of stock's, as one rank runs it."""
+
+    def steps(self) -> Iterator[list[Any]]:
+        """Instructions, step by step."""
+
+
+def _computes(schedule: _Schedule) -> list[str]:
+    """The instructions of a rank that compute, in order, and any that is not stock's."""
+    names = [type(each) for instructions in schedule.steps() for each in instructions]
+    known = vars(stock_schedule).values()
+    return [n.__name__ for n in names if n not in known or n.__name__ in ("ForwardPass", "BackwardPass")]
+
+
+def _one_f_one_b(num_stages: int, stage_id: int, micro_batches: int) -> list[str]:
+    row = one_f_one_b(num_stages, 1, micro_batches).rows[stage_id]
+    return ["ForwardPass" if action.op is Op.FORWARD else "BackwardPass" for action in row]

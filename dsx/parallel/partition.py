@@ -117,7 +117,7 @@ def _weights(
     method: str, parameters: Sequence[int], costs: Sequence[float] | None, names: Sequence[str]
 ) -> Sequence[float]:
     if method.startswith("type:"):
-        return _matches(method, names)
+        return matches(method, names)
     if method in ("time", "profile"):
         raise LayoutError(
             f"partition method {method!r}",
@@ -147,7 +147,8 @@ def _weights(
     return weights
 
 
-def _matches(method: str, names: Sequence[str]) -> list[int]:
+def matches(method: str, names: Sequence[str]) -> list[int]:
+    """1 for each layer whose name ``type:<regex>`` finds, else 0. Raises LayoutError if it finds none."""
     pattern = method.removeprefix("type:")
     try:
         regex = re.compile(pattern, re.IGNORECASE)

@@ -22,8 +22,10 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from dsx.config.deepspeed import zero_stage
 from dsx.config.load import content_of
 from dsx.config.run import RunConfig
+from dsx.engine.notes import keep_proof_of
 from dsx.engine.zero.building import without_a_trace
 from dsx.errors import ConfigError, DsxError, LayoutError
 from dsx.launch.processes import agree
@@ -121,7 +123,8 @@ def prove_layers(
     """Prove a pipeline of layers of one's own. A collective call over all ranks, before it is built.
 
     The layers take one step as a :class:`dsx.PipelineModule` under the config's ZeRO stage, and are called in
-    order in one process beside it, both in fp32. Nothing is kept.
+    order in one process beside it, both in fp32. :func:`dsx.initialize` then knows layers of these kinds, in
+    this layout, as proved.
 
     Args:
         make: Returns a dict of PipelineModule's arguments (``layers``, ``loss_fn``, ``num_stages`` ...) and
@@ -153,6 +156,8 @@ def prove_layers(
     found = _compared(job, groups, where, lambda: user_plan(job, user_model(make)))
     if isinstance(found, ParityFinding):
         raise _refusal(where, found, "the layers do not train here as in one process", _OUT_OF_LAYERS)
+    if groups.rank == 0 and not found.why_not:
+        keep_proof_of(user_model(make).arguments["layers"], mesh, zero_stage(content))
     return replace(found, seconds=time.perf_counter() - began)
 
 

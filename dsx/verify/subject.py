@@ -284,6 +284,7 @@ def _user(job: VerifyJob, model: UserModel | None, groups: Groups, clipping: flo
     config = {**content, **job.batch().keys(), "gradient_clipping": clipping, "steps_per_print": None}
     if not job.stock:
         pipeline = PipelineModule(**{**model.arguments, "groups": groups, "config": config})
+        pipeline.proof = "under way"
         parameters = dict(pipeline.chunks.named_parameters())
         return _ours(pipeline, config, parameters, _prepare(parameters, groups, fresh=True))
     from deepspeed.pipe import PipelineModule as StockModule

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -294,11 +297,14 @@ class OffOnOneRank(nn.Module):
         return hidden + 0.01 * torch.distributed.get_rank() * hidden.square(), mask
 
 
-def _layers(_rank: int, _world_size: int, broken: bool) -> str:
+def _layers(_rank: int, _world_size: int, broken: bool, home: str) -> tuple[str, list[str]]:
+    """The words of the proof, and what initialize then says at ZeRO-1, which was proved, and without ZeRO."""
     import dsx
 
+    os.environ["HOME"] = home
     config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
-    config |= {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "zero_optimization": {"stage": 1}}
+    config |= {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}
+    proved: dict[str, Any] = config | {"zero_optimization": {"stage": 1}}
 
     def make() -> dict[str, Any]:
         given = user_pipeline.make_model()
@@ -308,14 +314,24 @@ def _layers(_rank: int, _world_size: int, broken: bool) -> str:
             else given
         )
 
-    return dsx.prove(make, config).words
+    words, said = dsx.prove(make, proved).words, []
+    for each in (proved, config):
+        module = dsx.PipelineModule(**{name: value for name, value in make().items() if name != "batch"})
+        with redirect_stdout(StringIO()) as out:
+            dsx.initialize(model=module, config=each)
+        said.append(out.getvalue())
+    return words, said
 
 
-def test_layers_of_ones_own_are_proved() -> None:
-    for words in ranks.run(_layers, 2, False, proved=True):
+def test_layers_of_ones_own_are_proved_or_said_to_be_unproved(tmp_path: Path) -> None:
+    home = str(tmp_path)
+    for rank, (words, (proved, unproved)) in enumerate(ranks.run(_layers, 2, False, home, proved=True)):
         assert words.startswith("pipeline 2 as one process: loss ")
+        assert "dsx:" not in proved
+        assert ("not proved to train over tensor 1 x pipeline 2 x data 1" in unproved) is (rank == 0)
+        assert ("gradient_clipping = 1 holds for the norm of the whole model" in unproved) is (rank == 0)
     with pytest.raises(ranks.RankError) as failed:
-        ranks.run(_layers, 2, True, proved=True)
+        ranks.run(_layers, 2, True, home, proved=True)
     assert "the layers over pipeline 2: the layers do not train here as in one process" in str(
         failed.value.error
     )

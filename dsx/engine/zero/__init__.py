@@ -205,10 +205,13 @@ def _reduction(
         owned = {id(p) for g in (optimizer.bit16_groups if partitioned else optimizer.bf16_groups) for p in g}
         parameters = {name: p for name, p in parameters.items() if id(p) in owned}
     engine.enable_backward_allreduce = False
-    wire_dtype = {
-        p: optimizer.get_param_comm_dtype(p) if partitioned else engine.communication_data_type
-        for p in parameters.values()
-    }
+
+    def wire_dtype(parameter: nn.Parameter) -> torch.dtype:  # a program may assign the engine's later
+        dtype: torch.dtype = (
+            optimizer.get_param_comm_dtype(parameter) if partitioned else engine.communication_data_type
+        )
+        return dtype
+
     transport = GradientTransport(
         store,
         names={parameter: name for name, parameter in parameters.items()},
@@ -222,6 +225,6 @@ def _reduction(
         transport,
         sizes={parameter: parameter.numel() for parameter in parameters.values()},
         uses=uses,
-        kinds=wire_dtype,
+        kinds={parameter: wire_dtype(parameter) for parameter in parameters.values()},
         bucket_elements=engine.zero_reduce_bucket_size(),
     )

@@ -96,7 +96,7 @@ class PartitionedGradients:
 class PartitionedAdapter:
     """Sums tied gradients at the beginning of a step, and replaces the optimizer's norm by dsx's.
 
-    Tied weights sit in parameter groups of their own (:func:`dsx.engine.initialize.split_tied`), so
+    Tied weights sit in parameter groups of their own (:func:`dsx.engine.optimizers.split_tied`), so
     that their interval of the gradient is the same on every pipeline rank that holds a copy.
 
     Raises:

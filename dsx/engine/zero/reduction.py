@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -119,7 +119,7 @@ class GradientTransport:
         names: Mapping[nn.Parameter, str],
         group: dist.ProcessGroup,
         scale: Scale,
-        wire_dtype: Mapping[nn.Parameter, torch.dtype],
+        wire_dtype: Callable[[nn.Parameter], torch.dtype],
     ) -> None:
         self._store, self._names, self._group, self._scale = store, names, group, scale
         self._wire_dtype = wire_dtype
@@ -132,7 +132,7 @@ class GradientTransport:
     def send(self, pieces: Sequence[GradientPiece[nn.Parameter]]) -> _Bucket:
         """Send a flat copy of a bucket; a single gradient that needs no sum is sent itself."""
         first = pieces[0].parameter
-        dtype = self._wire_dtype[first]
+        dtype = self._wire_dtype(first)
         if self.alone:
             gradient = self._store.take(first)
             if gradient is None:

@@ -69,6 +69,8 @@ class ReplicatedAdapter:
         self._wrapped = hasattr(engine.optimizer, "unscale_and_clip_grads")
         # FP16 optimizers around the user's have a part in each backward.
         self.reduced_here = reduction.by_dsx and not self._wrapped
+        if engine.optimizer is None:  # for evaluations alone, or to come later
+            return
         if not self._wrapped:
             self._let_refuse(engine.optimizer)
         else:

@@ -1,0 +1,55 @@
+"""What ``dsx.initialize`` says once, on the first rank's console, of layers of the caller's own."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dsx.config.deepspeed import precision
+from dsx.config.run import RunConfig
+from dsx.engine.pipeline_module import PipelineModule
+from dsx.engine.settings import Settings
+from dsx.engine.stock_module import clips_by_itself
+from dsx.memory.records import code_version, keep
+from dsx.parallel.mesh import Mesh
+
+
+def say(model: PipelineModule, settings: Settings, run: RunConfig | None) -> None:
+    """Say that the layout is unproved, and where the losses differ from stock DeepSpeed's on purpose.
+
+    Args:
+        model: The pipeline, without a proof.
+        settings: The config.
+        run: The resolved config, if there is one: such programs have not come from stock.
+    """
+    mesh, off = model.groups.mesh, run is not None and run.dsx.proof == "off"
+    if mesh.size > 1 and not off and not _place(model.layer_specs, mesh, settings.zero_stage).exists():
+        sys.stdout.write(
+            f"dsx: these layers are not proved to train over {mesh.words} as in one process; prove a small "
+            "model of them before yours is built: dsx.prove(make_layers, config) (docs/guides/checking.md)\n"
+        )
+    plain = settings.zero_stage == 0 and precision(settings.deepspeed) == "fp32"
+    if run is None and plain and settings.clipping > 0 and mesh.pp > 1 and not clips_by_itself():
+        sys.stdout.write(
+            f"dsx: gradient_clipping = {settings.clipping:g} holds for the norm of the whole model; stock "
+            "DeepSpeed in fp32 without ZeRO takes the first stage's, so that losses differ once it clips\n"
+        )
+    sys.stdout.flush()
+
+
+def keep_proof_of(layers: Sequence[Any], mesh: Mesh, zero_stage: int) -> None:
+    """Remember that layers of these kinds were proved in this layout (:func:`dsx.prove`)."""
+    keep(_place(layers, mesh, zero_stage), mesh.words)
+
+
+def _place(layers: Sequence[Any], mesh: Mesh, zero_stage: int) -> Path:
+    """By kinds of layers: a small model has fewer of them than the program's."""
+    kinds = [getattr(layer, "typename", layer) for layer in layers]
+    named = [getattr(kind, "__qualname__", type(kind).__qualname__) for kind in kinds]
+    said = repr((sorted(set(named)), mesh.axes, zero_stage))
+    version = code_version("**/*.py", "**/*.toml")
+    name = f"layers-{hashlib.sha256(said.encode()).hexdigest()[:32]}"
+    return Path.home() / ".cache" / "dsx" / "proofs" / version / name
