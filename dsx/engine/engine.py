@@ -203,8 +203,7 @@ class PipelineEngine:
 
     def __init_subclass__(cls) -> None:
         """Refuse a subclass that overrides hooks of stock's. Raises ModelError."""
-        taken = set(vars(PipelineEngine)) - ENGINE_HOOKS
-        require_kept(cls, PipelineEngine, stock.PipelineEngine, taken)
+        _require_hooks_kept(cls)
 
     def __getattr__(self, name: str) -> Any:
         """Any other name is one of stock PipelineEngine's, or of the DeepSpeedEngine's."""
@@ -588,6 +587,7 @@ class PipelineEngine:
         if self.deepspeed_engine.optimizer is None:
             fix = 'add "optimizer" to the config, or give dsx.initialize one'
             raise ModelError("train_batch", "the engine has no optimizer", fix)
+        _require_hooks_kept(type(self))
         require_engine_unpatched(self.num_stages, self.stage_id, self.micro_batches)
         self._looked_at = True
 
@@ -668,6 +668,11 @@ class PipelineEngine:
         engine = self.deepspeed_engine
         if engine.monitor.enabled and self.groups.rank == 0:
             engine.monitor.write_events([(f"Train/Samples/{name}", loss.item(), engine.global_samples)])
+
+
+def _require_hooks_kept(kind: type) -> None:
+    """Refuse hooks of stock's engine in dsx's, or a subclass of it. Raises ModelError."""
+    require_kept(kind, PipelineEngine, stock.PipelineEngine, set(vars(PipelineEngine)) - ENGINE_HOOKS)
 
 
 def _require_iterator(data: Any) -> None:

@@ -27,9 +27,10 @@ def say(model: PipelineModule, settings: Settings, run: RunConfig | None) -> Non
     """
     mesh, off = model.groups.mesh, run is not None and run.dsx.proof == "off"
     if mesh.size > 1 and not off and not _place(model.layer_specs, mesh, settings.zero_stage).exists():
+        how = "a small model of them" if mesh.tp == 1 else "them without tensor parallelism, to compare with,"
         sys.stdout.write(
-            f"dsx: these layers are not proved to train over {mesh.words} as in one process; prove a small "
-            "model of them before yours is built: dsx.prove(make_layers, config) (docs/guides/checking.md)\n"
+            f"dsx: these layers are not proved to train over {mesh.words} as in one process; prove {how} "
+            "before yours are built: dsx.prove(make_layers, config) (docs/guides/checking.md)\n"
         )
     plain = settings.zero_stage == 0 and precision(settings.deepspeed) == "fp32"
     if run is None and plain and settings.clipping > 0 and mesh.pp > 1 and not clips_by_itself():

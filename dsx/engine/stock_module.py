@@ -288,7 +288,7 @@ class NoHook:
 
 
 def require_kept(kind: type, base: type, stock: type, taken: Sequence[str] | set[str]) -> None:
-    """Refuse a subclass of dsx's that overrides what only stock DeepSpeed calls.
+    """Refuse a subclass of dsx's that overrides what only stock DeepSpeed calls, or dsx's class patched so.
 
     Args:
         kind: The subclass.
@@ -299,12 +299,13 @@ def require_kept(kind: type, base: type, stock: type, taken: Sequence[str] | set
     Raises:
         ModelError: It overrides another name of ``stock``.
     """
-    for each in kind.mro()[: kind.mro().index(base)]:
-        for name in vars(each):
-            if not name.startswith("__") and name in vars(stock) and name not in taken:
-                raise ModelError(
-                    f"{each.__name__}.{name}", f"it overrides stock DeepSpeed's {stock.__name__}", _FIX
-                )
+    for each in kind.mro()[: kind.mro().index(base) + 1]:
+        for name, value in vars(each).items():
+            if name.startswith("__") or name not in vars(stock) or name in taken:
+                continue
+            if each is not base or (callable(value) and not _is_own(value, base)):
+                what = f"it overrides a method of stock DeepSpeed's {stock.__name__}"
+                raise ModelError(f"{each.__name__}.{name}", what, _FIX)
 
 
 def require_layers_unpatched(kind: type, base: type) -> None:
@@ -356,12 +357,17 @@ def asked(model: Any, base: type, name: str) -> Callable[..., Any] | None:
         base: dsx's class, whose own method is stock's rule.
         name: One of :data:`TAKEN`.
     """
-    if getattr(type(model), name) is not vars(base)[name]:
+    if not _is_own(getattr(type(model), name), base):
         bound: Callable[..., Any] = getattr(model, name)
         return bound
     if name in _changed(stock_pipe.PipelineModule):
         return partial(vars(stock_pipe.PipelineModule)[name], model)
     return None
+
+
+def _is_own(value: Any, base: type) -> bool:
+    """Whether a function was written where dsx's class was."""
+    return getattr(value, "__module__", None) == base.__module__
 
 
 def _refuse(where: str, names: Sequence[str]) -> None:

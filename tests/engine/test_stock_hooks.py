@@ -252,6 +252,21 @@ def test_layers_skipped_at_random_and_dicts_inside_of_a_stage() -> None:
         assert losses == pytest.approx(_alone(kinds), rel=1e-5)
 
 
+def test_what_is_assigned_to_dsx_s_own_classes_is_seen_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a program that has changed every import."""
+    kind, made = dsx.PipelineModule, object.__new__(dsx.PipelineModule)
+    assert [hooks.asked(made, kind, name) for name in hooks.TAKEN] == [None] * len(hooks.TAKEN)
+    for name in hooks.TAKEN:
+        monkeypatch.setattr(kind, name, _changed)
+        assert hooks.asked(made, kind, name) == getattr(made, name)
+    hooks.require_layers_unpatched(kind, kind)
+    for name in ("_build", "forward"):
+        monkeypatch.setattr(kind, name, _changed, raising=False)
+        with pytest.raises(ModelError, match=f"PipelineModule.{name}: it overrides"):
+            hooks.require_layers_unpatched(kind, kind)
+        monkeypatch.undo()
+
+
 def test_unavailable_hooks_are_attribute_errors() -> None:
     """So that ``hasattr`` and ``getattr`` with a default go on working."""
     assert not hasattr(dsx.PipelineEngine, "_INSTRUCTION_MAP")
