@@ -88,9 +88,16 @@ def test_what_needs_no_tensors_loads_nothing_heavy():
     assert loaded_after("\n".join(f"import {name}" for name in sorted(light))) == set()
 
 
-# Of dsx, by a recipe up to its first step; 136 on the day that this was written, and six more where layers
-# have to be recorded first.
-MOST_MODULES = 145
+# Of dsx, by a recipe up to its first step, without what records layers that no cache knows yet.
+MOST_MODULES = 146
+RECORDING = {
+    "hub",
+    "hub.anatomy",
+    "hub.values",
+    "memory.module_gathers",
+    "memory.paper.device",
+    "memory.recorder",
+}
 
 FIRST_STEP = """
 import os, runpy, sys
@@ -121,7 +128,7 @@ def test_a_training_run_loads_what_it_needs(tmp_path):
     )
     loaded = next(line for line in done.stdout.splitlines() if line.startswith("dsx ")).split()
     assert "dsx.engine.executor" in loaded
-    assert len(loaded) <= MOST_MODULES, loaded
+    assert len({*loaded} - {f"dsx.{name}" for name in RECORDING}) <= MOST_MODULES, loaded
     for idle in (
         "doctor",
         "planner.choose",
