@@ -26,7 +26,7 @@ from dsx.cli.options import (
     count,
     own_layers,
 )
-from dsx.cli.output import judging, say, write
+from dsx.cli.output import judging, say, style_of, write
 from dsx.errors import DsxError
 from dsx.terminal import aligned, amount
 
@@ -68,7 +68,7 @@ def plan(
     style: Annotated[Literal["table", "json"], FORMAT] = "table",
     output: Annotated[
         Path | None,
-        typer.Option("--output", metavar="FILE", help="File to write the best layout's config to."),
+        typer.Option("--output", metavar="FILE", help="File to write the best layout's config to: .json."),
     ] = None,
 ) -> None:
     """Find the layout that trains a model fastest.
@@ -87,6 +87,7 @@ def plan(
     from dsx.planner.inputs import Fixed, layout_config, plan_inputs, plan_search
     from dsx.waiting import Waiting
 
+    style_of(None, output, ("json",))
     fixed = Fixed(tensor=tensor, pipeline=pipeline, zero=zero, micro_batch=micro_batch, gpu_memory=gpu_memory)
     if layers is not None:
         given = {

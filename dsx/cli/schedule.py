@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
 from dsx.cli.options import OUTPUT, drawn
-from dsx.cli.output import deliver, judging, say, text_of, write
+from dsx.cli.output import deliver, judging, say, style_of, text_of, write
+from dsx.cli.picture import picture_of
 from dsx.errors import ConfigError, LayoutError, ScheduleError
 from dsx.planner.choose import Choice, Ranking, choose
 from dsx.planner.layout import Space
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
 
 _MOST_ROWS = 12
-_PICTURES = ("svg", "html")
+_Style = Literal["table", "csv", "json", "svg", "html", "png", "perfetto"]
+_PICTURES = ("svg", "html", "png")
 _GIB = 1 << 30
 _MOST_FORWARDS = 1 << 20
 _NO_GAIN = 0.0005
@@ -37,8 +39,12 @@ _EFFORT = 10.0
 
 
 def _ranked_text(
-    file: Path, sizes: tuple[int, int], space: Space, style: str, draw: Callable[[Schedule, Costs], str]
-) -> str:
+    file: Path,
+    sizes: tuple[int, int],
+    space: Space,
+    style: str,
+    draw: Callable[..., str | bytes],
+) -> str | bytes:
     """The ranking as a table or JSON; in other styles the chosen schedule, drawn with its measured costs.
 
     Raises:
@@ -174,6 +180,9 @@ def _search(
         }
         deliver(json.dumps(facts, indent=2) + "\n", output)
     elif style == "table":
+        if output is not None and output.suffix == ".txt":
+            deliver(_searched_table(searched, None), output)
+            return
         if output is not None:
             write(found.schedule.to_csv(), output)
         say(_searched_table(searched, output), end="")
@@ -313,12 +322,12 @@ def schedule(
         typer.Option(help="search: actions to time, in millions, of some seconds each. Default: 10.", min=0),
     ] = None,
     style: Annotated[
-        Literal["table", "csv", "json", "svg", "html", "perfetto"],
+        _Style | None,
         drawn(
-            "A drawing in text, the actions as torch writes them, everything as JSON, a picture, "
-            "a page, or a trace for ui.perfetto.dev (a forward takes 1 s)."
+            "A drawing in text, the actions as torch writes them, everything as JSON, a picture (PNG needs "
+            "matplotlib), a page, or a trace for ui.perfetto.dev (.perfetto.json; a forward takes 1 s)."
         ),
-    ] = "table",
+    ] = None,
     output: Annotated[Path | None, OUTPUT] = None,
 ) -> None:
     """Print, draw or search a pipeline schedule, with its bubble.
@@ -327,6 +336,9 @@ def schedule(
     The peak activations are printed, too. Exit code 1: there can be no such schedule, or the file's would not
     run.
     """
+    beside = name == "search" and output is not None and output.suffix == ".csv"  # the order, and a table
+    in_text = style in (None, "table")
+    kind = "table" if beside and in_text else style_of(style, output, get_args(_Style))
     searching = {"--times": times, "--most-live": most_live, "--effort": effort}
     building = {"--group-size": group_size, "--warmup": warmup}
     _check_size(name, stages, chunks, micro_batches)
@@ -338,7 +350,7 @@ def schedule(
             recompute=tuple(measured.layers),
             most_bytes=_cap(measured, sizes[0], activation_gib, most_live),
         )
-        _search(measured, sizes, space, int((_EFFORT if effort is None else effort) * 1e6), style, output)
+        _search(measured, sizes, space, int((_EFFORT if effort is None else effort) * 1e6), kind, output)
         return
     if name == "auto" or profile is not None or activation_gib is not None:
         file, sizes = _check_choice(name, profile, stages, micro_batches, wire)
@@ -349,9 +361,9 @@ def schedule(
             warmup_per_rank=warmup,
             most_bytes=None if activation_gib is None else int(activation_gib * _GIB),
         )
-        draw = partial(_render, style=style, unit="ms", to_file=output is not None)
+        draw = partial(_render, style=kind, unit="ms", to_file=output is not None)
         with judging(ScheduleError):
-            text = _ranked_text(file, sizes, space, style, draw)
+            text = _ranked_text(file, sizes, space, kind, draw)
         deliver(text, output)
         return
     costs = Costs(transfer_seconds=wire)
@@ -361,7 +373,7 @@ def schedule(
         else:
             options = Options(group_size=group_size, warmup_per_rank=warmup, costs=costs)
             built = _build(name, stages, chunks, micro_batches, options)
-    deliver(_render(built, costs, style, to_file=output is not None), output)
+    deliver(_render(built, costs, kind, to_file=output is not None), output)
 
 
 def _build(
@@ -385,7 +397,9 @@ def _read(path: Path, given: tuple[int | None, ...]) -> Schedule:
     return load(text, name=path.name)
 
 
-def _render(built: Schedule, costs: Costs, style: str, *, to_file: bool, unit: str = "forwards") -> str:
+def _render(
+    built: Schedule, costs: Costs, style: str, *, to_file: bool, unit: str = "forwards"
+) -> str | bytes:
     timeline = simulate(built, costs)
     if style == "csv":
         return built.to_csv()
@@ -395,11 +409,12 @@ def _render(built: Schedule, costs: Costs, style: str, *, to_file: bool, unit: s
         from dsx.schedules.timeline import chrome_trace
 
         return chrome_trace(built, {"simulated": timeline})
-    if style in ("svg", "html"):
+    if style in _PICTURES:
         from dsx.schedules import timeline as pictures
 
-        draw = pictures.svg if style == "svg" else pictures.html
-        return draw(built, timeline, unit=unit)
+        if style == "html":
+            return pictures.html(built, timeline, unit=unit)
+        return picture_of(pictures.svg(built, timeline, unit=unit), style)
     width = 110 if to_file else shutil.get_terminal_size(fallback=(110, 0)).columns
     return _table(built, timeline, width)
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from dsx.cli.options import FORMAT, OUTPUT
-from dsx.cli.output import deliver, say, say_json
+from dsx.cli.output import deliver, say, say_json, style_of
 from dsx.config.wording import suggest
 from dsx.errors import ConfigError
 
@@ -20,7 +20,7 @@ def env(
         Path | None,
         typer.Option("--hostfile", metavar="FILE", help="A DeepSpeed hostfile whose machines to ask."),
     ] = None,
-    style: Annotated[Literal["table", "json"], FORMAT] = "table",
+    style: Annotated[Literal["table", "json"] | None, FORMAT] = None,
     output: Annotated[Path | None, OUTPUT] = None,
 ) -> None:
     """Print what a bug report needs to say about this machine.
@@ -30,9 +30,10 @@ def env(
     from dsx.launch.entry import quiet
     from dsx.launch.environment import sections
 
+    kind = style_of(style, output, ("table", "json"))
     quiet()
     found = sections(hostfile)
-    if style == "json":
+    if kind == "json":
         deliver(json.dumps(found, indent=2) + "\n", output)
         return
     lines = []

@@ -151,7 +151,8 @@ def test_a_trace_stands_beside_the_estimate(dsx):
         (("--model", "gpt2", "--micro-batch", 0), 2, "greater than or equal to 1"),
         (("--model", "gpt2", "--set", "dsx.data.sequence_length=-5"), 2, "sequence_length"),
         (("--model", "gpt2", "--set", "optimizer.type=Shampoo"), 2, "Shampoo"),
-        (("--model", "gpt2", "--format", "svg"), 2, "a chart needs a file"),
+        (("--model", "gpt2", "--format", "png"), 2, "it needs a file"),
+        (("--model", "gpt2", "--output", "m.csv"), 2, "end it in .txt, .json, .svg, .html, .png or .pdf"),
         (("--model", "gpt2", "--format", "svg", "--output", "m.png"), 2, "ends in .svg"),
     ],
 )
