@@ -417,8 +417,8 @@ def not_utf8(path: Path) -> DataError | None:
 
 
 def not_csv(path: Path, error: csv.Error, lines: int) -> DataError:
-    """What to say of an error of :mod:`csv` after so many lines: it counts a line when it is read whole."""
-    number = lines if "end of data" in str(error) else lines + 1
+    """What to say of an error of :mod:`csv` after so many lines: it does not count one that is too long."""
+    number = lines + ("field limit" in str(error))
     what = f"cannot be read as CSV ({error}), line {number}"
     return DataError(str(path), what, "mend it, or write jsonl")
 
@@ -428,18 +428,19 @@ def _csv_fault(path: Path) -> DataError | None:
     fault = not_utf8(path)
     if fault is not None:
         return fault
-    columns = 0
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(file, strict=True)
-        try:
-            for cells in reader:
-                columns = columns or len(cells)
-                if len(cells) > columns:
-                    what = f"has {len(cells)} cells, the first line names {columns} columns"
-                    return DataError(str(path), f"cannot be read: line {reader.line_num} {what}", "mend it")
-        except csv.Error as error:
-            if "field limit" not in str(error):  # which pandas has not
-                return not_csv(path, error, reader.line_num)
+    for strict in (False, True):
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file, strict=strict)
+            try:
+                columns = 0
+                for cells in reader:
+                    columns = columns or len(cells)
+                    if len(cells) > columns:
+                        what = f"line {reader.line_num} has {len(cells)} cells, the first one {columns}"
+                        return DataError(str(path), f"cannot be read: {what}", "mend the line")
+            except csv.Error as error:
+                if "end of data" in str(error):  # pandas takes what else is said of quotes and lengths
+                    return not_csv(path, error, reader.line_num)
     return None
 
 

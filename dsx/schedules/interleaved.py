@@ -22,11 +22,11 @@ def check_numbers(name: str, num_ranks: int, num_chunks: int, num_micro_batches:
             raise ScheduleError(
                 f"schedule {name}, {what} = {number}", "it must be at least 1", "use 1 or more"
             )
-    forwards = num_ranks * num_chunks * num_micro_batches
+    forwards, sizes = num_ranks * num_chunks * num_micro_batches, numbers.items()
     if forwards > MOST_FORWARDS:
         raise ScheduleError(
             f"schedule {name}",
-            f"{' x '.join(f'{what} {number:,}' for what, number in numbers.items())} = {forwards:,} forwards, "
+            f"{' x '.join(f'{what} {number:,}' for what, number in sizes)} = {forwards:,} forwards, "
             f"and {MOST_FORWARDS:,} are the most",
             "use fewer",
         )

@@ -197,8 +197,9 @@ def test_files_that_are_broken(tmp_path: Path, name: str, content: bytes) -> Non
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"text,more\n" + b"a,b\n" * 3000 + b"a,b,c\na,b\n", "line 3002 has 3 cells, the first line names 2"),
+        (b"text,more\n" + b"a,b\n" * 3000 + b"a,b,c\na,b\n", "line 3002 has 3 cells, the first one 2"),
         (b'text\n"two\nlines"\n"open\n', "(unexpected end of data), line 4"),
+        (b'text\na\n"b"c\nd,e\n', "line 4 has 2 cells, the first one 1"),
         (b"text\na\n\xff\n", "byte 0xff), line 3"),
     ],
 )
