@@ -275,28 +275,32 @@ def _text(
     heading: Sequence[str], memory: RunMemory, traced: Mapping[int, int] | None, room: GpuMemory | None
 ) -> str:
     from dsx.memory.table import details, table
-    from dsx.terminal import unit_of
+    from dsx.terminal import columns, unit_of, wrapped
 
+    width = columns()
     highest = memory.highest
     peak = highest.estimate.peak
     name, unit = unit_of(memory.peak_bytes)
     when = f"{peak.name}{f' at {peak.where}' if peak.where else ''}"
     beyond = "what CUDA, NCCL and cuBLAS take outside of tensors, and the allocator's gaps"
     lines = [
-        *heading,
+        *(wrapped(line, width, indent="  ") for line in heading),
         "",
         f"{name} at each rank's peak",
-        table(memory, traced),
+        table(memory, traced, width=width),
         "",
         f"what pipeline rank {highest.pp_rank} holds then ({when}), {name}",
-        details(highest),
+        details(highest, width=width),
         "",
-        f"between steps: {highest.estimate.steady_bytes / unit:.2f} {name}. Not counted: {beyond}.",
+        wrapped(
+            f"between steps: {highest.estimate.steady_bytes / unit:.2f} {name}. Not counted: {beyond}.", width
+        ),
     ]
     fullest = max((role.estimate for role in memory.roles), key=lambda estimate: estimate.host_bytes)
     if fullest.host_bytes:
         largest = ", ".join(f"{label.name} {size / unit:.2f}" for label, size in fullest.host_lines[:4])
-        lines.append(f"on the host, a rank: up to {fullest.host_bytes / unit:.2f} {name} ({largest})")
+        said = f"on the host, a rank: up to {fullest.host_bytes / unit:.2f} {name} ({largest})"
+        lines.append(wrapped(said, width))
     if room is not None:
         left = (room.usable_bytes - memory.peak_bytes) / _GIB
         said = f"fits, {left:.2f} GiB left" if left >= 0 else f"does not fit, {-left:.2f} GiB too much"

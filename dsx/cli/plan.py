@@ -28,7 +28,7 @@ from dsx.cli.options import (
 )
 from dsx.cli.output import judging, say, style_of, write
 from dsx.errors import DsxError
-from dsx.terminal import aligned, amount
+from dsx.terminal import aligned, amount, columns, wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -228,8 +228,9 @@ def _text(inputs: PlanInputs | OwnInputs, found: Plan, measured: Calibration | N
     lines = [title]
     if measured is not None:
         lines.append(measured.text)
-    lines += ["", *_table(inputs, found), ""]
-    lines.append(f"best: {found.best[0].layout.label}")
+    table = ["", *_table(inputs, found), ""]
+    head = [wrapped(line, columns(), indent="  ") for line in lines]
+    lines = [f"best: {found.best[0].layout.label}"]
     parts = found.best[0].time.parts()
     shares = ((name, seconds / found.best[0].time.seconds) for name, seconds in parts.items())
     lines.append("its step: " + ", ".join(f"{name} {share:.1%}" for name, share in shares if share >= 0.001))
@@ -250,7 +251,7 @@ def _text(inputs: PlanInputs | OwnInputs, found: Plan, measured: Calibration | N
     lines.append(known + hint)
     if inputs.offloads:
         lines.append("offload: its memory counts, but what the host and the copies take of the time does not")
-    return "\n".join(lines)
+    return "\n".join([*head, *table, *(wrapped(line, columns(), indent="    ") for line in lines)])
 
 
 def _table(inputs: PlanInputs | OwnInputs, found: Plan) -> list[str]:
@@ -276,7 +277,7 @@ def _table(inputs: PlanInputs | OwnInputs, found: Plan) -> list[str]:
                 "" if place == 1 else reason(found, ranked),
             )
         )
-    return aligned(rows, left=(7, 8))
+    return aligned(rows, left=(7, 8), width=columns())
 
 
 def _error(found: Plan) -> float | None:

@@ -10,6 +10,7 @@ import typer
 from dsx.cli.options import FORMAT, OUTPUT, drawn
 from dsx.cli.output import deliver, say, say_json, style_of, text_of, write
 from dsx.cli.picture import as_file, picture_of
+from dsx.terminal import columns
 
 if TYPE_CHECKING:
     from dsx.schedules.trace import Comparison
@@ -107,4 +108,4 @@ def _render(comparison: Comparison, style: str) -> str | bytes:
         return picture_of(comparison_svg(comparison), style)
     from dsx.schedules.tables import facts_json, step_table
 
-    return facts_json(comparison) if style == "json" else step_table(comparison)
+    return facts_json(comparison) if style == "json" else step_table(comparison, width=columns())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
@@ -21,7 +20,7 @@ from dsx.planner.layout import Space
 from dsx.planner.profile import Profile
 from dsx.schedules.builders import NAMES, Options, build, default_chunks
 from dsx.schedules.simulate import Costs, Seconds, simulate
-from dsx.terminal import aligned, amount
+from dsx.terminal import NARROWEST, aligned, amount, columns, wrapped
 
 if TYPE_CHECKING:
     from dsx.planner.order_search import Searched
@@ -202,7 +201,7 @@ def _searched_table(searched: Searched, output: Path | None) -> str:
         longer = each.cut.step_seconds / found.step_seconds - 1
         above = ranking.reason(each) if ranking.most_bytes and each.peak_bytes > ranking.most_bytes else ""
         rows.append((each.label, *_figures(each), above or f"{longer:+.1%} step"))
-    lines = aligned(rows, left=(0, 4))
+    lines = aligned(rows, left=(0, 4), width=columns())
     if searched.gain < _NO_GAIN:
         lines.append(
             f"nothing is gained: {ranking.chosen.label} is within {searched.open_gain:.1%} of the bound"
@@ -215,7 +214,7 @@ def _searched_table(searched: Searched, output: Path | None) -> str:
     file = output or "FILE (--output FILE writes it)"
     lines.append(f"to run it: --set dsx.schedule.file={file} --set dsx.schedule.name=auto")
     lines.append(f"           --set dsx.partition.method=[{counts}]")
-    return "\n".join(lines) + "\n"
+    return "\n".join(wrapped(line, columns()) for line in lines) + "\n"
 
 
 def _in_milliseconds(costs: Costs) -> Costs:
@@ -232,16 +231,15 @@ def _auto_table(profile: Profile, ranking: Ranking) -> str:
     rows = [("", "step", "bubble", "activations", "layers per virtual stage")]
     rows.append((ranking.chosen.label, *_figures(ranking.chosen), _layers(ranking.chosen)))
     rows += [(c.label, *_figures(c), ranking.reason(c)) for c in ranking.next_best(_MOST_ROWS)]
-    lines = aligned(rows, left=(0, 4))
+    lines = aligned(rows, left=(0, 4), width=columns())
     left = len(ranking.others) - (len(rows) - 2)
     if left:
         lines.append(f"and {left} more (--format json)")
     conditions = profile.conditions
-    lines.append(
-        f"measured on {conditions.device}, {conditions.precision}, micro-batches of "
-        f"{conditions.micro_batch_size}"
-        + ("; transfers were not, and count as free" if profile.bytes_per_second is None else "")
-    )
+    said = f"measured on {conditions.device}, {conditions.precision}, micro-batches of "
+    said += f"{conditions.micro_batch_size}"
+    said += "; transfers were not, and count as free" if profile.bytes_per_second is None else ""
+    lines.append(wrapped(said, columns(), indent="  "))
     return "\n".join(lines) + "\n"
 
 
@@ -415,8 +413,7 @@ def _render(
         if style == "html":
             return pictures.html(built, timeline, unit=unit)
         return picture_of(pictures.svg(built, timeline, unit=unit), style)
-    width = 110 if to_file else shutil.get_terminal_size(fallback=(110, 0)).columns
-    return _table(built, timeline, width)
+    return _table(built, timeline, NARROWEST if to_file else columns())
 
 
 def _facts(built: Schedule, timeline: Timeline) -> dict[str, Any]:
@@ -441,8 +438,8 @@ def _table(built: Schedule, timeline: Timeline, width: int) -> str:
     peaks = ", ".join(map(str, facts["peak_activations"]))
     share = f", each of 1/{built.num_chunks} of a rank's layers" if built.num_chunks > 1 else ""
     lines = (
-        schedule_table(built, timeline, width=width, unit="forward"),
+        wrapped(schedule_table(built, timeline, width=width, unit="forward"), width),
         f"bubble: {facts['bubble_over_ideal']:.1%} of the ideal time",
-        f"peak activations per rank, in micro-batches{share}: {peaks}",
+        wrapped(f"peak activations per rank, in micro-batches{share}: {peaks}", width, indent="  "),
     )
     return "\n".join(lines) + "\n"

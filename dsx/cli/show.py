@@ -13,6 +13,7 @@ from dsx.cli.options import FORMAT, OUTPUT
 from dsx.cli.output import deliver, say, say_json, style_of
 from dsx.config.wording import suggest
 from dsx.errors import ConfigError
+from dsx.terminal import aligned, columns
 
 
 def env(
@@ -102,12 +103,10 @@ def presets(style: Annotated[Literal["table", "json"], FORMAT] = "table") -> Non
     if style == "json":
         say_json(rows)
         return
-    sizes = "{layers:>6} {hidden:>6} {heads:>5} {kv_heads:>8}"
-    layout = f"{{family:<8}} {{preset:<12}} {{parameters:>14}} {sizes}  {{about}}"
     titles = ("family", "preset", "parameters", "layers", "hidden", "heads", "kv_heads", "about")
-    say(layout.format_map({title: title for title in titles}))
-    for row in rows:
-        say(layout.format_map(row | {"parameters": f"{row['parameters']:,}"}))
+    cells = ([str(row[title]) for title in titles] for row in rows)
+    shown = [(family, name, f"{int(size):,}", *more) for family, name, size, *more in cells]
+    say("\n".join(aligned([titles, *shown], left=(0, 1, 7), width=columns(), names=2)))
 
 
 def schema(style: Annotated[Literal["table", "json"], FORMAT] = "json") -> None:
@@ -121,8 +120,7 @@ def schema(style: Annotated[Literal["table", "json"], FORMAT] = "json") -> None:
     if style == "json":
         say_json(found)
         return
-    for key, text in _keys(found, found, "dsx"):
-        say(f"{key:<36} {text}".rstrip())
+    say("\n".join(aligned(list(_keys(found, found, "dsx")), left=(0, 1), width=columns())))
 
 
 def _keys(root: Mapping[str, Any], part: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:

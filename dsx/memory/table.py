@@ -45,8 +45,11 @@ def by_category(phase: Phase) -> dict[str, int]:
     return held
 
 
-def table(memory: RunMemory, traced: Mapping[int, int] | None = None) -> str:
-    """Bytes at each pipeline rank's peak, by category; ``traced`` adds the traced peak of pipeline ranks."""
+def table(memory: RunMemory, traced: Mapping[int, int] | None = None, *, width: int = 0) -> str:
+    """Bytes at each pipeline rank's peak, by category; ``traced`` adds the traced peak of pipeline ranks.
+
+    Lines have at most ``width`` characters, unless it is 0.
+    """
     unit = unit_of(memory.peak_bytes)[1]
     titles = ["pipeline rank", *CATEGORIES, "peak", *(["traced"] if traced else []), "when"]
     rows = [titles]
@@ -62,7 +65,7 @@ def table(memory: RunMemory, traced: Mapping[int, int] | None = None) -> str:
                 f"{peak.name}{f', {peak.where}' if peak.where else ''}",
             ]
         )
-    lines = aligned(rows, left=(0, len(titles) - 1))
+    lines = aligned(rows, left=(0, len(titles) - 1), width=width)
     hidden = len(memory.roles) - len(rows) + 1
     if hidden:
         peaks = [role.estimate.peak.peak_bytes for role in memory.roles]
@@ -72,8 +75,8 @@ def table(memory: RunMemory, traced: Mapping[int, int] | None = None) -> str:
     return "\n".join(lines)
 
 
-def details(role: Role) -> str:
-    """The lines of a role's peak with formula and source, largest first."""
+def details(role: Role, *, width: int = 0) -> str:
+    """The lines of a role's peak with formula and source, largest first; ``width`` as in :func:`table`."""
     peak = role.estimate.peak
     unit = unit_of(peak.peak_bytes)[1]
     shown = [(label, size) for label, size in peak.lines if size >= _LEAST_SHARE * peak.peak_bytes]
@@ -84,7 +87,7 @@ def details(role: Role) -> str:
     ]
     if rest > 0:
         rows.append((f"{rest / unit:.2f}", "", "all smaller lines", "", ""))
-    return "\n".join(aligned(rows, left=range(1, 5)))
+    return "\n".join(aligned(rows, left=range(1, 5), width=width))
 
 
 def _listed(memory: RunMemory) -> list[Role]:
