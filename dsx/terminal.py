@@ -86,7 +86,7 @@ def unit_of(size_bytes: int) -> tuple[str, int]:
     >>> unit_of(3 << 30), unit_of(5 << 20)
     (('GiB', 1073741824), ('MiB', 1048576))
     """
-    return ("GiB", 1 << 30) if size_bytes >= 1 << 30 else ("MiB", 1 << 20)
+    return next(((name, unit) for name, unit in _UNITS[1:] if size_bytes >= unit), _UNITS[-1])
 
 
 NARROWEST = 80
@@ -126,20 +126,23 @@ def aligned(
     """
     listed = list(rows)
     widths = [max(map(len, column)) for column in zip(*listed, strict=True)]
+    lines = [line for row in listed for line in _lines(row, widths, left)]
+    if not width or all(len(line) <= width for line in lines):
+        return lines
     named = names if len(widths) > 1 + names and _total(widths[:names]) <= _NAME_SHARE * width else 0
     texts = [index for index in left if named <= index < len(widths)]
     least, room = list(widths), list(widths)
     for index in texts:
         least[index] = _least([row[index] for row in listed])
         room[index] = max(least[index], min(widths[index], _USUAL_TEXT))
-    while width and texts and _total(widths) > width:
+    while texts and _total(widths) > width:
         widest = max(texts, key=lambda index: widths[index] - least[index])
         if widths[widest] <= least[widest]:
             break
         widths[widest] -= 1
-    if width and _total(widths) > width and len(widths) > 1 + names:
+    if _total(widths) > width and len(widths) > 1 + names:
         return _panels(listed, left, width, room, names)
-    if width and _total(widths) > width and texts:
+    if _total(widths) > width and texts:
         longest = max(texts, key=lambda index: widths[index])
         widths[longest] = max(1, widths[longest] - (_total(widths) - width))
     return [line for row in listed for line in _lines(row, widths, left)]
