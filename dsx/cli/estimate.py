@@ -284,7 +284,7 @@ def _text(
     when = f"{peak.name}{f' at {peak.where}' if peak.where else ''}"
     beyond = "what CUDA, NCCL and cuBLAS take outside of tensors, and the allocator's gaps"
     lines = [
-        *(wrapped(line, width, indent="  ") for line in heading),
+        *heading,
         "",
         f"{name} at each rank's peak",
         table(memory, traced, width=width),

@@ -13,7 +13,7 @@ import typer
 from dsx.cli.options import FORMAT
 from dsx.cli.output import BAD, judging, one_a_line, say, say_json
 from dsx.errors import ModelError
-from dsx.terminal import aligned, columns, wrapped
+from dsx.terminal import aligned, columns
 
 _TOLD_SHARE = 0.01
 
@@ -53,8 +53,7 @@ def models(
     if style == "json":
         say_json(found)
     else:
-        lines = one_a_line(f"{label:<12}{text}" for label, text in _lines(found))
-        say(wrapped(lines, columns(), indent=" " * 12))
+        say(one_a_line(f"{label:<12}{text}" for label, text in _lines(found)))
     if found["probe"].get("differs"):
         raise typer.Exit(BAD)
 

@@ -31,7 +31,11 @@ LLAMA = {
 }
 
 
-def test_the_table_has_a_row_for_every_pipeline_rank(dsx):
+def test_the_table_has_a_row_for_every_pipeline_rank(dsx, monkeypatch):
+    _, narrow, _ = dsx(CONFIGS / "zero3.json", "--gpus", 4)
+    parts = narrow.split("\n\n")[1:-1]  # not the headline and the note, which are no tables
+    assert max(len(line) for part in parts for line in part.splitlines()) <= 80
+    monkeypatch.setenv("COLUMNS", "160")
     code, out, err = dsx(CONFIGS / "zero3.json", "--gpus", 4)
     assert (code, err) == (0, "")
     assert "tensor 1 x pipeline 2 x data 2, ZeRO-3" in out

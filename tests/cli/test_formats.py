@@ -63,7 +63,8 @@ def test_the_ending_is_the_format(dsx, inputs, tmp_path, command):
         assert (code, err) == (0, ""), ending
         assert str(path) in out
         if ending == "txt":
-            assert max(map(len, path.read_text().splitlines())) <= 80
+            _, *table = path.read_text().splitlines()  # the first line may be a long title
+            assert max(map(len, table)) <= 80
         assert _kind(path.read_bytes()) == {"txt": "table", "perfetto.json": "perfetto"}.get(ending, ending)
     # The same bytes again, so that pictures can be kept beside what they show.
     before = path.read_bytes()
