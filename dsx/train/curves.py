@@ -156,7 +156,7 @@ def draw(runs: Sequence[Run], panels: Sequence[Panel]) -> Figure:
             _draw_run(axes, panel, run, _look(index), width)
         _finish(axes, panel, runs)
     grid[-1, 0].set_xlabel("optimizer step")
-    names = {name for panel in panels for name in (panel.metric, panel.points)}
+    names = {name for panel in panels for name in (panel.metric, panel.points) if name}
     steps = [step for run in runs for name in names & {*run.series} for step in run.series[name].steps]
     first, last = min(steps), max(steps)  # of values that are not finite, too
     room = max(0.5, 0.04 * (last - first))
