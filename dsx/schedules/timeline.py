@@ -67,7 +67,7 @@ def page(title: str, picture: str, *, rows: Sequence[str] = ()) -> str:
 _RIGHT, _TOP = 108.0, 128.0
 _NARROWEST, _WIDEST, _MOST_ZOOM = 1280.0, 1800.0, 4.0  # of the whole picture
 _BOLD, _PLAIN = 0.61, 0.54  # width of a usual character of a heading over the font size, likewise
-_MOST_TITLE = 160
+_MOST_NAME, _MOST_TITLE = 60, 160
 _DIGIT = 0.68  # width of a bold digit over the font size, in the widest of the fonts above
 _SMALLEST_TEXT, _LARGEST_TEXT = 6.0, 16.0
 _MILLISECONDS = 1e3
@@ -281,7 +281,9 @@ def _title(schedule: Schedule) -> str:
     if schedule.num_chunks > 1:
         sizes.append((schedule.num_chunks, "chunk", "chunks"))
     sizes.append((schedule.num_micro_batches, "micro-batch", "micro-batches"))
-    return f"{schedule.name}: " + ", ".join(f"{n} {one if n == 1 else many}" for n, one, many in sizes)
+    return f"{shortened(schedule.name, _MOST_NAME)}: " + ", ".join(
+        f"{n} {one if n == 1 else many}" for n, one, many in sizes
+    )
 
 
 def _step(schedule: Schedule, timeline: Timeline, unit: str) -> str:

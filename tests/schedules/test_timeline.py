@@ -6,6 +6,7 @@ import json
 import re
 import xml.etree.ElementTree as ET
 from collections import Counter
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -116,6 +117,8 @@ def test_a_huge_schedule_has_a_heading_that_fits_and_a_legend_of_what_is_drawn(s
     root = ET.fromstring(svg(schedule, simulate(schedule), title="a very long title " * 99))
     texts = list(root.iter(f"{SVG}text"))
     assert len(texts[0].text) < 200
+    named = ET.fromstring(svg(replace(schedule, name="long " * 99), simulate(schedule)))
+    assert next(named.iter(f"{SVG}text")).text.endswith(f"{sizes[1]} ranks, {sizes[3]} micro-batches")
     drawn = any(group.find(f"{SVG}text") is not None for group in root.iter(f"{SVG}g"))
     assert drawn == (sizes[0] == "1f1b")
     assert drawn == any("number: micro-batch" in (text.text or "") for text in texts)
