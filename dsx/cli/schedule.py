@@ -203,9 +203,8 @@ def _searched_table(searched: Searched, output: Path | None) -> str:
         rows.append((each.label, *_figures(each), above or f"{longer:+.1%} step"))
     lines = aligned(rows, left=(0, 4), width=columns())
     if searched.gain < _NO_GAIN:
-        lines.append(
-            f"nothing is gained: {ranking.chosen.label} is within {searched.open_gain:.1%} of the bound"
-        )
+        said = f"nothing is gained: {ranking.chosen.label} is within {searched.open_gain:.1%} of the bound"
+        lines.append(wrapped(said, columns()))
     stages = found.stage_map
     counts = ",".join(str(len(stages.layers(stage))) for stage in range(stages.num_stages))
     lines.append(
@@ -214,7 +213,7 @@ def _searched_table(searched: Searched, output: Path | None) -> str:
     file = output or "FILE (--output FILE writes it)"
     lines.append(f"to run it: --set dsx.schedule.file={file} --set dsx.schedule.name=auto")
     lines.append(f"           --set dsx.partition.method=[{counts}]")
-    return "\n".join(wrapped(line, columns()) for line in lines) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def _in_milliseconds(costs: Costs) -> Costs:
