@@ -251,7 +251,8 @@ def _text(inputs: PlanInputs | OwnInputs, found: Plan, measured: Calibration | N
     lines.append(known + hint)
     if inputs.offloads:
         lines.append("offload: its memory counts, but what the host and the copies take of the time does not")
-    return "\n".join([*head, *table, *(wrapped(line, columns(), indent="    ") for line in lines)])
+    told = (line if line == module else wrapped(line, columns(), indent="    ") for line in lines)
+    return "\n".join([*head, *table, *told])  # the module's line is to be pasted
 
 
 def _table(inputs: PlanInputs | OwnInputs, found: Plan) -> list[str]:
