@@ -19,6 +19,7 @@ from dsx.planner.choose import Choice, Ranking, choose
 from dsx.planner.layout import Space
 from dsx.planner.profile import Profile
 from dsx.schedules.builders import NAMES, Options, build, default_chunks
+from dsx.schedules.interleaved import MOST_FORWARDS
 from dsx.schedules.simulate import Costs, Seconds, simulate
 from dsx.terminal import NARROWEST, aligned, amount, columns, wrapped
 
@@ -32,7 +33,6 @@ _MOST_ROWS = 12
 _Style = Literal["table", "csv", "json", "svg", "html", "png", "perfetto"]
 _PICTURES = ("svg", "html", "png")
 _GIB = 1 << 30
-_MOST_FORWARDS = 1 << 20
 _NO_GAIN = 0.0005
 _EFFORT = 10.0
 
@@ -132,9 +132,9 @@ def _check_size(name: str, stages: int | None, chunks: int | None, micro_batches
     """Raise ConfigError for a step that would take for ever to lay out."""
     each = chunks or (default_chunks(name) if name in NAMES else 1)
     forwards = (stages or 1) * each * (micro_batches or 1)
-    if forwards > _MOST_FORWARDS:
+    if forwards > MOST_FORWARDS:
         where = f"--stages {stages} --micro-batches {micro_batches}"
-        what = f"a step of {forwards:,} forwards, of which at most {_MOST_FORWARDS:,} are laid out"
+        what = f"a step of {forwards:,} forwards, of which at most {MOST_FORWARDS:,} are laid out"
         raise ConfigError(f"{where} --chunks {each}" if each > 1 else where, what, "use smaller numbers")
 
 
@@ -377,7 +377,7 @@ def _build(
     name: str, stages: int | None, chunks: int | None, micro_batches: int | None, options: Options
 ) -> Schedule:
     if name not in NAMES:
-        fix = f"use {', '.join(NAMES)}, auto, search or a .csv file"
+        fix = f"use one of {', '.join(NAMES)}, auto, search, or a .csv file"
         raise ConfigError(f"NAME {name}", "there is no such schedule", fix)
     if stages is None or micro_batches is None:
         raise ConfigError(f"schedule {name}", "it needs --stages and --micro-batches", "give both")
