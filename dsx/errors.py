@@ -98,3 +98,12 @@ class VersionError(DsxError):
 
 class UnavailableError(ModelError, AttributeError):
     """A name of stock DeepSpeed in whose place dsx has another; ``hasattr`` says that it is not there."""
+
+
+def no_matplotlib(where: str) -> ConfigError:
+    """What to raise where a picture needs matplotlib and there is none."""
+    return ConfigError(
+        where,
+        "it draws with matplotlib, which is not installed",
+        "pip install 'matplotlib>=3.9' (dsx's extra \"plot\" brings it)",
+    )

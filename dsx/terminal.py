@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import zip_longest
+from textwrap import fill, wrap
+from typing import Any
 
 # C0 without tab and newline, DEL and C1; a carriage return that ends no line; line and paragraph separators;
 # marks that change the direction of writing; halves of UTF-16 pairs, which cannot be encoded.
@@ -82,25 +86,112 @@ def unit_of(size_bytes: int) -> tuple[str, int]:
     >>> unit_of(3 << 30), unit_of(5 << 20)
     (('GiB', 1073741824), ('MiB', 1048576))
     """
-    return ("GiB", 1 << 30) if size_bytes >= 1 << 30 else ("MiB", 1 << 20)
+    return next(((name, unit) for name, unit in _UNITS[1:] if size_bytes >= unit), _UNITS[-1])
 
 
-def aligned(rows: Iterable[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
+NARROWEST = 80
+"""Columns of a line where no terminal says how many it has, as in a pipe or a file."""
+
+
+def columns() -> int:
+    """Characters of a line of standard output's terminal (or of ``COLUMNS``)."""
+    return shutil.get_terminal_size(fallback=(NARROWEST, 0)).columns
+
+
+def wrapped(text: str, width: int, *, indent: str = "") -> str:
+    """Each line of ``text`` in lines of at most ``width``, those that continue one behind ``indent``."""
+    lines = text.split("\n")
+    cut = (fill(e, width, subsequent_indent=indent, **_WHOLE) if len(e) > width else e for e in lines)
+    return "\n".join(cut)
+
+
+def aligned(
+    rows: Iterable[Sequence[str]], left: Collection[int] = (0,), *, width: int = 0, names: int = 1
+) -> list[str]:
     """A line per row, two spaces between columns, each as wide as its widest cell.
 
+    Where that is too wide, cells of text go on below themselves; where these would get too narrow for it, the
+    table goes on below itself, with the columns that name its rows repeated.
+
     Args:
-        rows: Cells, as many in every row.
+        rows: Cells, as many in every row; the first one names the columns.
         left: Columns whose cells begin together; the cells of the others end together.
+        width: The most characters of a line; 0 if it does not matter.
+        names: How many of the first columns name the rows.
 
     >>> aligned([("a", "12", "x"), ("bcd", "3", "")], left=(0, 2))
     ['a    12  x', 'bcd   3']
+    >>> aligned([("a", "long words that go on"), ("b", "c")], left=(0, 1), width=14)
+    ['a  long words', '   that go on', 'b  c']
     """
     listed = list(rows)
     widths = [max(map(len, column)) for column in zip(*listed, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if index in left else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in listed
+    lines = [line for row in listed for line in _lines(row, widths, left)]
+    if not width or all(len(line) <= width for line in lines):
+        return lines
+    named = names if len(widths) > 1 + names and _total(widths[:names]) <= _NAME_SHARE * width else 0
+    texts = [index for index in left if named <= index < len(widths)]
+    least, room = list(widths), list(widths)
+    for index in texts:
+        least[index] = _least([row[index] for row in listed])
+        room[index] = max(least[index], min(widths[index], _USUAL_TEXT))
+    while texts and _total(widths) > width:
+        widest = max(texts, key=lambda index: widths[index] - least[index])
+        if widths[widest] <= least[widest]:
+            break
+        widths[widest] -= 1
+    if _total(widths) > width and len(widths) > 1 + names:
+        return _panels(listed, left, width, room, names)
+    if _total(widths) > width and texts:
+        longest = max(texts, key=lambda index: widths[index])
+        widths[longest] = max(1, widths[longest] - (_total(widths) - width))
+    return [line for row in listed for line in _lines(row, widths, left)]
+
+
+_NAME_SHARE = 0.6  # of a line: a first column that is narrower stays whole
+_NARROWEST_TEXT, _LONGEST_WORD, _USUAL_TEXT = 16, 20, 30
+_WHOLE: dict[str, Any] = {"break_on_hyphens": False, "break_long_words": True}
+
+
+def _total(widths: Sequence[int]) -> int:
+    return sum(widths) + 2 * (len(widths) - 1)
+
+
+def _least(cells: Sequence[str]) -> int:
+    """How narrow a column of text may get: as wide as its usual words."""
+    word = max((len(word) for cell in cells for word in cell.split()), default=0)
+    return min(max(map(len, cells)), max(_NARROWEST_TEXT, min(word, _LONGEST_WORD)))
+
+
+def _lines(row: Sequence[str], widths: Sequence[int], left: Collection[int]) -> Iterator[str]:
+    """The lines of a row whose cells are wrapped to these widths."""
+    parts = [
+        wrap(cell, width, **_WHOLE) if len(cell) > width else [cell]
+        for cell, width in zip(row, widths, strict=True)
     ]
+    for cells in zip_longest(*parts, fillvalue=""):
+        yield "  ".join(
+            cell.ljust(width) if index in left else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ).rstrip()
+
+
+def _panels(
+    rows: list[Sequence[str]], left: Collection[int], width: int, room: list[int], names: int
+) -> list[str]:
+    """The table in parts, one below the other, each with the names and as many other columns as fit."""
+    lines: list[str] = []
+    taken = names
+    while taken < len(room):
+        shown = [*range(names)]
+        for index in range(taken, len(room)):
+            if len(shown) > names and _total([room[each] for each in (*shown, index)]) > width:
+                break
+            shown.append(index)
+        lines += [""] if lines else []
+        part = [[row[index] for index in shown] for row in rows]
+        part = [row for row in part if any(row[names:])] if taken > names else part
+        texts = [place for place, index in enumerate(shown) if index in left]
+        lines += aligned(part, texts, width=width if len(shown) < len(room) else 0, names=names)
+        taken = shown[-1] + 1
+    return lines

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 import unicodedata
+from collections import Counter
 
 import pytest
 
 from dsx.errors import ConfigError
 from dsx.launch import entry
-from dsx.terminal import printable
+from dsx.terminal import aligned, printable, wrapped
 from dsx.train.progress import Progress
 
 
@@ -26,6 +28,29 @@ def test_every_control_character_is_escaped_and_nothing_else():
         assert (printable(character) != character) is obeyed, hex(code)
     assert printable("tab\tline\nwindows\r\nnaïve 数 👩‍🚀") == "tab\tline\nwindows\r\nnaïve 数 👩‍🚀"
     assert printable("over\rwritten") == "over\\u000dwritten"
+
+
+def test_tables_fit_and_lose_no_word():
+    draw = random.Random(0)
+    for _ in range(400):
+        columns, names, width = draw.randint(1, 7), draw.randint(1, 2), draw.randint(50, 110)
+        left = [index for index in range(columns) if draw.random() < 0.5]
+        rows = [
+            [
+                " ".join("x" * draw.randint(1, 9) for _ in range(draw.randint(0, 12 if index in left else 1)))
+                for index in range(columns)
+            ]
+            for _ in range(draw.randint(1, 4))
+        ]
+        lines = aligned(rows, left, width=width, names=names)
+        assert max(map(len, lines)) <= width
+        words = Counter(word for row in rows for cell in row for word in cell.split())
+        assert not words - Counter(word for line in lines for word in line.split())  # names come again
+        if max(map(len, aligned(rows, left))) <= width:
+            assert lines == aligned(rows, left)
+    long = "a line of some words\n  and  another one"
+    assert wrapped(long, 12, indent="> ") == "a line of\n> some words\n  and\n> another\n> one"
+    assert wrapped(long, 80) == long
 
 
 def test_json_stays_the_same_json():

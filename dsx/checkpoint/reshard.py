@@ -30,7 +30,8 @@ from dsx.checkpoint.layouts import (
     stock_mesh,
 )
 from dsx.checkpoint.merge import Merge, adapter_target, taken_apart
-from dsx.checkpoint.staging import check_absent
+from dsx.checkpoint.staging import check_absent, partial_of
+from dsx.checkpoint.store import LATEST
 from dsx.errors import CheckpointError, LayoutError, ModelError
 from dsx.models.hf_config import model_spec
 from dsx.models.param import ParamSpec
@@ -100,7 +101,7 @@ class Conversion:
 
     def outline(self, options: ConversionOptions) -> dict[str, Any]:
         """What the conversion will take, as JSON values."""
-        folder = self.target.catalog.root.absolute().parent
+        home = folder = self.target.catalog.root.absolute().parent
         while not folder.exists():
             folder = folder.parent
         entries = self.target.catalog.entries
@@ -118,8 +119,16 @@ class Conversion:
             "files": len(self.target.skeletons),
             "free_bytes": shutil.disk_usage(folder).free,
             "memory_bytes": min(options.memory_bytes, options.workers * worker_bytes(self.plan)),
+            "beside": self._beside(home, options),
             "notes": [*self.plan.notes, *self.target.dropped],
         }
+
+    def _beside(self, home: Path, options: ConversionOptions) -> list[str]:
+        """What is written in the target's folder, ``home``, besides the target."""
+        partial = partial_of(self.target.catalog.root)
+        kept = f"{partial}, with the files and a journal: renamed and removed at the end, kept if interrupted"
+        made = [] if home.exists() else [f"{home}, which is not there yet"]
+        return [*made, kept, *([f"{home / LATEST}, which will name the target"] * options.point_latest)]
 
 
 def prepare(source: Catalog, root: Path, wanted: WantedTarget) -> Conversion:

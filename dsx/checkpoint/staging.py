@@ -164,6 +164,11 @@ _JOURNAL = "journal.jsonl"
 _DATA = "data"
 
 
+def partial_of(final: Path) -> Path:
+    """Where a target is while it is being made."""
+    return final.with_name(f"{final.name}.partial")
+
+
 class Staging:
     """The folder that a target is made in; a context manager that unlocks its journal.
 
@@ -183,7 +188,7 @@ class Staging:
     def __init__(self, target: Target, about: Mapping[str, Any], *, restart: bool) -> None:
         self._target = target
         self.final = target.catalog.root
-        self.partial = self.final.with_name(f"{self.final.name}.partial")
+        self.partial = partial_of(self.final)
         self.data = self.partial / _DATA
         check_absent(self.final)
         # Names of tensors and states become those of files.

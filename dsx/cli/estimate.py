@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
@@ -28,7 +28,7 @@ from dsx.cli.options import (
     drawn,
     own_layers,
 )
-from dsx.cli.output import BAD, deliver, say
+from dsx.cli.output import BAD, deliver, say, style_of
 
 if TYPE_CHECKING:
     from dsx.config.ordinary import Assumption
@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 _GIB = 1 << 30
 _WEIGHTLESS = ("optimizer.params.", "scheduler.")  # whatever their values, memory is the same
 
-_Style = Literal["table", "json", "svg", "png"]
+_Style = Literal["table", "json", "svg", "html", "png", "pdf"]
+_PICTURES = ("svg", "html", "png", "pdf")
 
 
 def estimate(
@@ -70,8 +71,8 @@ def estimate(
         ),
     ] = False,
     style: Annotated[
-        _Style, drawn("A table, everything as JSON, or a chart (needs matplotlib and --output).")
-    ] = "table",
+        _Style | None, drawn("A table, everything as JSON, or a chart (needs matplotlib).")
+    ] = None,
     output: Annotated[Path | None, OUTPUT] = None,
 ) -> None:
     """Print what each rank's memory will hold, before a run.
@@ -92,7 +93,7 @@ def estimate(
 
     if config is None and model is None and layers is None:
         raise ConfigError("CONFIG", "no model is named", "give CONFIG, or --model, or both")
-    _check_output(style, output)
+    kind = style_of(style, output, get_args(_Style))
     gpu = None if cluster is None else clusters.read_cluster(cluster)
     if gpu is not None:
         gpu.check_gpus(gpus)
@@ -126,7 +127,7 @@ def estimate(
             items,
         )
         where = (pipeline or 1, chunks or 1, schedule or "auto")
-        _of_layers(*own, gpus, where, room, "cpu" if _on_host(gpu) else "cuda", style, output)
+        _of_layers(*own, gpus, where, room, "cpu" if _on_host(gpu) else "cuda", kind, output)
         return
     whole = complete({} if config is None else read(config), model, overrides=items, where=str(config))
     source: Path | Mapping[str, Any] = whole.content
@@ -139,7 +140,7 @@ def estimate(
     capacity = None if room is None else room.usable_bytes
     memory = _memory(run, gpu, capacity)
     traced = _traced(run, memory, gpu, capacity) if trace else None
-    deliver_as(style, run, memory, traced, room, output, whole.assumed)
+    deliver_as(kind, run, memory, traced, room, output, whole.assumed)
     if room is not None and memory.peak_bytes > room.usable_bytes:
         say(_advice(source, items, run, room.usable_bytes, gpu), err=True)
         raise typer.Exit(BAD)
@@ -161,7 +162,7 @@ def _of_layers(
     pipeline: tuple[int, int, str],
     room: GpuMemory | None,
     device: DeviceKind,
-    style: _Style,
+    style: str,
     output: Path | None,
 ) -> None:
     """The estimate of a layer list: pipeline degree, chunks and schedule are ``pipeline``."""
@@ -180,8 +181,8 @@ def _of_layers(
             capacity_bytes=None if room is None else room.usable_bytes,
         )
     title = f"{source} on {gpus} rank{'s' if gpus > 1 else ''}: pipeline {degree} x data {gpus // degree}"
-    if style in ("svg", "png"):
-        _draw(memory, title, room, output)
+    if style in _PICTURES:
+        _draw(style, memory, title, room, output)
     elif style == "json":
         facts = {"layers": source, **_figures(memory, None, room)}
         deliver(json.dumps(facts, indent=2) + "\n", output)
@@ -191,17 +192,17 @@ def _of_layers(
         raise typer.Exit(BAD)
 
 
-def _draw(memory: RunMemory, title: str, room: GpuMemory | None, output: Path | None) -> None:
+def _draw(style: str, memory: RunMemory, title: str, room: GpuMemory | None, output: Path | None) -> None:
     """Write the chart."""
-    from dsx.memory.table import save
+    from dsx.cli.picture import as_file
+    from dsx.memory.table import draw
 
-    assert output is not None
-    save(memory, output, title=title, capacity_gib=None if room is None else room.usable_bytes / _GIB)
-    say(f"wrote {output}")
+    figure = draw(memory, title=title, capacity_bytes=None if room is None else room.usable_bytes)
+    deliver(as_file(figure, style, title=title), output)
 
 
 def deliver_as(
-    style: _Style,
+    style: str,
     run: RunConfig,
     memory: RunMemory,
     traced: Mapping[int, int] | None,
@@ -210,8 +211,8 @@ def deliver_as(
     assumed: Sequence[Assumption],
 ) -> None:
     """Write the estimate in one of its formats."""
-    if style in ("svg", "png"):
-        _draw(memory, _title(run), room, output)
+    if style in _PICTURES:
+        _draw(style, memory, _title(run), room, output)
     elif style == "json":
         deliver(json.dumps(_facts(run, memory, traced, room, assumed), indent=2) + "\n", output)
     else:
@@ -221,14 +222,6 @@ def deliver_as(
             *_assumptions(assumed),
         ]
         deliver(_text(heading, memory, traced, room), output)
-
-
-def _check_output(style: str, output: Path | None) -> None:
-    if style in ("svg", "png"):
-        if output is None:
-            raise typer.BadParameter("a chart needs a file: --output memory.svg", param_hint="--output")
-        if output.suffix != f".{style}":
-            raise typer.BadParameter(f"the file of --format {style} ends in .{style}", param_hint="--output")
 
 
 def _memory(run: RunConfig, cluster: Cluster | None, capacity: int | None) -> RunMemory:
@@ -282,8 +275,9 @@ def _text(
     heading: Sequence[str], memory: RunMemory, traced: Mapping[int, int] | None, room: GpuMemory | None
 ) -> str:
     from dsx.memory.table import details, table
-    from dsx.terminal import unit_of
+    from dsx.terminal import columns, unit_of, wrapped
 
+    width = columns()
     highest = memory.highest
     peak = highest.estimate.peak
     name, unit = unit_of(memory.peak_bytes)
@@ -293,17 +287,20 @@ def _text(
         *heading,
         "",
         f"{name} at each rank's peak",
-        table(memory, traced),
+        table(memory, traced, width=width),
         "",
         f"what pipeline rank {highest.pp_rank} holds then ({when}), {name}",
-        details(highest),
+        details(highest, width=width),
         "",
-        f"between steps: {highest.estimate.steady_bytes / unit:.2f} {name}. Not counted: {beyond}.",
+        wrapped(
+            f"between steps: {highest.estimate.steady_bytes / unit:.2f} {name}. Not counted: {beyond}.", width
+        ),
     ]
     fullest = max((role.estimate for role in memory.roles), key=lambda estimate: estimate.host_bytes)
     if fullest.host_bytes:
         largest = ", ".join(f"{label.name} {size / unit:.2f}" for label, size in fullest.host_lines[:4])
-        lines.append(f"on the host, a rank: up to {fullest.host_bytes / unit:.2f} {name} ({largest})")
+        said = f"on the host, a rank: up to {fullest.host_bytes / unit:.2f} {name} ({largest})"
+        lines.append(wrapped(said, width))
     if room is not None:
         left = (room.usable_bytes - memory.peak_bytes) / _GIB
         said = f"fits, {left:.2f} GiB left" if left >= 0 else f"does not fit, {-left:.2f} GiB too much"

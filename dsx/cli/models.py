@@ -13,6 +13,7 @@ import typer
 from dsx.cli.options import FORMAT
 from dsx.cli.output import BAD, judging, one_a_line, say, say_json
 from dsx.errors import ModelError
+from dsx.terminal import aligned, columns
 
 _TOLD_SHARE = 0.01
 
@@ -66,18 +67,15 @@ def _list(*, probed: bool, style: str) -> None:
     if style == "json":
         say_json([asdict(row) for row in rows])
         return
-    width = max((len(row.family) for row in rows), default=0)
-    lines = []
+    lines = [("family", "modules of", "tensor plan", "why not")]
     for row in rows:
         plan = "yes" if row.tensor_plan else "no"
         notes = row.refused or (f"no sequence parallelism: {row.no_sequence}" if row.no_sequence else "")
-        line = f"{row.family:<{width}}  {row.implementation or 'refused':<12}  {plan:<11}  {notes}"
-        lines.append(line.rstrip())
+        lines.append((row.family, row.implementation or "refused", plan, notes))
     counts = Counter(row.implementation or "refused" for row in rows)
     told = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
     seen = "as small models of them show" if probed else "by their configs alone; --probe tries each"
-    title = f"{'family':<{width}}  modules of    tensor plan  why not"
-    say(one_a_line([title, *lines, "", f"{told}: {seen}"]))
+    say(one_a_line([*aligned(lines, left=range(4), width=columns()), "", f"{told}: {seen}"]))
 
 
 def _lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -100,13 +100,17 @@ SET = typer.Option(
     help="Put a value over a key of the config, as dsx.train.steps=5; repeatable.",
     callback=_assignments,
 )
-OUTPUT = typer.Option("--output", metavar="FILE", help="File to write. Default: standard output.")
+OUTPUT = typer.Option(
+    "--output",
+    metavar="FILE",
+    help="File to write, in the format that its name ends in: .txt, .json, ... Default: standard output.",
+)
 FORMAT = typer.Option("--format", help="Text for people, or everything as JSON.")
 
 
 def drawn(help_text: str) -> Any:
-    """The ``--format`` of a command that can also draw."""
-    return typer.Option("--format", help=help_text)
+    """The ``--format`` of a command that can also draw: without it, ``--output`` says it by its ending."""
+    return typer.Option("--format", help=help_text, show_default="table, or what --output ends in")
 
 
 # Former flag -> what it stands for: an option, an option with its value, or "" for a positional argument.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from errno import EPIPE
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 import typer
 
 from dsx.checkpoint.store import write_atomically
+from dsx.config.wording import either
 from dsx.errors import CheckpointError, ConfigError, DsxError
 from dsx.terminal import READER_GONE, lost_output, printable
 
@@ -111,33 +112,91 @@ def text_of(path: Path, where: str, fix: str) -> str:
         raise ConfigError(where, error.strerror or str(error), fix) from None
 
 
-def deliver(text: str, output: Path | None) -> None:
-    """Write text to a file and say so, or print it to standard output.
+_ENDINGS = {
+    "table": (".txt",),
+    "json": (".json",),
+    "csv": (".csv",),
+    "svg": (".svg",),
+    "png": (".png",),
+    "pdf": (".pdf",),
+    "html": (".html", ".htm"),
+    "perfetto": (".perfetto.json", ".json"),
+}
+"""How the files of each format end."""
+
+BINARY = ("png", "pdf")
+"""Formats that no terminal shows."""
+
+
+def style_of(
+    style: str | None, output: Path | None, styles: Sequence[str], *, needs_ending: bool = False
+) -> str:
+    """The format to write: ``--format`` if given, else what the file's name ends in, else the first one.
+
+    Args:
+        style: ``--format``; None if it was not given.
+        output: ``--output``; None for standard output.
+        styles: What the command can write.
+        needs_ending: Whether a name without an ending is refused.
+
+    Raises:
+        ConfigError: The two name different formats, the ending names none of ``styles``, or a picture would
+            go to a terminal.
+    """
+    if output is None:
+        if style in BINARY:
+            where, fix = f"--format {style}", f"write --output picture.{style}"
+            raise ConfigError(where, "it needs a file", fix)
+        return style or styles[0]
+    name = output.name.lower()
+    if style is not None:
+        # Text may have any ending but that of another format.
+        others = {ending for endings in _ENDINGS.values() for ending in endings} - {".txt"}
+        wrong = style in BINARY or output.suffix.lower() in others
+        if wrong and not name.endswith(_ENDINGS[style]):
+            what = f"a file of --format {style} ends in {_ENDINGS[style][0]}"
+            raise ConfigError(f"--output {output}", what, "leave --format out, or name the file so")
+        return style
+    if not (output.suffix or needs_ending) or (output.exists() and not output.is_file()):
+        return styles[0]
+    found = {ending: each for each in reversed(styles) for ending in _ENDINGS[each] if name.endswith(ending)}
+    if not found:
+        endings = either([_ENDINGS[each][0] for each in styles])
+        what = f"{output.suffix!r} names no format of this command"
+        raise ConfigError(f"--output {output}", what, f"end it in {endings}")
+    return found[max(found, key=len)]
+
+
+def deliver(content: str | bytes, output: Path | None) -> None:
+    """Write text, or a picture, to a file and say so; or print text to standard output.
 
     Raises:
         ConfigError: The file cannot be written.
     """
     if output is None:
-        say(text, end="")
+        assert isinstance(content, str)
+        say(content, end="")
         return
-    write(text, output)
+    write(content, output)
     say(f"wrote {output}")
 
 
-def write(text: str, output: Path) -> None:
-    """Write text to a file, whole or not at all, without saying so.
+def write(content: str | bytes, output: Path) -> None:
+    """Write to a file, whole or not at all, without saying so.
 
     Raises:
         ConfigError: The file cannot be written.
     """
+    whole = content.encode("utf-8") if isinstance(content, str) else content
     try:
         if output.exists() and not output.is_file():
-            output.write_text(text, encoding="utf-8")  # /dev/stdout or a pipe: nothing to rename over
+            output.write_bytes(whole)  # /dev/stdout or a pipe: nothing to rename over
         else:
-            write_atomically(output.resolve(), text.encode("utf-8"))
+            write_atomically(output.resolve(), whole)
     except (CheckpointError, OSError) as error:
-        what = error.what if isinstance(error, CheckpointError) else error.strerror or str(error)
-        raise ConfigError(f"--output {output}", what, "name a file in a folder that exists") from None
+        why = error.what if isinstance(error, CheckpointError) else error.strerror or str(error)
+        why = why if why.startswith("cannot be written") else f"cannot be written ({why})"
+        raise ConfigError(f"--output {output}", why, "name a file in a folder that exists") from None
 
 
 @contextmanager

@@ -26,9 +26,9 @@ from dsx.cli.options import (
     count,
     own_layers,
 )
-from dsx.cli.output import judging, say, write
+from dsx.cli.output import judging, say, style_of, write
 from dsx.errors import DsxError
-from dsx.terminal import aligned, amount
+from dsx.terminal import aligned, amount, columns, wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,7 +68,7 @@ def plan(
     style: Annotated[Literal["table", "json"], FORMAT] = "table",
     output: Annotated[
         Path | None,
-        typer.Option("--output", metavar="FILE", help="File to write the best layout's config to."),
+        typer.Option("--output", metavar="FILE", help="File to write the best layout's config to: .json."),
     ] = None,
 ) -> None:
     """Find the layout that trains a model fastest.
@@ -87,6 +87,7 @@ def plan(
     from dsx.planner.inputs import Fixed, layout_config, plan_inputs, plan_search
     from dsx.waiting import Waiting
 
+    style_of(None, output, ("json",))
     fixed = Fixed(tensor=tensor, pipeline=pipeline, zero=zero, micro_batch=micro_batch, gpu_memory=gpu_memory)
     if layers is not None:
         given = {
@@ -227,8 +228,9 @@ def _text(inputs: PlanInputs | OwnInputs, found: Plan, measured: Calibration | N
     lines = [title]
     if measured is not None:
         lines.append(measured.text)
-    lines += ["", *_table(inputs, found), ""]
-    lines.append(f"best: {found.best[0].layout.label}")
+    table = ["", *_table(inputs, found), ""]
+    head = [wrapped(line, columns(), indent="  ") for line in lines]
+    lines = [f"best: {found.best[0].layout.label}"]
     parts = found.best[0].time.parts()
     shares = ((name, seconds / found.best[0].time.seconds) for name, seconds in parts.items())
     lines.append("its step: " + ", ".join(f"{name} {share:.1%}" for name, share in shares if share >= 0.001))
@@ -249,7 +251,8 @@ def _text(inputs: PlanInputs | OwnInputs, found: Plan, measured: Calibration | N
     lines.append(known + hint)
     if inputs.offloads:
         lines.append("offload: its memory counts, but what the host and the copies take of the time does not")
-    return "\n".join(lines)
+    told = (line if line == module else wrapped(line, columns(), indent="    ") for line in lines)
+    return "\n".join([*head, *table, *told])  # the module's line is to be pasted
 
 
 def _table(inputs: PlanInputs | OwnInputs, found: Plan) -> list[str]:
@@ -275,7 +278,7 @@ def _table(inputs: PlanInputs | OwnInputs, found: Plan) -> list[str]:
                 "" if place == 1 else reason(found, ranked),
             )
         )
-    return aligned(rows, left=(7, 8))
+    return aligned(rows, left=(7, 8), width=columns())
 
 
 def _error(found: Plan) -> float | None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import typer
 
 from dsx.cli.options import FORMAT, OUTPUT, drawn
-from dsx.cli.output import deliver, say, say_json, text_of
+from dsx.cli.output import deliver, say, say_json, style_of, text_of, write
+from dsx.cli.picture import as_file, picture_of
+from dsx.terminal import columns
 
 if TYPE_CHECKING:
     from dsx.schedules.trace import Comparison
+
+_Style = Literal["table", "json", "svg", "html", "png", "perfetto"]
+_PICTURES = ("html", "png", "svg", "pdf")
 
 
 def plot(
@@ -25,7 +30,7 @@ def plot(
         typer.Option(
             "--output",
             metavar="FILE",
-            help="Picture to write: .png, .svg or .pdf.",
+            help="Picture to write: .html, .png, .svg or .pdf.",
             show_default="loss.png in the first run's folder",
         ),
     ] = None,
@@ -44,13 +49,14 @@ def plot(
 
     It needs matplotlib, which the extra "plot" installs.
     """
-    from dsx.train.curves import choose, read_runs, save
+    from dsx.train.curves import choose, draw, read_runs
 
     read = read_runs(runs)
     if output is None:
         output = (runs[0] if runs[0].is_dir() else runs[0].parent) / "loss.png"
+    kind = style_of(None, output, _PICTURES, needs_ending=True)
     panels = choose(read, metrics or [])
-    save(read, panels, output)
+    write(as_file(draw(read, panels), kind, title=", ".join(run.name for run in read)), output)
     if style == "json":
         drawn = [metric for panel in panels for metric in (panel.metric, panel.points) if metric]
         say_json({"wrote": str(output), "runs": [run.name for run in read], "metrics": drawn})
@@ -69,12 +75,12 @@ def trace(
     ],
     *,
     style: Annotated[
-        Literal["table", "json", "svg", "html", "perfetto"],
+        _Style | None,
         drawn(
-            "Step, bubble, costs and the actions that lost most; all of it as JSON; a picture; a page; "
-            "or a trace for ui.perfetto.dev, measured and simulated."
+            "Step, bubble, costs and the actions that lost most; all of it as JSON; a picture (PNG needs "
+            "matplotlib); a page; or a trace for ui.perfetto.dev (.perfetto.json), measured and simulated."
         ),
-    ] = "table",
+    ] = None,
     output: Annotated[Path | None, OUTPUT] = None,
 ) -> None:
     """Compare a recorded training step with its simulation.
@@ -84,19 +90,22 @@ def trace(
     """
     from dsx.schedules.trace import Trace, compare
 
+    kind = style_of(style, output, get_args(_Style))
     text = text_of(file, str(file), "give a trace/step*.json of a run")
-    deliver(_render(compare(Trace.from_json(text, where=str(file))), style), output)
+    deliver(_render(compare(Trace.from_json(text, where=str(file))), kind), output)
 
 
-def _render(comparison: Comparison, style: str) -> str:
+def _render(comparison: Comparison, style: str) -> str | bytes:
     if style == "perfetto":
         from dsx.schedules.timeline import comparison_trace
 
         return comparison_trace(comparison)
-    if style in ("svg", "html"):
+    if style in ("svg", "html", "png"):
         from dsx.schedules.timeline import comparison_page, comparison_svg
 
-        return comparison_svg(comparison) if style == "svg" else comparison_page(comparison)
+        if style == "html":
+            return comparison_page(comparison)
+        return picture_of(comparison_svg(comparison), style)
     from dsx.schedules.tables import facts_json, step_table
 
-    return facts_json(comparison) if style == "json" else step_table(comparison)
+    return facts_json(comparison) if style == "json" else step_table(comparison, width=columns())

@@ -133,8 +133,8 @@ def reshard(
     """Convert a checkpoint to another layout or format, byte for byte.
 
     The layout is given by --to and the degrees, or by CONFIG on --gpus ranks. TARGET appears whole or not at
-    all. After an interruption the same command continues where it stopped. Exit code 1: --check-loss found
-    another loss.
+    all; what is written beside it is said first. After an interruption the same command continues where it
+    stopped. Exit code 1: --check-loss found another loss.
     """
     from dsx.checkpoint.execute import ConversionOptions, default_workers
     from dsx.checkpoint.formats.huggingface.names import read_config
@@ -268,6 +268,7 @@ def _outline_text(outline: dict[str, Any]) -> str:
         f"copy       {amounts}; {amount(outline['free_bytes'])} free on the disk",
         f"memory     {amount(outline['memory_bytes'])} at most for tensors",
     ]
+    lines += [f"beside     {each}" for each in outline["beside"]]
     return one_a_line([*lines, *(f"note       {note}" for note in outline["notes"])])
 
 

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
 from dsx.cli.options import OUTPUT, drawn
-from dsx.cli.output import deliver, judging, say, text_of, write
+from dsx.cli.output import deliver, judging, say, style_of, text_of, write
+from dsx.cli.picture import picture_of
 from dsx.errors import ConfigError, LayoutError, ScheduleError
 from dsx.planner.choose import Choice, Ranking, choose
 from dsx.planner.layout import Space
 from dsx.planner.profile import Profile
 from dsx.schedules.builders import NAMES, Options, build, default_chunks
+from dsx.schedules.interleaved import MOST_FORWARDS
 from dsx.schedules.simulate import Costs, Seconds, simulate
-from dsx.terminal import aligned, amount
+from dsx.terminal import NARROWEST, aligned, amount, columns, wrapped
 
 if TYPE_CHECKING:
     from dsx.planner.order_search import Searched
@@ -29,16 +30,20 @@ if TYPE_CHECKING:
 
 
 _MOST_ROWS = 12
-_PICTURES = ("svg", "html")
+_Style = Literal["table", "csv", "json", "svg", "html", "png", "perfetto"]
+_PICTURES = ("svg", "html", "png")
 _GIB = 1 << 30
-_MOST_FORWARDS = 1 << 20
 _NO_GAIN = 0.0005
 _EFFORT = 10.0
 
 
 def _ranked_text(
-    file: Path, sizes: tuple[int, int], space: Space, style: str, draw: Callable[[Schedule, Costs], str]
-) -> str:
+    file: Path,
+    sizes: tuple[int, int],
+    space: Space,
+    style: str,
+    draw: Callable[..., str | bytes],
+) -> str | bytes:
     """The ranking as a table or JSON; in other styles the chosen schedule, drawn with its measured costs.
 
     Raises:
@@ -127,9 +132,9 @@ def _check_size(name: str, stages: int | None, chunks: int | None, micro_batches
     """Raise ConfigError for a step that would take for ever to lay out."""
     each = chunks or (default_chunks(name) if name in NAMES else 1)
     forwards = (stages or 1) * each * (micro_batches or 1)
-    if forwards > _MOST_FORWARDS:
+    if forwards > MOST_FORWARDS:
         where = f"--stages {stages} --micro-batches {micro_batches}"
-        what = f"a step of {forwards:,} forwards, of which at most {_MOST_FORWARDS:,} are laid out"
+        what = f"a step of {forwards:,} forwards, of which at most {MOST_FORWARDS:,} are laid out"
         raise ConfigError(f"{where} --chunks {each}" if each > 1 else where, what, "use smaller numbers")
 
 
@@ -174,6 +179,9 @@ def _search(
         }
         deliver(json.dumps(facts, indent=2) + "\n", output)
     elif style == "table":
+        if output is not None and output.suffix == ".txt":
+            deliver(_searched_table(searched, None), output)
+            return
         if output is not None:
             write(found.schedule.to_csv(), output)
         say(_searched_table(searched, output), end="")
@@ -193,11 +201,10 @@ def _searched_table(searched: Searched, output: Path | None) -> str:
         longer = each.cut.step_seconds / found.step_seconds - 1
         above = ranking.reason(each) if ranking.most_bytes and each.peak_bytes > ranking.most_bytes else ""
         rows.append((each.label, *_figures(each), above or f"{longer:+.1%} step"))
-    lines = aligned(rows, left=(0, 4))
+    lines = aligned(rows, left=(0, 4), width=columns())
     if searched.gain < _NO_GAIN:
-        lines.append(
-            f"nothing is gained: {ranking.chosen.label} is within {searched.open_gain:.1%} of the bound"
-        )
+        said = f"nothing is gained: {ranking.chosen.label} is within {searched.open_gain:.1%} of the bound"
+        lines.append(wrapped(said, columns()))
     stages = found.stage_map
     counts = ",".join(str(len(stages.layers(stage))) for stage in range(stages.num_stages))
     lines.append(
@@ -223,16 +230,15 @@ def _auto_table(profile: Profile, ranking: Ranking) -> str:
     rows = [("", "step", "bubble", "activations", "layers per virtual stage")]
     rows.append((ranking.chosen.label, *_figures(ranking.chosen), _layers(ranking.chosen)))
     rows += [(c.label, *_figures(c), ranking.reason(c)) for c in ranking.next_best(_MOST_ROWS)]
-    lines = aligned(rows, left=(0, 4))
+    lines = aligned(rows, left=(0, 4), width=columns())
     left = len(ranking.others) - (len(rows) - 2)
     if left:
         lines.append(f"and {left} more (--format json)")
     conditions = profile.conditions
-    lines.append(
-        f"measured on {conditions.device}, {conditions.precision}, micro-batches of "
-        f"{conditions.micro_batch_size}"
-        + ("; transfers were not, and count as free" if profile.bytes_per_second is None else "")
-    )
+    said = f"measured on {conditions.device}, {conditions.precision}, micro-batches of "
+    said += f"{conditions.micro_batch_size}"
+    said += "; transfers were not, and count as free" if profile.bytes_per_second is None else ""
+    lines.append(wrapped(said, columns(), indent="  "))
     return "\n".join(lines) + "\n"
 
 
@@ -313,12 +319,12 @@ def schedule(
         typer.Option(help="search: actions to time, in millions, of some seconds each. Default: 10.", min=0),
     ] = None,
     style: Annotated[
-        Literal["table", "csv", "json", "svg", "html", "perfetto"],
+        _Style | None,
         drawn(
-            "A drawing in text, the actions as torch writes them, everything as JSON, a picture, "
-            "a page, or a trace for ui.perfetto.dev (a forward takes 1 s)."
+            "A drawing in text, the actions as torch writes them, everything as JSON, a picture (PNG needs "
+            "matplotlib), a page, or a trace for ui.perfetto.dev (.perfetto.json; a forward takes 1 s)."
         ),
-    ] = "table",
+    ] = None,
     output: Annotated[Path | None, OUTPUT] = None,
 ) -> None:
     """Print, draw or search a pipeline schedule, with its bubble.
@@ -327,6 +333,9 @@ def schedule(
     The peak activations are printed, too. Exit code 1: there can be no such schedule, or the file's would not
     run.
     """
+    beside = name == "search" and output is not None and output.suffix == ".csv"  # the order, and a table
+    in_text = style in (None, "table")
+    kind = "table" if beside and in_text else style_of(style, output, get_args(_Style))
     searching = {"--times": times, "--most-live": most_live, "--effort": effort}
     building = {"--group-size": group_size, "--warmup": warmup}
     _check_size(name, stages, chunks, micro_batches)
@@ -338,7 +347,7 @@ def schedule(
             recompute=tuple(measured.layers),
             most_bytes=_cap(measured, sizes[0], activation_gib, most_live),
         )
-        _search(measured, sizes, space, int((_EFFORT if effort is None else effort) * 1e6), style, output)
+        _search(measured, sizes, space, int((_EFFORT if effort is None else effort) * 1e6), kind, output)
         return
     if name == "auto" or profile is not None or activation_gib is not None:
         file, sizes = _check_choice(name, profile, stages, micro_batches, wire)
@@ -349,9 +358,9 @@ def schedule(
             warmup_per_rank=warmup,
             most_bytes=None if activation_gib is None else int(activation_gib * _GIB),
         )
-        draw = partial(_render, style=style, unit="ms", to_file=output is not None)
+        draw = partial(_render, style=kind, unit="ms", to_file=output is not None)
         with judging(ScheduleError):
-            text = _ranked_text(file, sizes, space, style, draw)
+            text = _ranked_text(file, sizes, space, kind, draw)
         deliver(text, output)
         return
     costs = Costs(transfer_seconds=wire)
@@ -361,14 +370,14 @@ def schedule(
         else:
             options = Options(group_size=group_size, warmup_per_rank=warmup, costs=costs)
             built = _build(name, stages, chunks, micro_batches, options)
-    deliver(_render(built, costs, style, to_file=output is not None), output)
+    deliver(_render(built, costs, kind, to_file=output is not None), output)
 
 
 def _build(
     name: str, stages: int | None, chunks: int | None, micro_batches: int | None, options: Options
 ) -> Schedule:
     if name not in NAMES:
-        fix = f"use {', '.join(NAMES)}, auto, search or a .csv file"
+        fix = f"use one of {', '.join(NAMES)}, auto, search, or a .csv file"
         raise ConfigError(f"NAME {name}", "there is no such schedule", fix)
     if stages is None or micro_batches is None:
         raise ConfigError(f"schedule {name}", "it needs --stages and --micro-batches", "give both")
@@ -385,7 +394,9 @@ def _read(path: Path, given: tuple[int | None, ...]) -> Schedule:
     return load(text, name=path.name)
 
 
-def _render(built: Schedule, costs: Costs, style: str, *, to_file: bool, unit: str = "forwards") -> str:
+def _render(
+    built: Schedule, costs: Costs, style: str, *, to_file: bool, unit: str = "forwards"
+) -> str | bytes:
     timeline = simulate(built, costs)
     if style == "csv":
         return built.to_csv()
@@ -395,13 +406,13 @@ def _render(built: Schedule, costs: Costs, style: str, *, to_file: bool, unit: s
         from dsx.schedules.timeline import chrome_trace
 
         return chrome_trace(built, {"simulated": timeline})
-    if style in ("svg", "html"):
+    if style in _PICTURES:
         from dsx.schedules import timeline as pictures
 
-        draw = pictures.svg if style == "svg" else pictures.html
-        return draw(built, timeline, unit=unit)
-    width = 110 if to_file else shutil.get_terminal_size(fallback=(110, 0)).columns
-    return _table(built, timeline, width)
+        if style == "html":
+            return pictures.html(built, timeline, unit=unit)
+        return picture_of(pictures.svg(built, timeline, unit=unit), style)
+    return _table(built, timeline, NARROWEST if to_file else columns())
 
 
 def _facts(built: Schedule, timeline: Timeline) -> dict[str, Any]:
@@ -426,8 +437,8 @@ def _table(built: Schedule, timeline: Timeline, width: int) -> str:
     peaks = ", ".join(map(str, facts["peak_activations"]))
     share = f", each of 1/{built.num_chunks} of a rank's layers" if built.num_chunks > 1 else ""
     lines = (
-        schedule_table(built, timeline, width=width, unit="forward"),
+        wrapped(schedule_table(built, timeline, width=width, unit="forward"), width),
         f"bubble: {facts['bubble_over_ideal']:.1%} of the ideal time",
-        f"peak activations per rank, in micro-batches{share}: {peaks}",
+        wrapped(f"peak activations per rank, in micro-batches{share}: {peaks}", width, indent="  "),
     )
     return "\n".join(lines) + "\n"

@@ -10,9 +10,10 @@ from typing import Annotated, Any, Literal
 import typer
 
 from dsx.cli.options import FORMAT, OUTPUT
-from dsx.cli.output import deliver, say, say_json
+from dsx.cli.output import deliver, say, say_json, style_of
 from dsx.config.wording import suggest
 from dsx.errors import ConfigError
+from dsx.terminal import aligned, columns
 
 
 def env(
@@ -20,7 +21,7 @@ def env(
         Path | None,
         typer.Option("--hostfile", metavar="FILE", help="A DeepSpeed hostfile whose machines to ask."),
     ] = None,
-    style: Annotated[Literal["table", "json"], FORMAT] = "table",
+    style: Annotated[Literal["table", "json"] | None, FORMAT] = None,
     output: Annotated[Path | None, OUTPUT] = None,
 ) -> None:
     """Print what a bug report needs to say about this machine.
@@ -30,9 +31,10 @@ def env(
     from dsx.launch.entry import quiet
     from dsx.launch.environment import sections
 
+    kind = style_of(style, output, ("table", "json"))
     quiet()
     found = sections(hostfile)
-    if style == "json":
+    if kind == "json":
         deliver(json.dumps(found, indent=2) + "\n", output)
         return
     lines = []
@@ -101,12 +103,10 @@ def presets(style: Annotated[Literal["table", "json"], FORMAT] = "table") -> Non
     if style == "json":
         say_json(rows)
         return
-    sizes = "{layers:>6} {hidden:>6} {heads:>5} {kv_heads:>8}"
-    layout = f"{{family:<8}} {{preset:<12}} {{parameters:>14}} {sizes}  {{about}}"
     titles = ("family", "preset", "parameters", "layers", "hidden", "heads", "kv_heads", "about")
-    say(layout.format_map({title: title for title in titles}))
-    for row in rows:
-        say(layout.format_map(row | {"parameters": f"{row['parameters']:,}"}))
+    cells = ([str(row[title]) for title in titles] for row in rows)
+    shown = [(family, name, f"{int(size):,}", *more) for family, name, size, *more in cells]
+    say("\n".join(aligned([titles, *shown], left=(0, 1, 7), width=columns(), names=2)))
 
 
 def schema(style: Annotated[Literal["table", "json"], FORMAT] = "json") -> None:
@@ -120,8 +120,7 @@ def schema(style: Annotated[Literal["table", "json"], FORMAT] = "json") -> None:
     if style == "json":
         say_json(found)
         return
-    for key, text in _keys(found, found, "dsx"):
-        say(f"{key:<36} {text}".rstrip())
+    say("\n".join(aligned(list(_keys(found, found, "dsx")), left=(0, 1), width=columns())))
 
 
 def _keys(root: Mapping[str, Any], part: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:

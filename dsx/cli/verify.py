@@ -12,6 +12,7 @@ import typer
 from dsx.cli.options import CONFIG, FORMAT, GPUS, SET
 from dsx.cli.output import BAD, say, say_json
 from dsx.errors import ConfigError
+from dsx.terminal import columns
 
 if TYPE_CHECKING:
     from dsx.verify.run import Verdict
@@ -125,7 +126,7 @@ def _lines(verdict: Verdict) -> list[str]:
     lines += labelled("reference", f"{verdict.reference}; updates: {verdict.optimizer}")
     for number, change in enumerate(verdict.changes):
         lines += labelled("" if number else "changed", change)
-    lines += ["", *parity_table(verdict.rows), ""]
+    lines += ["", *parity_table(verdict.rows, width=columns()), ""]
     if verdict.equal:
         masks = f"; {verdict.masks} dropout masks are where they should be" if verdict.masks else ""
         lines += labelled("equal", f"losses, norms, gradients and updates are those of one process{masks}")

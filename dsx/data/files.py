@@ -7,6 +7,7 @@ answers for minutes (datasets 5.2, transformers 5.23), before they look into the
 
 from __future__ import annotations
 
+import csv
 import glob
 import hashlib
 import json
@@ -16,8 +17,8 @@ import ssl
 import sysconfig
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -240,7 +241,7 @@ class Tables:
             for batch in () if table is None else table.with_format("arrow").iter(batch_size=_BATCH_ROWS):
                 yield from (cell for cell in _cells(batch, self.text_column, self._where) if cell)
         except _read_errors() as error:
-            raise _unreadable(self._where, error) from error
+            raise _unreadable(self._where, error, self._files) from error
 
     def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Rows as objects, each with its place. Raises DataError, as :meth:`documents` does."""
@@ -254,7 +255,7 @@ class Tables:
                 for number, row in enumerate(() if table is None else table, 1):
                     yield f"{part._where}, row {number}", row  # noqa: SLF001
             except _read_errors() as error:
-                raise _unreadable(part._where, error) from error  # noqa: SLF001
+                raise _unreadable(part._where, error, part._files) from error  # noqa: SLF001
 
     def units(self, lanes: int) -> tuple[Unit, ...]:
         """Byte ranges of JSON lines; else what ``datasets`` can read on its own: row groups, or files."""
@@ -272,6 +273,10 @@ class Tables:
             return f'dsx.data.source = "{self.source}"'
         root, paths = self.source.root, self.source.paths
         return str(root / paths[0] if len(paths) == 1 else root)
+
+    @property
+    def _files(self) -> list[Path]:
+        return [] if isinstance(self.source, str) else [self.source.root / path for path in self.source.paths]
 
     def _table(self, *, stream: bool) -> Any:
         """The data set of ``datasets``; None if all local files are empty."""
@@ -299,7 +304,7 @@ class Tables:
                     f"HF_HUB_OFFLINE is set), and it cannot be read from the cache ({reason})",
                     'name a local file or folder, use "python-stdlib", or download it where there is network',
                 ) from error
-            raise _unreadable(self._where, error) from error
+            raise _unreadable(self._where, error, self._files) from error
 
 
 def _local_options(source: LocalFiles, files: list[str]) -> tuple[str, dict[str, Any]]:
@@ -347,7 +352,7 @@ class TableShard:
         except _read_errors() as error:
             for stamp in self.stamps:
                 stamp.check()
-            raise _unreadable(self.where, error) from error
+            raise _unreadable(self.where, error, [stamp.path for stamp in self.stamps]) from error
         if row < skip:
             raise DataError(self.where, f"has {row} rows left of more than {skip}", "restore the data")
 
@@ -398,7 +403,51 @@ def _read_errors() -> tuple[type[Exception], ...]:
     return (DatasetsError, OSError, ValueError, RuntimeError, StopIteration, TypeError, json.JSONDecodeError)
 
 
-def _unreadable(where: str, error: Exception) -> DataError:
+def not_utf8(path: Path) -> DataError | None:
+    """What to say of the first line of a file that is not UTF-8 text; None if all are."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                byte = f"byte 0x{line[error.start]:02x}"
+                what = f"is not UTF-8 text ({error.reason}: {byte}), line {number}"
+                return DataError(str(path), what, "convert it (iconv -f latin1 -t utf-8) or leave it out")
+    return None
+
+
+def not_csv(path: Path, error: csv.Error, lines: int) -> DataError:
+    """What to say of an error of :mod:`csv` after so many lines: it does not count one that is too long."""
+    number = lines + ("field limit" in str(error))
+    what = f"cannot be read as CSV ({error}), line {number}"
+    return DataError(str(path), what, "mend it, or write jsonl")
+
+
+def _csv_fault(path: Path) -> DataError | None:
+    """What pandas cannot read in a CSV file, with its line: more cells than columns, or an open quote."""
+    fault = not_utf8(path)
+    if fault is not None:
+        return fault
+    for strict in (False, True):
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file, strict=strict)
+            try:
+                columns = 0
+                for cells in reader:
+                    columns = columns or len(cells)
+                    if len(cells) > columns:
+                        what = f"line {reader.line_num} has {len(cells)} cells, the first one {columns}"
+                        return DataError(str(path), f"cannot be read: {what}", "mend the line")
+            except csv.Error as error:
+                if "end of data" in str(error):  # pandas takes what else is said of quotes and lengths
+                    return not_csv(path, error, reader.line_num)
+    return None
+
+
+def _unreadable(where: str, error: Exception, files: Sequence[Path] = ()) -> DataError:
+    with suppress(OSError):
+        for fault in filter(None, (_csv_fault(file) for file in files if file.suffix == ".csv")):
+            return fault
     if isinstance(error, UnicodeDecodeError):
         fix = "convert it (iconv -f latin1 -t utf-8) or leave it out"
         return DataError(where, f"is not UTF-8 text ({error.reason})", fix)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dsx.config.schema import DataConfig
-from dsx.data.files import LocalFiles, Tables, open_source
+from dsx.data.files import LocalFiles, Tables, not_csv, not_utf8, open_source
 from dsx.errors import DataError
 from dsx.terminal import shortened
 
@@ -164,10 +164,9 @@ def _csv_rows(path: Path) -> Iterator[_Row]:
                 else:
                     yield _Row(where, cells)
     except UnicodeDecodeError as error:
-        what = f"is not UTF-8 text ({error.reason}: byte 0x{error.object[error.start]:02x})"
-        raise DataError(str(path), what, "convert it (iconv -f latin1 -t utf-8) or leave it out") from error
+        raise not_utf8(path) or DataError(str(path), f"is not UTF-8 text ({error})", "convert it") from error
     except csv.Error as error:
-        raise DataError(str(path), f"cannot be read as CSV ({error})", "mend it, or write jsonl") from error
+        raise not_csv(path, error, reader.line_num) from error
 
 
 def _object(where: str, value: Any, kind: str) -> _Row:

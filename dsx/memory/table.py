@@ -6,13 +6,13 @@ Needs matplotlib (the extra ``plot``), which is imported when it is first needed
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
-from dsx.errors import ConfigError
+from dsx.errors import no_matplotlib
 from dsx.memory.estimate import Phase, Role, RunMemory
 from dsx.schedules.timeline import FAINT, GRID, INK
-from dsx.terminal import aligned, unit_of
+from dsx.terminal import aligned, amount, unit_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,8 +45,11 @@ def by_category(phase: Phase) -> dict[str, int]:
     return held
 
 
-def table(memory: RunMemory, traced: Mapping[int, int] | None = None) -> str:
-    """Bytes at each pipeline rank's peak, by category; ``traced`` adds the traced peak of pipeline ranks."""
+def table(memory: RunMemory, traced: Mapping[int, int] | None = None, *, width: int = 0) -> str:
+    """Bytes at each pipeline rank's peak, by category; ``traced`` adds the traced peak of pipeline ranks.
+
+    Lines have at most ``width`` characters, unless it is 0.
+    """
     unit = unit_of(memory.peak_bytes)[1]
     titles = ["pipeline rank", *CATEGORIES, "peak", *(["traced"] if traced else []), "when"]
     rows = [titles]
@@ -62,7 +65,7 @@ def table(memory: RunMemory, traced: Mapping[int, int] | None = None) -> str:
                 f"{peak.name}{f', {peak.where}' if peak.where else ''}",
             ]
         )
-    lines = aligned(rows, left=(0, len(titles) - 1))
+    lines = aligned(rows, left=(0, len(titles) - 1), width=width)
     hidden = len(memory.roles) - len(rows) + 1
     if hidden:
         peaks = [role.estimate.peak.peak_bytes for role in memory.roles]
@@ -72,8 +75,8 @@ def table(memory: RunMemory, traced: Mapping[int, int] | None = None) -> str:
     return "\n".join(lines)
 
 
-def details(role: Role) -> str:
-    """The lines of a role's peak with formula and source, largest first."""
+def details(role: Role, *, width: int = 0) -> str:
+    """The lines of a role's peak with formula and source, largest first; ``width`` as in :func:`table`."""
     peak = role.estimate.peak
     unit = unit_of(peak.peak_bytes)[1]
     shown = [(label, size) for label, size in peak.lines if size >= _LEAST_SHARE * peak.peak_bytes]
@@ -84,7 +87,7 @@ def details(role: Role) -> str:
     ]
     if rest > 0:
         rows.append((f"{rest / unit:.2f}", "", "all smaller lines", "", ""))
-    return "\n".join(aligned(rows, left=range(1, 5)))
+    return "\n".join(aligned(rows, left=range(1, 5), width=width))
 
 
 def _listed(memory: RunMemory) -> list[Role]:
@@ -112,6 +115,7 @@ def _ranks(role: Role) -> str:
 MOST_BY_PHASE = 8
 """Pipeline ranks whose phases are drawn one by one; of more, each rank's highest alone."""
 
+_LIMIT = "#b91c1c"
 _COLOURS = {
     # Lasting ones in blues and greens, passing ones in warm colours: Okabe and Ito's hues, readable in print.
     "parameters": "#0b4f8a",
@@ -125,51 +129,33 @@ _COLOURS = {
 }
 
 
-def save(memory: RunMemory, output: Path, *, title: str, capacity_gib: float | None = None) -> None:
-    """Draw ``memory`` into ``output``, .svg or .png, with the memory of a GPU as a line.
+_WIDEST_INCHES = 13.3  # 1,280 pixels of a screen
+_TITLE_CHARACTERS = 10.5  # an inch
+_FARTHEST_LINE = 3.0  # peaks: a line beyond would make the bars too low to read
+
+
+def draw(memory: RunMemory, *, title: str, capacity_bytes: int | None = None) -> Figure:
+    """The picture as a matplotlib figure, on the scale of what the ranks hold.
+
+    The memory of a GPU is a line where the scale has room for it, and words where it has not.
 
     Raises:
-        ConfigError: matplotlib is missing, or the file cannot be written.
+        ConfigError: matplotlib is missing.
     """
-    figure = draw(memory, title=title, capacity_gib=capacity_gib)
-    try:
-        figure.savefig(output, dpi=150)
-    except OSError as error:
-        raise ConfigError(
-            f"--output {output}", f"cannot be written ({error.strerror or error})", "choose another place"
-        ) from None
-
-
-def draw(memory: RunMemory, *, title: str, capacity_gib: float | None = None) -> Figure:
-    """The picture as a matplotlib figure. Raises ConfigError if matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError(
-            "dsx estimate --format",
-            "it draws with matplotlib, which is not installed",
-            "pip install 'matplotlib>=3.9' (dsx's extra \"plot\" brings it)",
-        ) from None
+        raise no_matplotlib("dsx estimate --format") from None
     each = len(memory.roles) <= MOST_BY_PHASE
     bars, places, groups = _by_phase(memory) if each else _by_rank(memory)
-    capacity_bytes = 0 if capacity_gib is None else round(capacity_gib * (1 << 30))
-    name, unit = unit_of(max(memory.peak_bytes, capacity_bytes))
-    figure = Figure(figsize=(min(16.0, max(7.5, 2.2 + 0.42 * len(bars))), 5.2), layout="constrained")
+    name, unit = unit_of(memory.peak_bytes)
+    width = min(_WIDEST_INCHES, max(7.5, 2.2 + 0.42 * len(bars)))
+    figure = Figure(figsize=(width, 5.2), layout="constrained")
     axes = figure.subplots()
     _stack(axes, bars, places, unit)
     highest = memory.peak_bytes / unit
-    if capacity_gib is not None:
-        axes.axhline(capacity_gib, color="#b91c1c", linewidth=1.4, linestyle=(0, (5, 3)))
-        axes.annotate(
-            f"{capacity_gib:g} GiB",
-            (1.0, capacity_gib),
-            xycoords=("axes fraction", "data"),
-            xytext=(0, 3),
-            textcoords="offset points",
-            ha="right",
-            color="#b91c1c",
-        )
-        highest = max(highest, capacity_gib)
+    if capacity_bytes is not None:
+        highest = _capacity(axes, capacity_bytes, unit, highest)
     axes.set_ylim(0, highest * 1.08)
     axes.set_ylabel(f"{name} per rank")
     if each:
@@ -188,8 +174,28 @@ def draw(memory: RunMemory, *, title: str, capacity_gib: float | None = None) ->
         figure.get_layout_engine().set(rect=(0, 0.04, 1, 0.96))  # type: ignore[union-attr,call-arg]
     else:
         axes.set_xlabel("pipeline rank, at its highest moment")
+        axes.set_xlim(-0.7, len(bars) - 0.3)
+        axes.locator_params(axis="x", integer=True)
     _finish(figure, axes, title)
     return figure
+
+
+def _capacity(axes: Axes, capacity_bytes: int, unit: int, highest: float) -> float:
+    """Mark what a GPU has for the run; returns the highest value that the axis must show."""
+    line = capacity_bytes / unit
+    near = line <= _FARTHEST_LINE * highest
+    if near:
+        axes.axhline(line, color=_LIMIT, linewidth=1.4, linestyle=(0, (5, 3)))
+    axes.annotate(
+        f"{amount(capacity_bytes)} usable" + ("" if near else ", above this scale"),
+        (1.0, line if near else 1.0),
+        xycoords=("axes fraction", "data" if near else "axes fraction"),
+        xytext=(0, 3 if near else -12),
+        textcoords="offset points",
+        ha="right",
+        color=_LIMIT,
+    )
+    return max(highest, line) if near else 1.1 * highest  # room for the words
 
 
 def _by_phase(memory: RunMemory) -> tuple[list[Phase], list[float], list[tuple[float, str]]]:
@@ -252,6 +258,8 @@ def _finish(figure: Figure, axes: Axes, title: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(color=FAINT)
     head, _, rest = title.partition(": ")
-    axes.set_title(f"{head}\n{rest}" if rest else head, loc="left", fontsize="medium", color=INK)
+    across = int(_TITLE_CHARACTERS * figure.get_figwidth())
+    lines = [line for part in (head, rest) for line in wrap(part, across)]
+    axes.set_title("\n".join(lines), loc="left", fontsize="medium", color=INK)
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False)

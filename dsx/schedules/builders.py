@@ -285,6 +285,7 @@ def build(
     1F0,1I0,1F1,1I1,1W0,1W1
     """
     entry = _known(name)
+    check_numbers(name, num_ranks, num_chunks, num_micro_batches)  # before options ask what size allows
     given = {}
     for field in fields(Options):
         value = getattr(options, field.name, None)

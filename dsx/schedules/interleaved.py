@@ -10,15 +10,26 @@ from dsx.schedules.schedule import Action, Op, Schedule
 from dsx.schedules.simulate import Costs
 from dsx.schedules.weight_fill import fill
 
+MOST_FORWARDS = 1 << 20
+"""Of all virtual stages: 128 ranks x 2 chunks x 4,096 micro-batches. An action takes half a kilobyte."""
+
 
 def check_numbers(name: str, num_ranks: int, num_chunks: int, num_micro_batches: int) -> None:
-    """Raise ScheduleError unless all are at least 1."""
+    """Raise ScheduleError unless all are at least 1, and the schedule of that size can be held."""
     numbers = {"pipeline ranks": num_ranks, "chunks": num_chunks, "micro-batches": num_micro_batches}
     for what, number in numbers.items():
         if number < 1:
             raise ScheduleError(
                 f"schedule {name}, {what} = {number}", "it must be at least 1", "use 1 or more"
             )
+    forwards, sizes = num_ranks * num_chunks * num_micro_batches, numbers.items()
+    if forwards > MOST_FORWARDS:
+        raise ScheduleError(
+            f"schedule {name}",
+            f"{' x '.join(f'{what} {number:,}' for what, number in sizes)} = {forwards:,} forwards, "
+            f"and {MOST_FORWARDS:,} are the most",
+            "use fewer",
+        )
 
 
 def check_one_chunk(name: str, num_ranks: int, num_chunks: int) -> None:

@@ -9,8 +9,10 @@ from itertools import pairwise
 from dsx.errors import ScheduleError
 from dsx.parallel.stages import Placement
 from dsx.schedules.builders import Options, build, default_chunks, divides_backward, placement_of
+from dsx.schedules.interleaved import check_numbers
 from dsx.schedules.schedule import Action, Op, Schedule
 from dsx.schedules.simulate import validate
+from dsx.terminal import shortened
 
 
 def parse(text: str, *, name: str, placement: Placement = "loop") -> Schedule:
@@ -22,8 +24,11 @@ def parse(text: str, *, name: str, placement: Placement = "loop") -> Schedule:
     Raises:
         ScheduleError: No action at all, one that cannot be read, or stages that the ranks do not divide.
     """
-    lines = text.strip().splitlines()
-    rows = tuple(tuple(Action.parse(cell) for cell in line.split(",") if cell.strip()) for line in lines)
+    lines = text.rstrip().splitlines()
+    blank = next((number for number, line in enumerate(lines) if line.strip()), 0)
+    rows = tuple(
+        _row(line, f"schedule {name}, row {number}") for number, line in enumerate(lines[blank:], blank + 1)
+    )
     actions = [action for row in rows for action in row]
     if not actions:
         raise ScheduleError(f"schedule {name}", "it has no actions", "write one line of actions per rank")
@@ -36,7 +41,20 @@ def parse(text: str, *, name: str, placement: Placement = "loop") -> Schedule:
             "write one line per pipeline rank",
         )
     num_micro_batches = 1 + max(action.micro_batch for action in actions)
+    check_numbers(name, len(rows), num_chunks, num_micro_batches)
     return Schedule(name, len(rows), num_chunks, num_micro_batches, rows, placement)
+
+
+def _row(line: str, where: str) -> tuple[Action, ...]:
+    row = []
+    for cell, text in enumerate(line.split(","), 1):
+        try:
+            row += [Action.parse(text)] if text.strip() else []
+        except ScheduleError as error:
+            raise ScheduleError(
+                f"{where}, cell {cell}", f"{shortened(text.strip(), 40)!r} is no action", error.fix
+            ) from None
+    return tuple(row)
 
 
 def load(text: str, *, name: str, placement: Placement | None = None) -> Schedule:

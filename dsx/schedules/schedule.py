@@ -36,7 +36,7 @@ class Op(StrEnum):
 TRANSFERS = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
 """Ops that move data between ranks; the others compute."""
 
-_TOKEN = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d+)")
+_TOKEN = re.compile(r"(\d{1,15})(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d{1,15})")
 
 
 @dataclass(frozen=True, slots=True)

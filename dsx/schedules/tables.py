@@ -11,7 +11,7 @@ from dsx.schedules.simulate import Span, Timeline, simulate
 from dsx.schedules.timeline import NAMES, comparison_title, used_ops
 from dsx.schedules.timeline import milliseconds as ms
 from dsx.schedules.trace import Comparison, Executed, computation
-from dsx.terminal import aligned
+from dsx.terminal import aligned, wrapped
 
 _MOST_COLUMNS = 4096
 
@@ -126,19 +126,21 @@ def summary(comparison: Comparison) -> list[tuple[str, str]]:
     return rows
 
 
-def step_table(comparison: Comparison, *, worst: int = 5) -> str:
-    """The summary, the costs per virtual stage, and the ``worst`` actions with what they waited for."""
-    facts = summary(comparison)[:5]
-    width = max(len(label) for label, _ in facts)
-    head = [f"{label:<{width}}  {value}" for label, value in facts]
+def step_table(comparison: Comparison, *, worst: int = 5, width: int = 0) -> str:
+    """The summary, the costs per virtual stage, and the ``worst`` actions with what they waited for.
+
+    Lines have at most ``width`` characters, unless it is 0.
+    """
+    head = aligned(summary(comparison)[:5], left=(0, 1), width=width)
+    title = comparison_title(comparison)
     return (
         "\n\n".join(
             (
-                comparison_title(comparison),
+                wrapped(title, width, indent="  ") if width else title,
                 "\n".join(head),
-                "median per micro-batch\n" + _indented(_cost_rows(comparison)),
+                "median per micro-batch\n" + _indented(_cost_rows(comparison), width, text=False),
                 "actions that lost most, beside the simulation's costs\n"
-                + _indented(_loss_rows(comparison, worst)),
+                + _indented(_loss_rows(comparison, worst), width),
             )
         )
         + "\n"
@@ -221,5 +223,6 @@ def _loss_rows(comparison: Comparison, count: int) -> list[Sequence[str]]:
     return rows
 
 
-def _indented(rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"  {line}" for line in aligned(rows, left=(len(rows[0]) - 1,)))
+def _indented(rows: Sequence[Sequence[str]], width: int, *, text: bool = True) -> str:
+    lines = aligned(rows, left=(len(rows[0]) - 1,) if text else (), width=width and max(1, width - 2))
+    return "\n".join(f"  {line}".rstrip() for line in lines)

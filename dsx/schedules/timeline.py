@@ -19,6 +19,7 @@ from typing import Any
 from dsx.schedules.schedule import TRANSFERS, Action, Op, Schedule
 from dsx.schedules.simulate import Dependencies, Span, Timeline, peak_activations
 from dsx.schedules.trace import Comparison, Executed, computation
+from dsx.terminal import shortened
 
 INK, FAINT, GRID = "#1f2937", "#6b7280", "#e5e7eb"
 """Text, lesser text, lines."""
@@ -63,8 +64,10 @@ def page(title: str, picture: str, *, rows: Sequence[str] = ()) -> str:
     return re.sub(f"@({'|'.join(parts)})@", lambda found: parts[found[1]], template)
 
 
-_RIGHT, _TOP = 120.0, 128.0
-_NARROWEST, _WIDEST, _MOST_ZOOM = 1180.0, 1600.0, 4.0
+_RIGHT, _TOP = 108.0, 128.0
+_NARROWEST, _WIDEST, _MOST_ZOOM = 1280.0, 1800.0, 4.0  # of the whole picture
+_BOLD, _PLAIN = 0.61, 0.54  # width of a usual character of a heading over the font size, likewise
+_MOST_NAME, _MOST_TITLE = 60, 160
 _DIGIT = 0.68  # width of a bold digit over the font size, in the widest of the fonts above
 _SMALLEST_TEXT, _LARGEST_TEXT = 6.0, 16.0
 _MILLISECONDS = 1e3
@@ -87,7 +90,7 @@ def svg(schedule: Schedule, timeline: Timeline, *, unit: str = "s", title: str |
             ),
             title=title or _title(schedule),
             bubble=f"bubble {100 * timeline.bubble:.3g}% of the ideal time",
-            facts=f"step: {timeline.seconds:.4g} {unit}; {_peak(schedule)}",
+            facts=f"step: {_step(schedule, timeline, unit)}; {_peak(schedule)}",
             unit=unit,
         )
     )
@@ -178,6 +181,8 @@ class _Frame:
     digits: int
     """Of the largest micro-batch number."""
     largest_text: float
+    numbered: bool
+    """Whether any action is long enough for its number."""
     scale: float
     """Units of the picture per unit of time."""
     plot_width: float
@@ -191,17 +196,23 @@ class _Frame:
         short = lengths[len(lengths) // 10] if lengths else 1.0
         digits = len(str(picture.schedule.num_micro_batches - 1))
         wanted = picture.seconds / short * (5 + 7 * digits)
-        plot_width = min(max(wanted, _NARROWEST), _WIDEST)
-        scale = plot_width / picture.seconds
         last = picture.lanes[-1]
+        left = (158.0 if last.name else 92.0) + 9 * max(0, len(str(last.rank)) - 2)
+        around = left + _RIGHT
+        plot_width = min(max(wanted, _NARROWEST - around), _WIDEST - around)
+        scale = plot_width / picture.seconds
+        zoom = min(max(wanted / plot_width, 1.0), _MOST_ZOOM)
+        largest = min(_LARGEST_TEXT, 1.4 * _fitting(short * scale, digits))
+        longest = lengths[-1] if lengths else 0.0
         return cls(
-            left=158.0 if last.name else 92.0,
+            left=left,
             bottom=last.y + last.height,
             digits=digits,
-            largest_text=min(_LARGEST_TEXT, 1.4 * _fitting(short * scale, digits)),
+            largest_text=largest,
+            numbered=min(largest, _fitting(longest * scale, digits)) * zoom >= _SMALLEST_TEXT,
             scale=scale,
             plot_width=plot_width,
-            zoom=min(max(wanted / _WIDEST, 1.0), _MOST_ZOOM),
+            zoom=zoom,
         )
 
     @property
@@ -270,23 +281,51 @@ def _title(schedule: Schedule) -> str:
     if schedule.num_chunks > 1:
         sizes.append((schedule.num_chunks, "chunk", "chunks"))
     sizes.append((schedule.num_micro_batches, "micro-batch", "micro-batches"))
-    return f"{schedule.name}: " + ", ".join(f"{n} {one if n == 1 else many}" for n, one, many in sizes)
+    return f"{shortened(schedule.name, _MOST_NAME)}: " + ", ".join(
+        f"{n} {one if n == 1 else many}" for n, one, many in sizes
+    )
+
+
+def _step(schedule: Schedule, timeline: Timeline, unit: str) -> str:
+    whose = " of a chunk" if unit == "forwards" and schedule.num_chunks > 1 else ""
+    return f"{timeline.seconds:.4g} {unit}{whose}"
+
+
+_MOST_PEAKS = 8
 
 
 def _peak(schedule: Schedule) -> str:
-    peak = max(peak_activations(schedule)) / schedule.num_chunks
-    return f"peak activations: {peak:.4g} micro-batches a rank"
+    """Each rank's most micro-batches in flight; of many ranks the most and the least."""
+    peaks = [round(peak / schedule.num_chunks, 2) for peak in peak_activations(schedule)]
+    high, low = max(peaks), min(peaks)
+    if high == low:
+        words = f"{_plain(high)} micro-batch{'' if high == 1 else 'es'}"
+        words += " on every rank" if len(peaks) > 1 else ""
+    elif len(peaks) <= _MOST_PEAKS:
+        words = f"{', '.join(map(_plain, peaks))} micro-batches on ranks 0 to {len(peaks) - 1}"
+    else:
+        words = f"{_plain(high)} micro-batches on rank {peaks.index(high)}"
+        words += f" to {_plain(low)} on rank {peaks.index(low)}"
+    return f"peak activations: {words}"
+
+
+def _fit(size: float, width: float, room: float) -> float:
+    """The font size, or a smaller one, at which text that is ``width`` wide at size 1 fits into ``room``."""
+    return min(size, max(room / width, size / 3))
 
 
 def _heading(frame: _Frame, picture: _Picture) -> Iterator[str]:
+    room = frame.width - frame.left - 12
+    title = shortened(picture.title, _MOST_TITLE)
     yield (
-        f'<text x="{frame.left:.0f}" y="50" font-size="27" font-weight="700" fill="{INK}">'
-        f"{escape(picture.title)}</text>"
+        f'<text x="{frame.left:.0f}" y="50" font-size="{_fit(27, _BOLD * len(title), room):.3g}" '
+        f'font-weight="700" fill="{INK}">{escape(title)}</text>'
     )
+    width = _BOLD * len(picture.bubble) + _PLAIN * len(picture.facts) + 1
     yield (
-        f'<text x="{frame.left:.0f}" y="84" font-size="18" fill="{INK}"><tspan font-weight="700">'
-        f'{escape(picture.bubble)}</tspan><tspan fill="{FAINT}" dx="18">{escape(picture.facts)}</tspan>'
-        "</text>"
+        f'<text x="{frame.left:.0f}" y="84" font-size="{_fit(18, width, room):.3g}" fill="{INK}">'
+        f'<tspan font-weight="700">{escape(picture.bubble)}</tspan>'
+        f'<tspan fill="{FAINT}" dx="18">{escape(picture.facts)}</tspan></text>'
     )
 
 
@@ -299,12 +338,17 @@ def _axis(frame: _Frame, picture: _Picture) -> Iterator[str]:
         yield f'<path d="M{x:.1f} {_TOP - 8:.1f}V{base:.1f}" stroke="{GRID}"/>'
         yield (
             f'<text x="{x:.1f}" y="{base + 17:.1f}" font-size="13" fill="{FAINT}" '
-            f'text-anchor="middle">{i * step:.6g}</text>'
+            f'text-anchor="middle">{_plain(i * step)}</text>'
         )
     yield (
         f'<text x="{frame.x(seconds) + 24:.1f}" y="{base + 17:.1f}" font-size="13" fill="{FAINT}">'
         f"{escape(picture.unit)}</text>"
     )
+
+
+def _plain(value: float) -> str:
+    """A number of an axis without an exponent, if it is large."""
+    return f"{value:,.0f}" if value >= 1e6 else f"{value:.6g}"
 
 
 def _round_step(least: float) -> float:
@@ -320,8 +364,8 @@ def _row(frame: _Frame, picture: _Picture, lane: _Lane) -> Iterator[str]:
     busy = lane.timeline.busy_seconds[lane.rank] / (lane.timeline.seconds or 1.0)
     if lane.name != "simulated":
         yield (
-            f'<text x="{78 if lane.name == "" else 70}" y="{middle:.1f}" font-size="16" text-anchor="end" '
-            f'fill="{INK}">rank {lane.rank}</text>'
+            f'<text x="{frame.left - (88 if lane.name else 14):.0f}" y="{middle:.1f}" font-size="16" '
+            f'text-anchor="end" fill="{INK}">rank {lane.rank}</text>'
         )
     named = f' class="{lane.name}"' if lane.name else ""
     if lane.name:
@@ -381,25 +425,30 @@ def _defs(schedule: Schedule) -> Iterator[str]:
     )
 
 
+_MOST_SHADES = 3
+
+
 def _legend(frame: _Frame, schedule: Schedule) -> Iterator[str]:
     x, y = frame.left, frame.bottom + 66.0
+    last = schedule.num_chunks - 1
+    shown = sorted({last * part // _MOST_SHADES for part in range(_MOST_SHADES + 1)})
     for op in used_ops(schedule):
-        for chunk in range(schedule.num_chunks):
+        for chunk in shown:
             fill, _ = shade(op, chunk, schedule.num_chunks)
             yield f'<rect x="{x:.0f}" y="{y - 14:.0f}" width="18" height="18" rx="2.5" fill="{fill}"/>'
             x += 21
         name = NAMES[op]
         yield f'<text x="{x + 5:.0f}" y="{y:.0f}" font-size="15" fill="{INK}">{name}</text>'
-        x += 5 + 7.6 * len(name) + 26
+        x += 5 + 8.2 * len(name) + 22
     yield f'<rect x="{x:.0f}" y="{y - 14:.0f}" width="18" height="18" fill="url(#idle)" stroke="#dde1e7"/>'
-    notes = ["idle"]
-    if schedule.num_chunks > 1:
-        notes.append(f"dark to light: chunk 0 to {schedule.num_chunks - 1}")
-    notes.append("number: micro-batch")
-    yield (
-        f'<text x="{x + 26:.0f}" y="{y:.0f}" font-size="15" fill="{INK}">{notes[0]}'
-        f'<tspan dx="28" fill="{FAINT}">{"; ".join(notes[1:])}</tspan></text>'
-    )
+    yield f'<text x="{x + 26:.0f}" y="{y:.0f}" font-size="15" fill="{INK}">idle</text>'
+    notes = [f"dark to light: chunk 0 to {last}"] if last else []
+    notes += ["number: micro-batch"] if frame.numbered else []
+    words, x = "; ".join(notes), x + 82
+    if x + 15 * _PLAIN * len(words) > frame.width - 8:  # no room beside the colours
+        x, y = frame.left, y + 26
+    if words:
+        yield f'<text x="{x:.0f}" y="{y:.0f}" font-size="15" fill="{FAINT}">{words}</text>'
 
 
 _MICROSECONDS = 1e6

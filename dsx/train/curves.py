@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsx.config.wording import either
-from dsx.errors import ConfigError, DataError
+from dsx.errors import ConfigError, DataError, no_matplotlib
+from dsx.terminal import shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 METRICS_FILE = "metrics.jsonl"
 STEP = "train/step"
-SUFFIXES = (".png", ".svg", ".pdf")
 
 # Colours that differ in print and for the colour-blind (Okabe and Ito 2008, without yellow).
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
@@ -141,37 +140,12 @@ def choose(runs: Sequence[Run], metrics: Sequence[str]) -> list[Panel]:
     return usual or [_panel(metric) for metric in sorted(known)]
 
 
-def save(runs: Sequence[Run], panels: Sequence[Panel], output: Path) -> None:
-    """Draw ``panels`` of ``runs`` into ``output``, whose suffix is the format (:data:`SUFFIXES`).
-
-    Raises:
-        ConfigError: matplotlib is missing, another suffix, or the file cannot be written.
-    """
-    if output.suffix.lower() not in SUFFIXES:
-        raise ConfigError(
-            f"--output {output}",
-            f"{output.suffix or 'no suffix'!r} is no format",
-            f"end it in {either(SUFFIXES)}",
-        )
-    figure = draw(runs, panels)
-    try:
-        figure.savefig(output, dpi=150)
-    except OSError as error:
-        raise ConfigError(
-            f"--output {output}", f"cannot be written ({error.strerror or error})", "choose another place"
-        ) from None
-
-
 def draw(runs: Sequence[Run], panels: Sequence[Panel]) -> Figure:
     """The picture as a matplotlib figure. Raises ConfigError if matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError(
-            "dsx plot",
-            "it draws with matplotlib, which is not installed",
-            "pip install 'matplotlib>=3.9' (dsx's extra \"plot\" brings it)",
-        ) from None
+        raise no_matplotlib("dsx plot") from None
     heights = [1.6 if panel.points else 1.0 for panel in panels]
     figure = Figure(figsize=(8.0, 0.9 + 1.75 * sum(heights)), layout="constrained")
     grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)
@@ -179,25 +153,41 @@ def draw(runs: Sequence[Run], panels: Sequence[Panel]) -> Figure:
         for index, run in enumerate(runs):
             # Earlier runs are wider, to show under a later one: layouts that train alike lie on each other.
             width = 1.2 + 1.4 * min(len(runs) - 1 - index, 3)
-            _draw_run(axes, panel, run, _COLOURS[index % len(_COLOURS)], width)
+            _draw_run(axes, panel, run, _look(index), width)
         _finish(axes, panel, runs)
     grid[-1, 0].set_xlabel("optimizer step")
+    names = {name for panel in panels for name in (panel.metric, panel.points) if name}
+    steps = [step for run in runs for name in names & {*run.series} for step in run.series[name].steps]
+    first, last = min(steps), max(steps)  # of values that are not finite, too
+    room = max(0.5, 0.04 * (last - first))
+    grid[-1, 0].set_xlim(first - room, last + room)
+    grid[-1, 0].locator_params(axis="x", integer=True, min_n_ticks=1)
     if len(runs) == 1:
-        figure.suptitle(runs[0].name, x=0.01, ha="left", fontweight="bold")
+        figure.suptitle(shortened(runs[0].name, 90), x=0.01, ha="left", fontweight="bold")
     else:
-        handles = [_handle(run.name, _COLOURS[i % len(_COLOURS)], 2.5) for i, run in enumerate(runs)]
-        columns = max(1, min(len(runs), 100 // max(len(run.name) + 8 for run in runs)))
+        handles = [_handle(shortened(run.name, 90), linewidth=2.5, **_look(i)) for i, run in enumerate(runs)]
+        longest = max(len(str(handle.get_label())) for handle in handles)
+        columns = max(1, min(len(runs), 100 // (longest + 8)))
         figure.legend(handles=handles, loc="outside upper left", ncols=columns, frameon=False)
     return figure
 
 
-def _draw_run(axes: Axes, panel: Panel, run: Run, colour: str, width: float) -> None:
+def _look(index: int) -> dict[str, Any]:
+    """Colour and stroke of a run, which no other of the first 21 has."""
+    strokes = ("-", "--", ":")
+    return {
+        "color": _COLOURS[index % len(_COLOURS)],
+        "linestyle": strokes[index // len(_COLOURS) % len(strokes)],
+    }
+
+
+def _draw_run(axes: Axes, panel: Panel, run: Run, look: dict[str, Any], width: float) -> None:
     line, points = run.series.get(panel.metric), run.series.get(panel.points or "")
     if line is not None:
         marker = "." if len(line.steps) < 20 else None  # one value alone would not show
-        axes.plot(line.steps, line.values, color=colour, linewidth=width, marker=marker)
+        axes.plot(line.steps, line.values, **look, linewidth=width, marker=marker)
     if points is not None:
-        axes.plot(points.steps, points.values, color=colour, **_points_style(width))
+        axes.plot(points.steps, points.values, **look | _points_style(width))
 
 
 def _points_style(width: float) -> dict[str, Any]:
@@ -213,29 +203,38 @@ def _points_style(width: float) -> dict[str, Any]:
 
 
 def _finish(axes: Axes, panel: Panel, runs: Sequence[Run]) -> None:
-    axes.set_title(panel.title, loc="left", fontsize="medium")
     axes.grid(visible=True, color="#E3E3E3", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(color=_GREY)
     names = {panel.metric, panel.points or panel.metric}
     shown = [run.series[name] for run in runs for name in names if name in run.series]
     finite = [value for series in shown for value in series.values if math.isfinite(value)]
+    missing = sum(len(series.values) for series in shown) - len(finite)
+    said = f" ({missing} value{'s' * (missing > 1)} not finite)" if missing else ""
+    axes.set_title(shortened(panel.title, 90) + said, loc="left", fontsize="medium")
+    if not finite:
+        axes.set_yticks([])
     if panel.from_zero:
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.1 * max(finite) if finite and max(finite) > 0 else 1)
     elif finite and 0 < min(finite) < max(finite) / _LOG_SCALE_FROM:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
+    else:
+        axes.ticklabel_format(axis="y", useOffset=False)
     if any(value >= 10_000 for value in finite) and axes.get_yscale() == "linear":
         axes.yaxis.set_major_formatter(_thousands)
     if panel.points is not None and any(panel.points in run.series for run in runs):
-        handles = [_handle("train", _GREY, 1.2), _handle("held out", _GREY, **_points_style(1.2))]
+        handles = [
+            _handle("train", color=_GREY, linewidth=1.2),
+            _handle("held out", color=_GREY, **_points_style(1.2)),
+        ]
         axes.legend(handles=handles, frameon=False, labelcolor=_GREY)
 
 
-def _handle(label: str, colour: str, linewidth: float, **style: Any) -> Line2D:
+def _handle(label: str, **style: Any) -> Line2D:
     from matplotlib.lines import Line2D
 
-    return Line2D([], [], label=label, color=colour, linewidth=linewidth, **style)
+    return Line2D([], [], label=label, **style)
 
 
 def _thousands(value: float, _position: float) -> str:

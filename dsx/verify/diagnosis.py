@@ -600,11 +600,14 @@ _WIDTH = 100
 _LABEL = 11
 
 
-def parity_table(rows: Iterable[StepRow]) -> list[str]:
-    """Lines: a heading and a line per step, with how far each number is from the reference's, relative."""
+def parity_table(rows: Iterable[StepRow], *, width: int = 0) -> list[str]:
+    """Lines: a heading and a line per step, with how far each number is from the reference's, relative.
+
+    They have at most ``width`` characters, unless it is 0.
+    """
     heading = ("clipping", "step", "loss", "off", "norm", "off", "gradients off", "at most in", "updates off")
     cells = [heading, *map(_cells, rows)]
-    return aligned(cells, left=range(len(heading)))
+    return aligned(cells, left=range(len(heading)), width=width, names=2)
 
 
 def findings_text(findings: Sequence[ParityFinding]) -> list[str]:

@@ -18,6 +18,7 @@ from dsx.checkpoint.catalog import Entry
 from dsx.checkpoint.execute import ConversionOptions
 from dsx.checkpoint.formats import native
 from dsx.checkpoint.formats.slices import cut
+from dsx.checkpoint.run.state import save_random_states
 from dsx.errors import CheckpointError
 
 
@@ -189,6 +190,25 @@ def test_facts_and_random_states_come_along(tmp_path):
     assert read["random_files"]["1"] == "dsx_random_1.safetensors"  # whatever the mesh was: it is not known
     assert (tmp_path / "out" / "dsx_random_1.safetensors").read_bytes() == b"one"
     assert read["mesh"] == {"pp": 1, "dp": 1, "tp": 2}
+
+
+def test_random_states_of_older_checkpoints_have_their_own_digest(tmp_path):
+    """A manifest that says nothing of the file: what the file says of itself is held, by conversions too."""
+    layout, path = made.layout("gpt2"), tmp_path / "source" / "dsx_random_0.safetensors"
+    facts = {"random_files": {"0": path.name}}
+    source = made.plain(tmp_path / "source", layout.params, {"weight": "bfloat16"}, facts=facts)
+    save_random_states(path.parent, 0)
+    good = path.read_bytes()
+    made.reshard(source, tmp_path / "out", layout)
+    assert (tmp_path / "out" / path.name).read_bytes() == good
+    flipped = good[:-1] + bytes([good[-1] ^ 1])
+    for bad in (flipped, good[:-8], good[:9] + b"\0" + good[10:]):
+        path.write_bytes(bad)
+        with pytest.raises(
+            CheckpointError, match=r"dsx_random_0.safetensors: random states of rank 0: they are not"
+        ):
+            made.reshard(source, tmp_path / "more", layout)
+    assert not (tmp_path / "more").exists()
 
 
 def test_random_states_go_to_the_ranks_in_the_corresponding_places(tmp_path):

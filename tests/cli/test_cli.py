@@ -71,7 +71,9 @@ def test_schema_describes_every_key_that_the_shipped_configs_use(dsx):
 def test_presets(dsx):
     code, out, _ = dsx("presets")
     assert code == 0
-    assert re.search(r"llama +llama-3-8b +8,030,261,248 +32 +4096 +32 +8 ", out)
+    assert re.search(r"llama +llama-3-8b +8,030,261,248 +32 +4096 +32 +8\b", out)
+    assert max(map(len, out.splitlines())) <= 80
+    assert re.search(r"llama +llama-3-8b +hub: meta-llama/Meta-Llama-3-8B", out)
     code, out, _ = dsx("presets", "--format", "json")
     rows = {(row["family"], row["preset"]): row for row in json.loads(out)}
     assert rows["gpt2", "gpt2"]["parameters"] == 124_439_808
@@ -160,7 +162,9 @@ def test_schedule_table(dsx):
     code, out, _ = dsx("schedule", "interleaved", "--stages", 4, "--chunks", 2, "--micro-batches", 8)
     assert code == 0
     assert "bubble: 18.8% of the ideal time" in out
-    assert "peak activations per rank, in micro-batches, each of 1/2 of a rank's layers: 11, 9, 7, 5" in out
+    assert max(map(len, out.splitlines())) <= 80
+    peaks = "peak activations per rank, in micro-batches, each of 1/2 of a rank's layers: 11, 9, 7, 5"
+    assert peaks in " ".join(out.split())
 
 
 def test_impossible_schedule_is_exit_code_1(dsx):

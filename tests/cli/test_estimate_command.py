@@ -31,7 +31,11 @@ LLAMA = {
 }
 
 
-def test_the_table_has_a_row_for_every_pipeline_rank(dsx):
+def test_the_table_has_a_row_for_every_pipeline_rank(dsx, monkeypatch):
+    _, narrow, _ = dsx(CONFIGS / "zero3.json", "--gpus", 4)
+    parts = narrow.split("\n\n")[1:-1]  # not the headline and the note, which are no tables
+    assert max(len(line) for part in parts for line in part.splitlines()) <= 80
+    monkeypatch.setenv("COLUMNS", "160")
     code, out, err = dsx(CONFIGS / "zero3.json", "--gpus", 4)
     assert (code, err) == (0, "")
     assert "tensor 1 x pipeline 2 x data 2, ZeRO-3" in out
@@ -151,7 +155,8 @@ def test_a_trace_stands_beside_the_estimate(dsx):
         (("--model", "gpt2", "--micro-batch", 0), 2, "greater than or equal to 1"),
         (("--model", "gpt2", "--set", "dsx.data.sequence_length=-5"), 2, "sequence_length"),
         (("--model", "gpt2", "--set", "optimizer.type=Shampoo"), 2, "Shampoo"),
-        (("--model", "gpt2", "--format", "svg"), 2, "a chart needs a file"),
+        (("--model", "gpt2", "--format", "png"), 2, "it needs a file"),
+        (("--model", "gpt2", "--output", "m.csv"), 2, "end it in .txt, .json, .svg, .html, .png or .pdf"),
         (("--model", "gpt2", "--format", "svg", "--output", "m.png"), 2, "ends in .svg"),
     ],
 )

@@ -21,7 +21,8 @@ def config(folder: Path, family: str, **more: Any) -> Path:
     return folder
 
 
-def test_every_family_of_transformers_is_listed_with_what_runs_or_the_reason(dsx) -> None:
+def test_every_family_of_transformers_is_listed_with_what_runs_or_the_reason(dsx, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # in 80 it goes on below itself
     code, out, err = dsx("--format", "json")
     assert (code, err) == (0, "")
     rows = {row["family"]: row for row in json.loads(out)}

@@ -311,7 +311,9 @@ def test_completion_is_installed_and_completes(tmp_path):
     assert done.stdout.split() == ["estimate"]
 
 
-def test_schema_as_a_table_has_every_key(dsx):
+def test_schema_as_a_table_has_every_key(dsx, monkeypatch):
+    assert max(map(len, dsx("schema", "--format", "table")[1].splitlines())) <= 80
+    monkeypatch.setenv("COLUMNS", "1000")
     table = dsx("schema", "--format", "table")[1]
     rows = dict(line.split(maxsplit=1) for line in table.splitlines())
     schema = json.loads(dsx("schema")[1])

@@ -8,6 +8,8 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
+from dsx.train.curves import Run, Series, choose, draw
+
 COMMAND = ("plot",)
 
 
@@ -78,3 +80,30 @@ def test_without_matplotlib_the_message_says_how_to_get_it(dsx, folders, monkeyp
     assert (code, out) == (2, "")
     assert "pip install 'matplotlib>=3.9'" in err
     assert not (folders[0] / "loss.png").exists()
+
+
+def test_curves_of_one_step_of_none_and_of_values_that_are_not_finite():
+    """Steps are whole numbers, the highest value is inside, and what cannot be drawn is said."""
+    pytest.importorskip("matplotlib")
+    speed = "perf/tokens_per_second_global"
+    nan, inf = float("nan"), float("inf")
+    for steps, losses, said in (
+        ((1,), (2.0,), ""),
+        ((1, 2, 3), (0.0, 0.0, 0.0), ""),
+        ((3, 4, 5), (2.0, nan, inf), " (2 values not finite)"),
+        ((1, 2), (nan, nan), " (2 values not finite)"),
+    ):
+        series = {"train/loss": Series(steps, losses), speed: Series(steps, tuple(map(float, steps)))}
+        runs = [Run(f"run {number}", series) for number in range(9)]
+        figure = draw(runs, choose(runs, []))
+        loss, tokens = figure.axes
+        assert loss.get_title(loc="left") == "loss, nats per token" + said.replace("2", "18")
+        low, high = tokens.get_xlim()
+        ticks = [tick for tick in tokens.get_xticks() if low <= tick <= high]
+        assert ticks
+        assert all(tick == int(tick) for tick in ticks)
+        assert low < steps[0] <= steps[-1] < high
+        assert tokens.get_ylim()[0] == 0
+        assert tokens.get_ylim()[1] > steps[-1]
+        looks = {(line.get_color(), line.get_linestyle()) for line in tokens.lines}
+        assert len(looks) == len(runs)  # though there are seven colours

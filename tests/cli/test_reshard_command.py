@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -81,6 +82,24 @@ def test_a_config_gives_the_layout(dsx, tmp_path):
     assert code == 2
     assert "tensor 0.word.weight, weight: its shape is (300, 12), the target's is (300, 24)" in err
     assert not (tmp_path / "more").exists()
+
+
+def test_what_is_written_beside_the_target_is_said_before(dsx, saved, tmp_path):
+    """Every place that is touched outside of the target is a line of the dry run."""
+    home = tmp_path / "new" / "home"
+    _, out, _ = dsx("reshard", saved, home / "out", "--dry-run")
+    said = [line.split()[1].rstrip(",") for line in out.splitlines() if line.startswith("beside")]
+    assert said == [str(home), f"{home / 'out'}.partial", str(home / "latest")]
+    assert not home.parent.exists()
+    seen = []
+    rename = Path.rename
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Path, "rename", lambda a, b: (seen.append(a.parent), rename(a, b))[1])
+        assert dsx("reshard", saved, home / "out")[0] == 0
+    assert Path(said[1]) in seen  # made there, then given its name
+    assert sorted(home.iterdir()) == [home / "latest", home / "out"]
+    _, out, _ = dsx("reshard", saved, home / "more", "--dry-run")
+    assert out.count("\nbeside") == 1  # the folder is there, and latest names another
 
 
 def test_a_dry_run_tells_and_writes_nothing(dsx, saved, tmp_path):

@@ -34,7 +34,8 @@ def path(tmp_path: Path) -> Path:
 COMMAND = ("schedule",)
 
 
-def test_the_table_ranks_what_choose_ranks(dsx, path):
+def test_the_table_ranks_what_choose_ranks(dsx, path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")  # in 80 it goes on below itself
     code, out, _ = dsx("auto", "--profile", path, *SIZE)
     ranking = choose(MEASURED, num_ranks=2, num_micro_batches=4, space=Space())
     lines = out.splitlines()

@@ -23,7 +23,8 @@ def test_every_schedule_is_printed_and_read_back(dsx, name):
     code, out, _ = dsx(name, *SIZE)
     assert code == 0
     assert "rank 3" in out
-    assert ("W1: the weights' gradients" in out) == divides_backward(name)
+    assert ("W1: the weights' gradients" in " ".join(out.split())) == divides_backward(name)
+    assert max(map(len, out.splitlines())) <= 80
 
 
 def test_pictures_and_traces_go_to_files(dsx, tmp_path):

@@ -165,10 +165,13 @@ BAD_FILES = {
     "broken.json": ('[{"messages": ', "is no JSON"),
     "object.json": ('{"messages": []}', "holds an object at the top, not a list of records"),
     "latin1.json": (b'["\xe9"]', "is no JSON"),
-    "latin1.csv": (b"prompt,completion\na,\xe9\n", "is not UTF-8 text"),
+    "latin1.csv": (
+        b"prompt,completion\na,\xe9\n",
+        "is not UTF-8 text (invalid continuation byte: byte 0xe9), line 2",
+    ),
     "wide.csv": (
         b"prompt,completion\n" + b'"' + b"x" * 140_000 + b'",b\n',
-        "cannot be read as CSV (field larger",
+        "cannot be read as CSV (field larger than field limit (131072)), line 2",
     ),
     "text.txt": ("hello", "is running text, which has no records"),
 }

@@ -194,6 +194,25 @@ def test_files_that_are_broken(tmp_path: Path, name: str, content: bytes) -> Non
     assert f"{tmp_path / name}: cannot be read" in message
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"text,more\n" + b"a,b\n" * 3000 + b"a,b,c\na,b\n", "line 3002 has 3 cells, the first one 2"),
+        (b'text\n"two\nlines"\n"open\n', "(unexpected end of data), line 4"),
+        (b'text\na\n"b"c\nd,e\n', "line 4 has 2 cells, the first one 1"),
+        (b"text\na\n\xff\n", "byte 0xff), line 3"),
+    ],
+)
+def test_a_broken_csv_file_among_others_is_named_with_its_line(
+    tmp_path: Path, content: bytes, said: str
+) -> None:
+    (tmp_path / "a.csv").write_text("text\nfine\n")
+    (tmp_path / "b.csv").write_bytes(content)
+    message = refused(tmp_path)
+    assert message.startswith(f"{tmp_path / 'b.csv'}: ")
+    assert said in message
+
+
 def test_split_of_a_plain_file(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", ["x"])
     message = refused(tmp_path / "a.jsonl", split="validation")

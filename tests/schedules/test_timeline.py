@@ -6,6 +6,7 @@ import json
 import re
 import xml.etree.ElementTree as ET
 from collections import Counter
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -83,11 +84,44 @@ def test_title_bubble_peak_and_legend():
     texts = ["".join(text.itertext()) for text in root.iter(f"{SVG}text")]
     assert texts[0] == "interleaved_zb: 4 ranks, 2 chunks, 8 micro-batches"
     assert texts[1].startswith("bubble 6.25% of the ideal time")
-    assert "step: 51 forwards; peak activations: 4 micro-batches a rank" in texts[1]
+    assert "step: 51 forwards of a chunk; peak activations: 4 micro-batches on every rank" in texts[1]
     for word in ("forward", "backward: input gradient", "backward: weight gradients", "rank 3", "forwards"):
         assert word in texts
     assert any("chunk 0 to 1" in text for text in texts)
     assert "<evil>" in "".join(ET.fromstring(svg(schedule, simulate(schedule), title="<evil>")).itertext())
+
+
+def test_the_peak_of_each_rank_is_said_where_they_differ():
+    """Of 1F1B, rank r of p has p - r micro-batches in flight: Narayanan et al. 2021, section 2.2."""
+
+    def heading(*sizes):
+        schedule = build(*sizes)
+        texts = ET.fromstring(svg(schedule, simulate(schedule))).iter(f"{SVG}text")
+        return ["".join(text.itertext()) for text in texts][1]
+
+    assert "peak activations: 4, 3, 2, 1 micro-batches on ranks 0 to 3" in heading("1f1b", 4, 1, 8)
+    assert "peak activations: 64 micro-batches on rank 0 to 1 on rank 63" in heading("1f1b", 64, 1, 64)
+    assert "peak activations: 2000 micro-batches on every rank" in heading("gpipe", 2, 1, 2000)
+    assert heading("1f1b", 1, 1, 1).endswith("peak activations: 1 micro-batch")
+
+
+def test_a_picture_is_as_wide_as_a_usual_window_unless_its_numbers_need_more():
+    for sizes in (("1f1b", 1, 1, 1), ("1f1b", 4, 1, 8), ("interleaved_zb", 4, 2, 8), ("zbv", 8, 2, 8)):
+        schedule = build(*sizes)
+        assert float(ET.fromstring(svg(schedule, simulate(schedule))).get("width")) <= 1280
+
+
+@pytest.mark.parametrize("sizes", [("1f1b", 8, 1, 128), ("gpipe", 2, 1, 1000)])
+def test_a_huge_schedule_has_a_heading_that_fits_and_a_legend_of_what_is_drawn(sizes):
+    schedule = build(*sizes)
+    root = ET.fromstring(svg(schedule, simulate(schedule), title="a very long title " * 99))
+    texts = list(root.iter(f"{SVG}text"))
+    assert len(texts[0].text) < 200
+    named = ET.fromstring(svg(replace(schedule, name="long " * 99), simulate(schedule)))
+    assert next(named.iter(f"{SVG}text")).text.endswith(f"{sizes[1]} ranks, {sizes[3]} micro-batches")
+    drawn = any(group.find(f"{SVG}text") is not None for group in root.iter(f"{SVG}g"))
+    assert drawn == (sizes[0] == "1f1b")
+    assert drawn == any("number: micro-batch" in (text.text or "") for text in texts)
 
 
 def test_a_large_schedule_keeps_its_proportions_and_drops_numbers_that_nobody_can_read():
@@ -116,6 +150,7 @@ def test_the_page_stands_alone():
     page.feed(text)
     assert page.links == []
     assert (page.tags["svg"], page.tags["script"], page.tags["g"]) == (1, 1, 3 * 4 * 2 * 8)
+    assert "max-width: 100%" in text  # it fits the window, whatever its own width is
     assert "<title>a &amp; b</title>" in text
     assert text.count("http") == 1  # the name of SVG's namespace
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
+from safetensors import SafetensorError, deserialize
 
 from dsx.checkpoint import store
 from dsx.checkpoint.catalog import (
@@ -592,10 +593,31 @@ def random_state(source: Catalog, rank: int) -> bytes | None:
     path = locate(source, file, what)
     with blamed(path, what, "reading", USE_ANOTHER):
         data = store.content_of(path, _LARGEST_RANDOM_STATE)
-    for known in source.checksums:
-        if known.file == file and digest(data[known.start : known.stop]) != known.digest:
-            raise unusable(f"{path}: {what}", "they are not what was written: their checksum is another")
+    sums = [known for known in source.checksums if known.file == file]
+    differs = any(digest(data[known.start : known.stop]) != known.digest for known in sums)
+    if differs or not (sums or _has_own_digest(data)):
+        raise unusable(f"{path}: {what}", "they are not what was written: their checksum is another")
     return data
+
+
+def _has_own_digest(data: bytes) -> bool:
+    """Whether random states have the digest that stands in their own file, as older checkpoints' alone have.
+
+    Files without one, or of another kind, are taken as they are.
+    """
+    if data[8:9] != b"{":
+        return True
+    try:
+        header = parsed(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        states = sorted(deserialize(data), key=lambda state: state[0])
+        parts = [
+            f"{name} torch.{safetensors_file.DTYPES[told['dtype']]} ".encode() + told["data"]
+            for name, told in states
+        ]
+    except (SafetensorError, ValueError, KeyError):
+        return False
+    known = header.get("__metadata__", {}).get("xxh3_128")
+    return known in (None, digest(b"".join(parts)))
 
 
 def corresponding(saved: Mapping[str, int] | None, mesh: Mesh, rank: int) -> int:
