@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.resources.abc import Traversable
 from pathlib import Path as File
-from typing import Any, BinaryIO, Literal, NoReturn
+from typing import IO, Any, Literal, NoReturn
 
 import hjson
 
@@ -460,7 +460,7 @@ def read_text(path: File | Traversable) -> str:
         raise UnopenedError(where, what, "give a readable UTF-8 file") from None
 
 
-def decoded(file: BinaryIO, where: str) -> str:
+def decoded(file: IO[bytes], where: str) -> str:
     """The text in an open file. Raises ConfigError, at ``where``, if it is none, or too long for a config."""
     content = file.read(_MOST_BYTES + 1)
     if len(content) > _MOST_BYTES:
