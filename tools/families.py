@@ -3,13 +3,15 @@
     python tools/families.py                           # whatever the results lack
     python tools/families.py --family llama qwen3_next --layout tp-pp zb
     python tools/families.py --again bad               # what was refused or failed once more
-    python tools/families.py --table                   # write the table into docs/guides/models.md
+    python tools/families.py --options --layout tp2    # every option of every family (all_families/options.py)
+    python tools/families.py --table                   # write both tables into docs/guides/models.md
 
 A tiny random model of each family of the installed transformers is trained three AdamW steps with clipping
 by one process of transformers, and by dsx on gloo ranks in five layouts; losses, gradient norms, the exported
 folder and the model that is read back from it are compared (tools/all_families/parity.py). A family that dsx
-refuses by name is told apart from one that comes out wrong or breaks. Results are kept as they come, so that
-the tool can be stopped and started again.
+refuses by name is told apart from one that comes out wrong or breaks. With ``--options`` a family's options are
+tried one by one, each for a step in four layouts, by ranks that stay (tools/all_families/crew.py). Results are
+kept as they come, so that the tool can be stopped and started again.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
-from all_families import parity, table, tiny  # noqa: E402 (found there)
+from all_families import crew, parity, table, tiny  # noqa: E402 (found there)
 
 from dsx.checkpoint.store import write_atomically  # noqa: E402
 
@@ -45,7 +47,10 @@ def main() -> int:
     os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     results = _read(arguments.results)
     if arguments.table:
-        return table.write(ROOT / "docs/guides/models.md", results)
+        page = ROOT / "docs/guides/models.md"
+        return table.write(page, results) or table.write_options(page, _read_cases(arguments.option_results))
+    if arguments.options:
+        return _options(arguments)
     work = _work(arguments, results)
     if arguments.again:
         for family, layouts in work.items():
@@ -73,7 +78,18 @@ def _arguments() -> argparse.Namespace:
     families = "these alone (default all); NAME+FIELD sets a field of its config"
     parser.add_argument("--family", nargs="+", metavar="NAME", help=families)
     parser.add_argument(
-        "--layout", nargs="+", choices=parity.LAYOUTS, help="these layouts alone (default all)"
+        "--layout",
+        nargs="+",
+        choices=[*parity.LAYOUTS, *crew.LAYOUTS],
+        help=f"these layouts alone (default all); of options {', '.join(crew.LAYOUTS)}",
+    )
+    parser.add_argument("--options", action="store_true", help="the options of families")
+    parser.add_argument(
+        "--option-results",
+        type=Path,
+        default=ROOT / "runs/options.jsonl",
+        metavar="FILE",
+        help="where those of options are kept (default runs/options.jsonl)",
     )
     parser.add_argument(
         "--implementation",
@@ -93,10 +109,45 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="of a case (default 120)")
     parser.add_argument("--table", action="store_true", help="write the guide's table from the results")
     arguments = parser.parse_args()
+    layouts = crew.LAYOUTS if arguments.options else parity.LAYOUTS
+    if unknown := [name for name in arguments.layout or () if name not in layouts]:
+        parser.error(f"--layout {' '.join(unknown)}: choose from {', '.join(layouts)}")
     wanted = {name.partition("+")[0] for name in arguments.family or ()}
     if unknown := sorted(wanted - {*tiny.all_families()}):
         parser.error(f"no causal language model of transformers: {', '.join(unknown)}")
     return arguments
+
+
+def _options(arguments: argparse.Namespace) -> int:
+    """Try options, layout by layout; 1 if one comes out wrong."""
+    known = _read_cases(arguments.option_results)
+    cases = [
+        case
+        for layout in arguments.layout or crew.LAYOUTS
+        for family in arguments.family or tiny.all_families()
+        for case in crew.cases(family, layout)
+        if arguments.again == "all"
+        or (one := known.get(case.key)) is None
+        or (arguments.again == "bad" and one["result"] in crew.BAD)
+    ]
+    arguments.option_results.parent.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    with arguments.option_results.open("a") as file:
+        for done, (case, outcome) in enumerate(crew.outcomes(cases), 1):
+            file.write(json.dumps({"key": case.key, **outcome}) + "\n")
+            file.flush()
+            left = (time.monotonic() - began) / done * (len(cases) - done) / 60
+            told = " ".join(filter(None, (outcome["result"], outcome.get("reason", "")[:200])))
+            print(f"{done}/{len(cases)}, {left:.0f} min  {' '.join(case.key)}  {told}", flush=True)
+    known = _read_cases(arguments.option_results)
+    print(table.options_summary(known))
+    return int(any(one["result"] in crew.BAD for one in known.values()))
+
+
+def _read_cases(path: Path) -> dict[tuple[str, ...], Json]:
+    """The last outcome of every case."""
+    lines = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
+    return {tuple(line["key"]): line for line in lines}
 
 
 def _read(path: Path) -> Json:

@@ -29,12 +29,16 @@ from dsx.hub.tensor_plan import mixing_children
 from dsx.memory.records import code_version, keep
 from dsx.models import families
 from dsx.models.config_values import at
+from dsx.models.param import ParamSpec
+from dsx.models.params import param_specs
 from dsx.models.quiet_transformers import first_line
 from dsx.models.spec import HubModel
 from dsx.nn.parallel import TensorParallel
+from dsx.nn.parameters import regions
 
 _SAMPLES, _TOKENS = 2, 16
 _TOLERANCE = 1e-4
+_ALONE = TensorParallel()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,13 +140,13 @@ def _difference(model: HubModel, whole: Any) -> str | None:
     ids = _ids(model)
     inputs, labels = ids[:, :-1], ids[:, 1:]
     try:
-        logits, loss = _loss_of(whole, inputs, labels)
+        logits, loss = loss_of(whole, inputs, labels)
         loss.backward()
     except Exception as error:  # noqa: BLE001 - whatever the family's code does
         return f"transformers itself does not run a small model of it ({first_line(error)})"
     value: Any = inputs
     try:
-        calls, parameters = _layers(model, whole)
+        calls, parameters = layers_of(model, whole)
         for call in calls:
             value = call(value)
         own = families.loss(model, TensorParallel())(value, labels)
@@ -152,11 +156,14 @@ def _difference(model: HubModel, whole: Any) -> str | None:
     found = dict(whole.named_parameters(remove_duplicate=False))
     pairs: list[tuple[str, Any, Any]] = [("the logits differ", hidden_of(value), logits)]
     pairs.append(("the loss differs", own, loss))
-    pairs += [(f"the gradient of {name} differs", one.grad, found[name].grad) for name, one in parameters]
+    pairs += [
+        (f"the gradient of {spec.hf_whole} differs", one.grad, found[spec.hf_whole].grad)
+        for spec, one in parameters
+    ]
     return next((f"{what} {told}" for what, a, b in pairs if (told := _far(a, b))), None)
 
 
-def _loss_of(whole: Any, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def loss_of(whole: Any, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Logits of transformers' model, and its loss with the auxiliary loss of its routers if it has one."""
     gave = whole(input_ids=inputs, use_cache=False)
     logits = gave.logits.float()
@@ -176,13 +183,13 @@ def _far(own: Tensor | None, other: Tensor | None) -> str | None:
     return None if off <= _TOLERANCE or tiny else f"by {off:.1e} of its largest element"
 
 
-def _layers(
-    model: HubModel, whole: Any
-) -> tuple[list[Callable[[Tensor], Tensor]], list[tuple[str, nn.Parameter]]]:
-    """The layer list with the weights of transformers' model, and its parameters by their names there."""
+def layers_of(
+    model: HubModel, whole: Any, tp: TensorParallel = _ALONE
+) -> tuple[list[Callable[[Tensor], Tensor]], list[tuple[ParamSpec, nn.Parameter]]]:
+    """A rank's layer list with the weights of transformers' model, and its parameters with what they are."""
     builder = families.LayerListBuilder(
         model=model,
-        tp=TensorParallel(),
+        tp=tp,
         dtype=torch.float32,
         device="cpu",
         seed=0,
@@ -190,7 +197,7 @@ def _layers(
         pad_multiple=1,
     )
     calls: list[Callable[[Tensor], Tensor]] = []
-    parameters: list[tuple[str, nn.Parameter]] = []
+    parameters: list[tuple[ParamSpec, nn.Parameter]] = []
     buffers = dict(whole.named_buffers())
     anatomy, tied = anatomy_of(model.config), None
     for layer, entry in enumerate(builder.entries()):
@@ -202,10 +209,12 @@ def _layers(
         if entry.tied and use is not None:
             continue
         with torch.no_grad():
-            for spec in (spec for spec in model.params if spec.layer == layer):
+            for spec in (spec for spec in param_specs(model, pad_multiple=1) if spec.layer == layer):
                 parameter = module.get_parameter(spec.name.partition(".")[2])
-                parameter.copy_(whole.get_parameter(spec.hf_whole))
-                parameters.append((spec.hf_whole, parameter))
+                values = whole.get_parameter(spec.hf_whole)
+                for region, box in regions(parameter, spec, tp=tp.size, tp_rank=tp.rank):
+                    region.copy_(values[tuple(slice(*span) for span in box)])
+                parameters.append((spec, parameter))
             if model.kinds[layer] == "Block":
                 prefix = f"{anatomy.blocks}.{layer - model.kinds.index('Block')}"
                 for path, buffer in module.named_buffers():
@@ -223,7 +232,7 @@ def _documents_problem(model: HubModel, whole: Any) -> str | None:
     value: Any = (ids, positions)
     try:
         with torch.no_grad():
-            for call in _layers(model, whole)[0]:
+            for call in layers_of(model, whole)[0]:
                 value = call(value)
             alone = torch.cat([whole(input_ids=part, use_cache=False).logits for part in parts], dim=1)
     except Exception as error:  # noqa: BLE001 - whatever the family's code does with positions that restart

@@ -141,7 +141,7 @@ class Transformers:
         self._model = AutoModelForCausalLM.from_config(
             hf_config_of(settings), dtype=torch.float32, trust_remote_code=False
         )
-        self._model.train()
+        self._model.float().train()  # a few modules make theirs in bf16, which from_pretrained changes
         held = dict(self._model.named_parameters())
         specs = config.param_specs
         self._specs = tuple(spec if spec.adapts else names.in_memory(spec) for spec in specs)

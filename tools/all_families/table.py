@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from all_families.crew import LAYOUTS as OPTION_LAYOUTS
 from all_families.parity import LAYOUTS
 from all_families.tiny import all_families
 
@@ -14,6 +16,8 @@ from dsx.checkpoint.store import write_atomically
 
 BEGIN, END = "<!-- families: begin (python tools/families.py --table) -->", "<!-- families: end -->"
 HEAD, SEQUENCE = "`model_type`", "sequence parallelism"
+
+OPTION_RESULTS = ("ok", "refused", "different", "traceback", "none")
 
 Json = dict[str, Any]
 
@@ -42,6 +46,20 @@ def write(page: Path, results: Json) -> int:
     before, after = text.partition(BEGIN)[0], text.partition(END)[2]
     write_atomically(page, f"{before}{BEGIN}\n{markdown(results)}\n{END}{after}".encode())
     return 0
+
+
+def options_summary(known: Mapping[tuple[str, ...], Json]) -> str:
+    """How the options of families came out, a layout each."""
+    lines = []
+    for layout in OPTION_LAYOUTS:
+        counts = Counter(one["result"] for key, one in known.items() if key[2] == layout)
+        told = ", ".join(f"{counts[result]} {result}" for result in OPTION_RESULTS)
+        lines.append(f"{layout:8} {told}")
+    return "\n".join(lines)
+
+
+def write_options(page: Path, known: Mapping[tuple[str, ...], Json]) -> int:
+    raise NotImplementedError
 
 
 def section(page: str) -> str:

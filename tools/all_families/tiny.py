@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
+from collections.abc import Mapping
 from typing import Any
 
 WIDTH, HEADS, HEAD, LAYERS, VOCABULARY, POSITIONS = 64, 4, 16, 4, 211, 64
@@ -96,6 +97,30 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+def size_of(field: str, otherwise: int) -> int:
+    """What a tiny model has for a field of a config, where it has it."""
+    return next((size for names, size in _SIZES.items() if field in names.split()), otherwise)
+
+
+def value_of(config: Any, field: str) -> Any:
+    """A field of a config; None where it has none, or one for each layer."""
+    try:
+        return getattr(config, field, None)
+    except RuntimeError:  # how transformers refuses to say what differs from layer to layer
+        return None
+
+
+def rotated(config: Any) -> int:
+    """How many numbers of a head are rotated."""
+    for name in ("qk_rope_head_dim", "rotary_dim", "head_dim"):
+        if isinstance(size := value_of(config, name), int):
+            break
+    else:
+        size = config.hidden_size // config.num_attention_heads
+    rope = getattr(config, "rope_parameters", None) or {}
+    return int(size * rope.get("partial_rotary_factor", 1.0))
+
+
 def all_families() -> list[str]:
     """Every ``model_type`` for which transformers has a causal language model."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -123,11 +148,12 @@ def text_family(family: str) -> str:
     return found
 
 
-def tiny_config(family: str, **sizes: Any) -> Any:
+def tiny_config(family: str, option: Mapping[str, Any] | None = None, **sizes: Any) -> Any:
     """The config of a tiny model without dropout.
 
     Args:
         family: A ``model_type``, and fields to set behind a plus sign each: ``mixtral+output_router_logits``.
+        option: What is set in any case (:mod:`all_families.options`).
         sizes: What to put in place of the family's own, for those of its fields that they name.
     """
     family, *flags = family.split("+")
@@ -144,6 +170,7 @@ def tiny_config(family: str, **sizes: Any) -> Any:
     if "kv_lora_rank" in fields:  # latent attention makes keys and values for every head
         values["num_key_value_heads"] = HEADS
     values |= _FAMILIES.get(family, {}) | {name: size for name, size in sizes.items() if name in fields}
+    values |= option or {}
     config = config_class(**values)
     lacking = {
         name: list(itertools.islice(itertools.cycle(kinds), LAYERS))

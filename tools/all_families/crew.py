@@ -1,0 +1,267 @@
+"""Ranks that stay and take one small model after another in a layout, each beside one process of transformers.
+
+In tensor parallelism the layers of the layer list take one step without an engine: loss, logits and the
+gradient of every parameter are compared with transformers', a rank's own part of each. In pipelines and under
+ZeRO-3 the engine takes the step of the proof at start (dsx.verify.small_step).
+
+A case is "ok", "refused" (a DsxError), "different", "traceback", or "none": transformers itself makes or runs no
+such model. A rank that fails where others may wait for it ends with all of them; the next ranks go on behind it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from all_families import parity, tiny
+from all_families.parity import Layout
+
+from dsx.errors import DsxError, LayoutError
+from dsx.launch.local_ranks import RankError, run_ranks
+
+LAYOUTS = {
+    "tp2": Layout(tp=2, zero=0),
+    "tp4": Layout(tp=4, zero=0),
+    "pp2": Layout(pp=2, chunks=2, zero=0, schedule="interleaved"),
+    "zero3": Layout(dp=2, zero=3),
+}
+LOSS_TOLERANCE = 1e-5
+GRADIENT_TOLERANCE = 1e-4
+_CASES = 150  # of one crew, which then makes room
+_SECONDS = 90.0  # of one case
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A family with an option in a layout."""
+
+    family: str
+    option: str
+    changes: Json
+    layout: str
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What it is known by."""
+        return self.family, self.option, self.layout
+
+
+BAD = ("different", "traceback")
+
+
+def cases(family: str, layout: str) -> list[Case]:
+    """A family's tiny config as it is, and with every option; none of a family that is made of several."""
+    from all_families import options
+
+    try:
+        if tiny.text_family(family) != family:
+            return []
+        found = options.options_of(family)
+    except LookupError:
+        return []
+    except Exception as error:  # noqa: BLE001 - transformers cannot make its config
+        print(f"{family} has no tiny config: {_line(error)}", flush=True)
+        return []
+    return [Case(family, "", {}, layout), *(Case(family, str(each), each.changes, layout) for each in found)]
+
+
+def outcomes(cases: Sequence[Case]) -> Iterator[tuple[Case, Json]]:
+    """Each case with its outcome, as they come."""
+    waiting = list(cases)
+    while waiting:
+        layout = waiting[0].layout
+        own = [case for case in waiting if case.layout == layout][:_CASES]
+        with tempfile.TemporaryDirectory(prefix="crew-") as folder:
+            notes = Path(folder) / "outcomes.jsonl"
+            done = yield from _followed(own, LAYOUTS[layout].world_size, notes)
+        waiting = [case for case in waiting if case not in own[:done]]
+
+
+def _followed(own: list[Case], world_size: int, notes: Path) -> Any:
+    """The outcomes of some cases in the ranks' order; returns how many there are."""
+    failed: list[RankError] = []
+
+    def work() -> None:
+        try:
+            run_ranks(
+                _work, world_size, own, notes, timeout_seconds=_SECONDS * len(own), preload=parity.PRELOAD
+            )
+        except RankError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    done = 0
+    while thread.is_alive() or done < _lines(notes):
+        thread.join(0.2)
+        for line in (notes.read_text().splitlines() if notes.exists() else [])[done:]:
+            yield own[done], json.loads(line)
+            done += 1
+    if failed and done < len(own):
+        yield own[done], {"result": "traceback", "reason": parity.reason(failed[0]), "trace": failed[0].said[-3000:]}
+        done += 1
+    return done
+
+
+def _lines(notes: Path) -> int:
+    return notes.read_text().count("\n") if notes.exists() else 0
+
+
+def _work(rank: int, _world_size: int, cases: list[Case], notes: Path) -> None:
+    """What a rank does: every case in order; rank 0 notes the outcomes."""
+    import torch.distributed as dist
+    from transformers import logging
+
+    logging.set_verbosity_error()
+    home = tempfile.mkdtemp(prefix="crew-home-")  # what is kept of probes and proofs goes with the crew
+    os.environ["HOME"] = home
+    try:
+        for case in cases:
+            began = time.monotonic()
+            with _limited(case):
+                outcome = _outcome(case)
+            everybody: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everybody, outcome)
+            if rank == 0:
+                worst = max(everybody, key=lambda each: _ORDER.index(each["result"]))
+                worst["seconds"] = round(time.monotonic() - began, 2)
+                with notes.open("a") as file:
+                    file.write(json.dumps(worst) + "\n")
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+
+
+_ORDER = ("ok", "none", "refused", "different", "traceback")
+
+
+@contextmanager
+def _limited(case: Case) -> Iterator[None]:
+    """End this rank if a case takes too long: the ranks may wait for each other."""
+
+    def end() -> None:
+        print(f"{case.key}: no result after {_SECONDS:g} s", flush=True)
+        os._exit(1)
+
+    timer = threading.Timer(_SECONDS, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _outcome(case: Case) -> Json:
+    layout = LAYOUTS[case.layout]
+    try:
+        config = json.loads(tiny.tiny_config(case.family, case.changes).to_json_string())
+        whole = _transformers(config)
+    except Exception as error:  # noqa: BLE001 - whatever the family's code says to an option
+        return {"result": "none", "reason": _line(error)}
+    if whole is None:
+        return {"result": "none", "reason": "transformers' forward or backward does not run"}
+    try:
+        return (_tensor if layout.tp > 1 else _engine)(layout, config, whole)
+    except DsxError as error:
+        return {"result": "refused", "reason": parity.reason_of(error)}
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+
+
+def _transformers(config: Json) -> Any:
+    """Transformers' model of a config with the gradients of a step, as it trains it."""
+    from dsx.hub.shrunk import random_model
+
+    model = random_model(config)
+    parity_ids = next(parity.micro_batches(0))
+    from dsx.hub.probe import loss_of
+
+    logits, loss = loss_of(model, *parity_ids)
+    if not loss.isfinite() or not logits.isfinite().all():
+        raise ValueError("its loss is not finite")
+    loss.backward()
+    model.expected = (logits.detach(), loss.detach())
+    return model
+
+
+def _tensor(layout: Layout, config: Json, whole: Any) -> Json:
+    import torch.distributed as dist
+
+    import dsx
+    from dsx.nn.parallel import TensorParallel
+
+    resolved = dsx.load_config(parity.dsx_config(layout, config, "transformers"), world_size=layout.tp)
+    tp = TensorParallel(layout.tp, dist.get_rank())
+    said = _beside(resolved.model, whole, tp)
+    if said is None:
+        return {"result": "ok"}
+    dsx.recipe.require_right_layers(resolved)  # such a run is refused at its start
+    return {"result": "different", "reason": said}
+
+
+def _beside(model: Any, whole: Any, tp: Any) -> str | None:
+    """What the layers of a model compute otherwise on this rank than transformers' model; None if nothing."""
+    from dsx.hub.probe import layers_of
+    from dsx.models import families
+    from dsx.nn.parameters import regions
+
+    inputs, labels = next(parity.micro_batches(0))
+    calls, parameters = layers_of(model, whole, tp)
+    value: Any = inputs
+    for call in calls:
+        value = call(value)
+    loss = families.loss(model, tp)(value, labels)
+    loss.backward()
+    expected = whole.expected[1]
+    if not abs(float(loss) / float(expected) - 1) <= LOSS_TOLERANCE:
+        return f"the loss is off by {abs(float(loss) / float(expected) - 1):.1e}"
+    found = dict(whole.named_parameters(remove_duplicate=False))
+    largest = max(float(p.grad.abs().max()) for p in found.values() if p.grad is not None)
+    for spec, parameter in parameters:
+        theirs, mine = found[spec.hf_whole].grad, parameter.grad
+        if theirs is None or mine is None:
+            if any(each is not None and each.any() for each in (theirs, mine)):
+                return f"the gradient of {spec.hf_whole} is there on one side alone"
+            continue
+        scale = max(float(theirs.abs().max()), largest * 1e-3)
+        for region, box in regions(mine, spec, tp=tp.size, tp_rank=tp.rank):
+            wanted = theirs[tuple(slice(*span) for span in box)]
+            off = float((region - wanted).abs().max()) / scale if region.numel() else 0.0
+            if not off <= GRADIENT_TOLERANCE:
+                return f"the gradient of {spec.hf_whole} is off by {off:.1e}"
+    return None
+
+
+def _engine(layout: Layout, config: Json, _whole: Any) -> Json:
+    import dsx
+    from dsx.parallel.groups import make_groups
+    from dsx.verify import small_step
+
+    written = parity.dsx_config(layout, config, "transformers")
+    resolved = dsx.load_config(written, world_size=layout.world_size)
+    groups = make_groups(resolved.mesh, sequence_parallel=resolved.dsx.parallel.sequence_parallel)
+    try:
+        small_step.prove(resolved, groups, quiet=True)
+    except LayoutError as error:
+        dsx.recipe.require_right_layers(resolved)
+        cause = error.__cause__
+        if cause is not None:
+            said = "".join(traceback.format_exception(cause))
+            return {"result": "traceback", "reason": _line(cause), "trace": said[-3000:]}
+        return {"result": "different", "reason": parity.reason_of(error)}
+    return {"result": "ok"}
