@@ -73,8 +73,10 @@ class Option:
 
 
 def _short(value: Any) -> str:
-    if isinstance(value, dict) and "rope_type" in value:
-        return f"{value['rope_type']} rope"
+    ropes = [own for own in (value, *value.values()) if isinstance(own, dict) and "rope_type" in own] if isinstance(value, dict) else []
+    if ropes:
+        rotated = ropes[0].get("partial_rotary_factor", 1.0)
+        return f"{ropes[0]['rope_type']} rope" + f" of {rotated}" * (rotated != 1.0)
     if isinstance(value, list | tuple) and len(set(map(str, value))) == 1 and len(value) > 1:
         return f"{value[0]} everywhere"
     return str(value)
@@ -90,7 +92,7 @@ def options_of(family: str) -> list[Option]:
             for value in _values(config, field.name, reads):
                 option = Option({field.name: value})
                 found.setdefault(str(option), option)
-    for changes in (*_ties(config), *_by_layer(config)):
+    for changes in (*_ties(config), *_by_layer(config), *_given(config, reads)):
         option = Option(changes)
         found.setdefault(str(option), option)
     return list(found.values())
@@ -103,15 +105,17 @@ class _Reads:
     names: set[str]
     words: dict[str, set[Any]]
     activations: set[str]
+    given: Json  # keyword arguments beside the fields, with their defaults
 
 
 @cache
 def _reads(config_class: Any) -> _Reads:
     own = sys.modules[config_class.__module__]
-    found = _Reads(set(), {}, set())
+    found = _Reads(set(), {}, set(), {})
     modeling = inspect.getmodule(MODEL_FOR_CAUSAL_LM_MAPPING[config_class])
     for module in (*map(import_module, _SHARED), modeling):
         _read(ast.parse(inspect.getsource(module)), found, ("config",))
+    found.given.clear()
     _read(ast.parse(inspect.getsource(own)), found, ("config", "self"))
     aliases = dict(config_class.attribute_map)
     found.names.update(aliases[name] for name in list(found.names) if name in aliases)
@@ -147,7 +151,10 @@ def _read(tree: ast.Module, found: _Reads, objects: tuple[str, ...]) -> None:
             found.names.add(name)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             if node.func.attr in ("get", "setdefault", "pop") and ast.unparse(node.func.value) == "kwargs":
-                found.names.update(str(a.value) for a in node.args[:1] if isinstance(a, ast.Constant))
+                name, default = (*node.args, ast.Constant(None))[:2]
+                if isinstance(name, ast.Constant) and isinstance(default, ast.Constant):
+                    found.names.add(str(name.value))
+                    found.given[str(name.value)] = default.value
         if isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]
             for name in filter(None, map(_attribute, sides)):
@@ -267,8 +274,21 @@ def _ties(config: Any) -> Iterator[Json]:
 
 
 def _by_layer(config: Any) -> Iterator[Json]:
-    """Sizes that differ from layer to layer, as any config may say it."""
-    for name in ("num_key_value_heads", "intermediate_size"):
-        now = tiny.value_of(config, name)
-        if type(now) is int and now > 1:
-            yield {"per_layer_config": {"1": {name: now // 2}}}
+    """Sizes that differ from layer to layer, in all layers of the last one's type, as any config may say it."""
+    kinds = tiny.value_of(config, "layer_types") or [None, None, None, "last"]
+    layers = [str(number) for number, kind in enumerate(kinds) if kind == kinds[-1]]
+    own = config.to_dict().get("per_layer_config") or {}
+    for name, value in (("num_key_value_heads", 1), ("num_key_value_heads", tiny.HEADS), ("intermediate_size", 48)):
+        if name in config.to_dict():
+            yield {"per_layer_config": {layer: {**own.get(layer, {}), name: value} for layer in layers}}
+
+
+def _given(config: Any, reads: _Reads) -> Iterator[Json]:
+    """What a config class takes beside its fields."""
+    for name, default in reads.given.items():
+        if name in config.to_dict() or _NO_OPTION.search(name) or name.startswith("rope_"):
+            continue
+        if isinstance(default, bool):
+            yield {name: not default}
+        elif _KV_HEADS.search(name):
+            yield from ({name: count} for count in (1, 2, tiny.HEADS) if count != default)

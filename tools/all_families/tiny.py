@@ -75,6 +75,8 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0],
     },
+    "gemma4_text": {"global_head_dim": 2 * HEAD},
+    "gemma4_unified_text": {"global_head_dim": 2 * HEAD},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
