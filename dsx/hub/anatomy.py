@@ -319,6 +319,8 @@ class Anatomy:
         stream: Sizes of what goes from block to block, samples and tokens aside.
         plain_end: Whether what follows the last block is one module of ``after`` and nothing else.
         extras: For each block, its outputs beside the hidden states; None if it returns these alone.
+        calls: What each block is called with, for a few tokens.
+        plans: What is kept of tensor plans, by kinds of blocks (:func:`dsx.hub.read.block_plan`).
     """
 
     model: Any
@@ -332,6 +334,8 @@ class Anatomy:
     stream: tuple[int, ...] = ()
     plain_end: bool = False
     extras: dict[int, int | None] = field(default_factory=dict)
+    calls: dict[int, Call] = field(default_factory=dict, repr=False)
+    plans: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
     def list_of_blocks(self) -> nn.ModuleList:
@@ -592,6 +596,7 @@ def _looked_at(found: Anatomy) -> Anatomy:
         if kind not in tried:
             tried[kind] = _extras(block, call)
         found.extras[number], wrote = tried[kind]
+        found.calls[number] = call
         written.extend(f"block {number} writes into its argument {name}" for name in wrote)
         if number == 0:
             handed.append(call.hidden)
@@ -657,7 +662,7 @@ def _extras(block: nn.Module, call: Call) -> tuple[int | None, list[str]]:
     """
 
     def moved(value: Any) -> Any:
-        return tree_map(lambda each: _without_storage(each) if isinstance(each, Tensor) else each, value)
+        return tree_map(lambda each: without_storage(each) if isinstance(each, Tensor) else each, value)
 
     there = Call(moved(call.hidden), moved(call.arguments), moved(call.named), call.by_name)
     places = {**{str(place): value for place, value in enumerate(there.arguments, 1)}, **there.named}
@@ -689,7 +694,7 @@ def settings_of(module: nn.Module) -> tuple[Any, ...]:
     )
 
 
-def _without_storage(tensor: Tensor) -> Tensor:
+def without_storage(tensor: Tensor) -> Tensor:
     """A tensor's form; in bf16, because products of many experts at a time exist for no other dtype there."""
     return tensor.to("meta", torch.bfloat16 if tensor.is_floating_point() else tensor.dtype)
 

@@ -141,7 +141,18 @@ def _plan_of_block(anatomy: Anatomy, plan: Mapping[str, str | None], number: int
     pairs = pairs or _number(settings, "num_attention_heads") or 0
     rotary = _number(settings, "qk_rope_head_dim") or 0
     counts = tuple(known_of(settings.model_type).get("heads", ()))
-    return BlockPlan.of(block, prefix, plan, pairs=pairs, rotary=rotary, counts=counts)
+    kind = (
+        pairs,
+        tuple(plan.get(generic(f"{prefix}.{path}")) for path, _ in block.named_modules()),
+        tuple((type(module), settings_of(module)) for module in block.modules()),
+        tuple((path, tuple(parameter.shape)) for path, parameter in block.named_parameters()),
+    )
+    if kind not in anatomy.plans:
+        call = anatomy.calls[number]
+        made = BlockPlan.of(block, prefix, plan, call, pairs=pairs, rotary=rotary, counts=counts)
+        anatomy.plans[kind] = made
+    found: BlockPlan = anatomy.plans[kind]
+    return found
 
 
 def _pairs_of(block: nn.Module) -> int:

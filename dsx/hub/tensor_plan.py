@@ -35,6 +35,8 @@ import torch
 from torch import Tensor, nn
 
 from dsx.errors import ModelError
+from dsx.hub.anatomy import Call
+from dsx.hub.cut_regions import seen_in
 from dsx.nn import collectives
 from dsx.nn.linear import ColumnParallelLinear, KeyValueLinear, LocalLinear, RowParallelLinear
 from dsx.nn.parallel import TensorParallel
@@ -43,8 +45,8 @@ from dsx.nn.split import WeightGradients
 COLUMN = frozenset(("colwise", "packed_colwise", "colwise_gather_output", "colwise_rep"))
 ROW = frozenset(("rowwise", "packed_rowwise", "rowwise_split_input", "rowwise_rep"))
 SUMMED = "replicated_with_grad_allreduce"
-_GATHERS = frozenset(("colwise_gather_output", "colwise_rep"))
-_SPLITS = frozenset(("rowwise_split_input", "rowwise_rep"))
+GATHERS = frozenset(("colwise_gather_output", "colwise_rep"))
+SPLITS = frozenset(("rowwise_split_input", "rowwise_rep"))
 _WRAPPED = frozenset(("moe_tp_experts", "mla_kv_a_proj", "all_reduce", "moe_identity_expert"))
 STYLES = COLUMN | ROW | _WRAPPED | {SUMMED, "local_params", "replicate"}
 """Every style that dsx knows inside blocks."""
@@ -98,16 +100,20 @@ class BlockPlan:
     counts: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, block: nn.Module, prefix: str, plan: Mapping[str, str | None], **facts: Any) -> BlockPlan:
-        """The entries of a model's plan that are about the block called ``prefix``.
+    def of(
+        cls, block: nn.Module, prefix: str, plan: Mapping[str, str | None], call: Call, **facts: Any
+    ) -> BlockPlan:
+        """The entries of a model's plan that are about the block called ``prefix``, and what follows of them.
 
-        Numbers in names are ``*`` in a plan. An entry of a parameter counts before its module's. ``facts``
-        are the other attributes.
+        Numbers in names are ``*`` in a plan. An entry of a parameter counts before its module's. ``call`` is
+        what the block is called with, ``facts`` are the other attributes.
         """
         names = [path for path, _ in block.named_modules() if path]
         names += [path for path, _ in block.named_parameters(remove_duplicate=False)]
         said = {path: plan[pattern] for path in names if (pattern := generic(f"{prefix}.{path}")) in plan}
-        return cls(_completed(block, said), **facts)
+        plan = cls({path: style for path, style in said.items() if style}, **facts)
+        silent = {path for path, style in said.items() if style is None}
+        return _completed(block, plan, call, silent)
 
     def cut(self, block: nn.Module, path: str, parameter: Tensor) -> Cut:
         """How the parameter at ``path`` is cut."""
@@ -132,38 +138,58 @@ class BlockPlan:
         )
 
 
-_OF_HEADS = re.compile(r"(q|k|query|key)_?(layer)?_?norm")
-_ACTIVATIONS = ("act", "act_fn", "activation", "activation_fn")
-
-
-def _completed(block: nn.Module, said: Mapping[str, str | None]) -> dict[str, str]:
-    """The styles of a block, with those of parts of cut regions that its plan does not name.
+def _completed(block: nn.Module, plan: BlockPlan, call: Call, silent: set[str]) -> BlockPlan:
+    """The plan of a block, with the styles of parts of cut regions that it does not name.
 
     Plans name what a family's defaults have, not what its options add: norms of queries and keys, activations
-    with parameters, queries that are projected at once. Norms and activations inside a cut region see a
-    rank's own heads or features. So the gradients of parameters that all ranks hold are partial, and a
-    parameter with a dimension of heads is cut along it. A region with a list of modules, one for each head,
-    is left whole: every rank would use the first ones.
+    with parameters, queries that are projected at once. What such a part meets in its region says what it is
+    (:mod:`dsx.hub.cut_regions`). Where a rank's part of a region does not run, or uses other parts than one
+    process does, a linear or what has several dims is cut as well, if it runs then; else the region is left
+    whole. One that cannot be looked at stays as it is: the proof at start tells whether that is right.
+
+    Args:
+        block: The block.
+        plan: What is said of it.
+        call: What it is called with.
+        silent: Paths of which the plan says that nothing is to be done.
     """
-    styles = {path: style for path, style in said.items() if style}
     for path, child in _children(block):
-        inside = {name for name in styles if name.startswith(f"{path}.")}
-        if not any(styles[name] in COLUMN - _GATHERS for name in inside) or isinstance(child, nn.Linear):
+        inside = {name: style for name, style in plan.styles.items() if name.startswith(f"{path}.")}
+        if isinstance(child, nn.Linear) or not COLUMN - GATHERS & {*inside.values()}:
             continue
-        gathered = any(styles[name] in _GATHERS for name in inside)
-        for name, module in child.named_modules(prefix=path):
-            last = name.rpartition(".")[2]
-            if isinstance(module, nn.Linear):
-                queries = last == "q_proj" and f"{path}.kv_b_proj" in inside
-                styles |= {name: "colwise"} if queries and name not in said else {}
-            elif isinstance(module, nn.ModuleList) and _OF_HEADS.fullmatch(name.split(".")[-2]):
-                styles = {each: style for each, style in styles.items() if each not in inside}
+        every = [name for name, _ in child.named_parameters(prefix=path)]
+        unnamed = [name for name in every if not _is_named(name, plan, silent)]
+        whole = seen_in(block, plan, call, unnamed, path, ranks=1) if unnamed else None
+        if whole is None:
+            continue
+        for more in _candidates(block, unnamed):
+            tried = replace(plan, styles={**plan.styles, **dict.fromkeys(more, "colwise")})
+            rest = [name for name in unnamed if not _is_named(name, tried, silent)]
+            seen = seen_in(block, tried, call, rest, path)
+            if seen is not None and seen.used == whole.used & {*rest} and not seen.lost:
+                plan = replace(tried, styles={**tried.styles, **dict.fromkeys(seen.partial, SUMMED)})
                 break
-            elif (_OF_HEADS.fullmatch(last) and not gathered) or last in _ACTIVATIONS:
-                for own, parameter in module.named_parameters(recurse=False):
-                    if name not in said and f"{name}.{own}" not in said:
-                        styles[f"{name}.{own}"] = "colwise" if parameter.ndim > 1 else SUMMED
-    return styles
+        else:
+            left = {name: style for name, style in plan.styles.items() if name not in inside}
+            plan = replace(plan, styles=left)
+    return plan
+
+
+def _is_named(path: str, plan: BlockPlan, silent: set[str]) -> bool:
+    """Whether a plan says something of a parameter, or of its module."""
+    owner = path.rpartition(".")[0]
+    known = plan.styles.get(owner) in COLUMN | ROW | {"mla_kv_a_proj", SUMMED}
+    return known or path in plan.styles or not silent.isdisjoint((path, owner))
+
+
+def _candidates(block: nn.Module, unnamed: list[str]) -> Iterator[tuple[str, ...]]:
+    """What may be cut besides: nothing, one linear, or all else that has several dims."""
+    yield ()
+    owners = dict.fromkeys(name.rpartition(".")[0] for name in unnamed)
+    linears = [name for name in owners if isinstance(block.get_submodule(name), nn.Linear)]
+    yield from ((name,) for name in linears)
+    several = [name for name in unnamed if block.get_parameter(name).ndim > 1]
+    yield tuple(name for name in several if name.rpartition(".")[0] not in linears)
 
 
 def _halves(size: int) -> tuple[int, int]:
@@ -267,9 +293,8 @@ def _set_linears(
         if plan.keeps(name, tp.size) and tp.size > 1:
             head = inner.out_features // plan.pairs
             made = KeyValueLinear(inner.in_features, plan.pairs, head, tp, **_form(inner))
-            _divide_groups(owner, name, plan, tp)
-        if tp.size > 1 and plan.styles.get(name) == "colwise":
-            _divide_counts(owner, plan, tp)
+        if tp.size > 1:
+            divide(owner, name, plan, tp.size)
         made.in_features, made.out_features = inner.in_features, inner.out_features  # type: ignore[assignment]
         setattr(owner, last, made)
 
@@ -286,38 +311,38 @@ def _linear(
     if tp.size > 1 and style in ROW:
         parts = _halves(linear.in_features) if style == "packed_rowwise" else ()
         made: nn.Module = RowParallelLinear(*sizes, tp, **form, parts=parts)
-        if style in _SPLITS:
+        if style in SPLITS:
             made.register_forward_pre_hook(lambda _, given: (collectives.scatter_to(given[0], tp, -1),))
         return made
     if tp.size > 1 and style in COLUMN:
         parts = _halves(linear.out_features) if style == "packed_colwise" else ()
         if tight:
             return LocalLinear(sizes[0], sizes[1] // tp.size, **form)
-        return ColumnParallelLinear(*sizes, tp, **form, parts=parts, gather_output=style in _GATHERS)
+        return ColumnParallelLinear(*sizes, tp, **form, parts=parts, gather_output=style in GATHERS)
     return LocalLinear(*sizes, **form)
 
 
-def _divide_groups(owner: nn.Module, name: str, plan: BlockPlan, tp: TensorParallel) -> None:
-    """A rank that has one key/value head uses it for all of its queries."""
-    groups = getattr(owner, "num_key_value_groups", None)
-    if not isinstance(groups, int):
-        raise ModelError(
-            name,
-            f"{plan.pairs} key/value heads are fewer than {tp.size} tensor-parallel ranks, and the family "
-            "does not say how many queries share one (num_key_value_groups)",
-            f"use a tensor-parallel degree that divides {plan.pairs}",
-        )
-    if name.endswith("k_proj"):
-        owner.num_key_value_groups = groups * plan.pairs // tp.size  # type: ignore[assignment]
+def divide(owner: Any, name: str, plan: BlockPlan, ranks: int) -> None:
+    """Have the module of a cut linear count the heads of one of ``ranks``.
 
-
-def _divide_counts(owner: Any, plan: BlockPlan, tp: TensorParallel) -> None:
-    """Heads that a module counts by an attribute become those of one rank, once."""
-    for name in plan.counts:
-        count = vars(owner).get(name)
-        if isinstance(count, int) and f"{name} of all ranks" not in vars(owner):
-            vars(owner)[f"{name} of all ranks"] = count
-            setattr(owner, name, max(count // tp.size, 1))  # one is shared where there are fewer
+    A rank that has one key/value head uses it for all of its queries.
+    """
+    if plan.keeps(name, ranks) and name.endswith("k_proj"):
+        groups = getattr(owner, "num_key_value_groups", None)
+        if not isinstance(groups, int):
+            raise ModelError(
+                name,
+                f"{plan.pairs} key/value heads are fewer than {ranks} tensor-parallel ranks, and the family "
+                "does not say how many queries share one (num_key_value_groups)",
+                f"use a tensor-parallel degree that divides {plan.pairs}",
+            )
+        owner.num_key_value_groups = groups * plan.pairs // ranks
+    if plan.styles.get(name) == "colwise":
+        for count in plan.counts:
+            heads = vars(owner).get(count)
+            if isinstance(heads, int) and f"{count} of all ranks" not in vars(owner):
+                vars(owner)[f"{count} of all ranks"] = heads
+                setattr(owner, count, max(heads // ranks, 1))  # one is shared where there are fewer
 
 
 def _wrap(child: nn.Module, path: str, plan: BlockPlan, tp: TensorParallel) -> set[str]:

@@ -1,0 +1,235 @@
+"""What a tensor plan does not say, found out by what a block computes with the sizes of one rank.
+
+The block runs on the meta device, its linears and parameters cut as for one of two ranks. Operators are watched:
+whatever comes of a cut linear's outputs or of a cut parameter is one rank's own, until a row-parallel linear sums
+it. A parameter that meets such values has a part of its gradient on each rank.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from dsx.hub.anatomy import Call, without_storage
+
+if TYPE_CHECKING:
+    from dsx.hub.tensor_plan import BlockPlan
+
+RANKS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What is known of a value.
+
+    Attributes:
+        own: Whether ranks have different parts of it.
+        summand: Whether it is, on each rank, a summand of what it stands for.
+        parameters: Paths of parameters without a place in the plan that it is made of.
+        of_input: Whether it depends on what the block is given.
+    """
+
+    own: bool = False
+    summand: bool = False
+    parameters: frozenset[str] = frozenset()
+    of_input: bool = False
+
+    def __or__(self, other: Kind) -> Kind:
+        return Kind(
+            self.own or other.own,
+            self.summand or other.summand,
+            self.parameters | other.parameters,
+            self.of_input or other.of_input,
+        )
+
+
+_PLAIN, _GIVEN = Kind(), Kind(of_input=True)
+_OWN, _SUMMAND = Kind(own=True, of_input=True), Kind(own=True, summand=True, of_input=True)
+
+
+@dataclass
+class Seen:
+    """What the parameters without a place in the plan met.
+
+    Attributes:
+        used: Those that were used at all.
+        partial: Those that met values of one rank by themselves: their gradients are partial.
+        lost: Those that met them in another way: what is given to them gets a wrong gradient too.
+    """
+
+    used: set[str] = field(default_factory=set)
+    partial: set[str] = field(default_factory=set)
+    lost: set[str] = field(default_factory=set)
+
+
+class _Watch(TorchDispatchMode):
+    """Notes what every tensor is made of."""
+
+    def __init__(self, unnamed: Mapping[int, str], sliced: set[int], rows: set[int]) -> None:
+        super().__init__()
+        self.seen = Seen()
+        self._unnamed, self._sliced, self._rows = unnamed, sliced, rows
+        self._kinds: dict[int, tuple[Tensor, Kind]] = {}
+        """With the tensor, so that its identity is not another's later."""
+
+    def kind(self, tensor: Tensor) -> Kind:
+        """What is known of a tensor."""
+        if id(tensor) in self._unnamed:
+            return Kind(parameters=frozenset((self._unnamed[id(tensor)],)))
+        if id(tensor) in self._sliced:
+            return Kind(own=True)
+        held = self._kinds.get(id(tensor))
+        return _PLAIN if held is None else held[1]
+
+    def mark(self, tensor: Tensor, kind: Kind) -> None:
+        """Say what a tensor is."""
+        self._kinds[id(tensor)] = tensor, kind
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator and note what its results are made of."""
+        del types
+        result = func(*args, **(kwargs or {}))
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        kinds = [self.kind(each) for each in given]
+        total = _PLAIN
+        for kind in kinds:
+            total |= kind
+        self.seen.used |= total.parameters
+        if any(id(each) in self._rows for each in given):
+            total |= _SUMMAND
+        if total.own:
+            # Nothing that one rank has for itself may be made of a value that all ranks share.
+            for kind in (kind for kind in kinds if not kind.own):
+                into = self.seen.lost if kind.of_input or total.summand else self.seen.partial
+                into |= kind.parameters
+            total = Kind(own=True, summand=total.summand, of_input=total.of_input)
+        for each in tree_leaves(result):
+            if isinstance(each, Tensor):
+                self.mark(each, total)
+        if func._schema.is_mutable and given:  # noqa: SLF001
+            self.mark(given[0], total)
+        return result
+
+
+def seen_in(
+    block: nn.Module, plan: BlockPlan, call: Call, unnamed: Sequence[str], within: str, ranks: int = RANKS
+) -> Seen | None:
+    """What parameters of a block meet that its plan does not name; None if such a block does not run.
+
+    Args:
+        block: On the meta device. Unchanged.
+        plan: Its plan.
+        call: What it is called with.
+        unnamed: Paths of the parameters.
+        within: The child of the block that they are in; what comes behind it need not run.
+        ranks: Number of ranks that share the block.
+    """
+    small = copy.deepcopy(block).to("meta", torch.bfloat16)
+    try:
+        sliced, rows = _cut(small, plan, ranks)
+        names = {id(small.get_parameter(path)): path for path in unnamed}
+        watch = _Watch(names, sliced, rows)
+        ended: list[bool] = []
+        for path, module in small.named_modules():
+            _listen(path, module, plan, watch, ranks)
+        small.get_submodule(within).register_forward_hook(lambda *_: ended.append(True))
+        moved = tree_map(
+            lambda each: without_storage(each) if isinstance(each, Tensor) else each,
+            (call.hidden, call.arguments, call.named),
+        )
+        there = Call(*moved, call.by_name)
+        with torch.no_grad(), watch:
+            watch.mark(there.hidden, _GIVEN)
+            with _as_far_as(ended):
+                there.make(small, there.hidden)
+    except Exception:  # noqa: BLE001 - whatever the family's code does with these sizes
+        return None
+    return watch.seen
+
+
+@contextmanager
+def _as_far_as(ended: list[bool]) -> Iterator[None]:
+    """Pass over a failure that comes behind what is looked at."""
+    try:
+        yield
+    except Exception:
+        if not ended:
+            raise
+
+
+def _cut(block: nn.Module, plan: BlockPlan, ranks: int) -> tuple[set[int], set[int]]:
+    """Give a block the sizes of a rank; returns its cut parameters that are no linear's, and the row-cut ones.
+
+    Raises:
+        ValueError: The sizes do not divide.
+    """
+    from dsx.hub.tensor_plan import ROW, divide
+
+    sliced, rows = set(), set()
+    for path, module in list(block.named_modules()):
+        for own, parameter in list(module.named_parameters(recurse=False)):
+            name = f"{path}.{own}" if path else own
+            split, shape = plan.cut(block, name, parameter).split, list(parameter.shape)
+            if ranks > 1 and split is not None and not plan.keeps(path, ranks):
+                if shape[split] % ranks:
+                    raise ValueError(f"{name}: {shape[split]}")
+                shape[split] //= ranks
+            elif ranks > 1 and plan.keeps(path, ranks):
+                shape[0] //= plan.pairs
+            setattr(module, own, nn.Parameter(parameter.new_empty(shape), requires_grad=False))
+            if split is not None and not isinstance(module, nn.Linear):
+                into = rows if plan.styles.get(name) in ROW else sliced
+                into.add(id(module.get_parameter(own)))
+        if isinstance(module, nn.Linear):
+            module.out_features, module.in_features = module.weight.shape
+    for path, module in list(block.named_modules()):
+        if isinstance(module, nn.Linear) and ranks > 1:
+            divide(block.get_submodule(path.rpartition(".")[0]), path, plan, ranks)
+    return sliced, rows
+
+
+def _listen(path: str, module: nn.Module, plan: BlockPlan, watch: _Watch, ranks: int) -> None:
+    """Have the outputs of a planned module known for what they are."""
+    from dsx.hub.tensor_plan import COLUMN, GATHERS, ROW, SPLITS
+
+    style = plan.styles.get(path)
+    if isinstance(module, nn.Linear) and style in COLUMN:
+        gathers = style in GATHERS
+        module.register_forward_hook(
+            partial(_told, watch=watch, kind=_GIVEN if gathers else _OWN, times=ranks if gathers else 1)
+        )
+    elif isinstance(module, nn.Linear) and style in ROW:
+        if style in SPLITS:
+            module.register_forward_pre_hook(lambda _, given: (given[0][..., : module.in_features],))
+        module.register_forward_hook(partial(_told, watch=watch, kind=_GIVEN))
+    elif style == "mla_kv_a_proj":
+        module.register_forward_hook(partial(_told, watch=watch, kind=_PLAIN))
+    elif style in ("moe_tp_experts", "all_reduce"):
+        module.register_forward_pre_hook(partial(_copied, watch=watch), with_kwargs=True)
+        module.register_forward_hook(partial(_told, watch=watch, kind=_GIVEN))
+
+
+def _told(_module: nn.Module, _given: Any, gave: Any, *, watch: _Watch, kind: Kind, times: int = 1) -> Any:
+    if times > 1:
+        gave = torch.cat([gave] * times, dim=-1)
+    fresh: Callable[[Any], Any] = lambda each: each.clone() if isinstance(each, Tensor) else each  # noqa: E731
+    gave = tree_map(fresh, gave)
+    for each in tree_leaves(gave):
+        if isinstance(each, Tensor):
+            watch.mark(each, kind)
+    return gave
+
+
+def _copied(_module: nn.Module, given: Any, named: Any, *, watch: _Watch) -> None:
+    for each in tree_leaves((given, named)):
+        if isinstance(each, Tensor):
+            watch.mark(each, _PLAIN)
