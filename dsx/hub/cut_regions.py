@@ -113,8 +113,8 @@ class _Watch(TorchDispatchMode):
                 into |= kind.parameters
             total = Kind(own=True, summand=total.summand, of_input=total.of_input)
         for each in tree_leaves(result):
-            if isinstance(each, Tensor):
-                self.mark(each, total)
+            if isinstance(each, Tensor):  # no gradient goes through whole numbers, as of chosen experts or tokens
+                self.mark(each, total if each.is_floating_point() else Kind(own=total.own))
         if func._schema.is_mutable and given:  # noqa: SLF001
             self.mark(given[0], total)
         return result
