@@ -48,7 +48,10 @@ def main() -> int:
     results = _read(arguments.results)
     if arguments.table:
         page = ROOT / "docs/guides/models.md"
-        return table.write(page, results) or table.write_options(page, _read_cases(arguments.option_results))
+        known = _read_cases(arguments.option_results)
+        return (table.write(page, results) if results["families"] else 0) or (
+            table.write_options(page, known) if known else 0
+        )
     if arguments.options:
         return _options(arguments)
     work = _work(arguments, results)
@@ -107,7 +110,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--again", choices=("all", "bad"), help="also cases that have a result, or a bad one")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="families at a time (default 1)")
     parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="of a case (default 120)")
-    parser.add_argument("--table", action="store_true", help="write the guide's table from the results")
+    parser.add_argument("--table", action="store_true", help="write the guide's tables from the results")
     arguments = parser.parse_args()
     layouts = crew.LAYOUTS if arguments.options else parity.LAYOUTS
     if unknown := [name for name in arguments.layout or () if name not in layouts]:

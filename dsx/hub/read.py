@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cache, lru_cache
@@ -66,6 +67,12 @@ def _hub_model(text: str, changes: tuple[tuple[str, str | None], ...]) -> HubMod
     kinds = (*kinds, *("Block",) * blocks, "FinalNorm", "Head")
     params, buffers = tuple(reader.params(first)), tuple(reader.buffers(first))
     reader.require_all({spec.hf_whole for spec in (*params, *buffers)})
+    if empty := next((spec for spec in params if 0 in spec.shape), None):
+        raise ModelError(
+            at("model_type", kind),
+            f"{empty.hf_whole} has the shape {list(empty.shape)}, no numbers at all",
+            "give the size of the config that makes it at least 1, or leave the part out (null)",
+        )
     return HubModel(
         family=str(kind),
         config=text,
@@ -137,7 +144,7 @@ def block_plan(model: HubModel, anatomy: Anatomy, number: int) -> BlockPlan:
 def _plan_of_block(anatomy: Anatomy, plan: Mapping[str, str | None], number: int) -> BlockPlan:
     settings, prefix = anatomy.model.config, f"{anatomy.blocks}.{number}"
     block = anatomy.list_of_blocks[number]
-    pairs = _pairs_of(block) or _number(settings, "num_key_value_heads")
+    pairs = _heads_of(block) or _number(settings, "num_key_value_heads")
     pairs = pairs or _number(settings, "num_attention_heads") or 0
     rotary = _number(settings, "qk_rope_head_dim") or 0
     counts = tuple(known_of(settings.model_type).get("heads", ()))
@@ -155,12 +162,12 @@ def _plan_of_block(anatomy: Anatomy, plan: Mapping[str, str | None], number: int
     return found
 
 
-def _pairs_of(block: nn.Module) -> int:
-    """Key/value heads of a block's attention by its own sizes; 0 where they do not say it."""
+def _heads_of(block: nn.Module, projection: str = "k_proj") -> int:
+    """Heads of a block's attention by its own sizes; 0 where they do not say it."""
     for module in block.modules():
-        keys, size = getattr(module, "k_proj", None), getattr(module, "head_dim", None)
-        if isinstance(keys, nn.Linear) and isinstance(size, int) and keys.out_features % size == 0:
-            return keys.out_features // size
+        linear, size = getattr(module, projection, None), getattr(module, "head_dim", None)
+        if isinstance(linear, nn.Linear) and isinstance(size, int) and linear.out_features % size == 0:
+            return linear.out_features // size
     return 0
 
 
@@ -295,14 +302,16 @@ class _Reader:
 
     @property
     def heads(self) -> tuple[int, int] | None:
-        """Attention heads and key/value heads, where a projection of queries is cut."""
+        """Attention heads that every block shares out alike, and the fewest key/value heads, where queries are cut."""
         names = ("q_proj", "qkv_proj", "query_key_value", "q_b_proj")
         cut = any(
             style == "colwise" and path.rpartition(".")[2] in names
             for plan in self.plans
             for path, style in plan.styles.items()
         )
-        queries = _number(self.model.config, "num_attention_heads")
+        # Each block's own, where a config says one number for all, or none.
+        own = (_heads_of(block, "q_proj") for block in self.anatomy.list_of_blocks)
+        queries = math.gcd(_number(self.model.config, "num_attention_heads") or 0, *own)
         pairs = min((plan.pairs for plan in self.plans), default=0)
         return (queries, pairs) if cut and queries and pairs else None
 

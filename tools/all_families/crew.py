@@ -80,26 +80,28 @@ def cases(family: str, layout: str) -> list[Case]:
     return [Case(family, "", {}, layout), *(Case(family, str(each), each.changes, layout) for each in found)]
 
 
-def outcomes(cases: Sequence[Case]) -> Iterator[tuple[Case, Json]]:
-    """Each case with its outcome, as they come."""
+def outcomes(
+    cases: Sequence[Case], plan: Mapping[str, str | None] = _NOTHING
+) -> Iterator[tuple[Case, Json]]:
+    """Each case with its outcome, as they come; ``plan`` changes all tensor plans."""
     waiting = list(cases)
     while waiting:
         layout = waiting[0].layout
         own = [case for case in waiting if case.layout == layout][:_CASES]
         with tempfile.TemporaryDirectory(prefix="crew-") as folder:
             notes = Path(folder) / "outcomes.jsonl"
-            done = yield from _followed(own, LAYOUTS[layout].world_size, notes)
+            done = yield from _followed(own, LAYOUTS[layout].world_size, notes, dict(plan))
         waiting = [case for case in waiting if case not in own[:done]]
 
 
-def _followed(own: list[Case], world_size: int, notes: Path) -> Any:
+def _followed(own: list[Case], world_size: int, notes: Path, plan: Json) -> Any:
     """The outcomes of some cases in the ranks' order; returns how many there are."""
     failed: list[RankError] = []
 
     def work() -> None:
         try:
             run_ranks(
-                _work, world_size, own, notes, timeout_seconds=_SECONDS * len(own), preload=parity.PRELOAD
+                _work, world_size, own, notes, plan, timeout_seconds=_SECONDS * len(own), preload=parity.PRELOAD
             )
         except RankError as error:
             failed.append(error)
@@ -122,7 +124,7 @@ def _lines(notes: Path) -> int:
     return notes.read_text().count("\n") if notes.exists() else 0
 
 
-def _work(rank: int, _world_size: int, cases: list[Case], notes: Path) -> None:
+def _work(rank: int, _world_size: int, cases: list[Case], notes: Path, plan: Json) -> None:
     """What a rank does: every case in order; rank 0 notes the outcomes."""
     import torch.distributed as dist
     from transformers import logging
@@ -134,7 +136,7 @@ def _work(rank: int, _world_size: int, cases: list[Case], notes: Path) -> None:
         for case in cases:
             began = time.monotonic()
             with _limited(case):
-                outcome = _outcome(case)
+                outcome = _outcome(case, plan)
             everybody: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(everybody, outcome)
             if rank == 0:
@@ -166,7 +168,9 @@ def _limited(case: Case) -> Iterator[None]:
         timer.cancel()
 
 
-def _outcome(case: Case) -> Json:
+def _outcome(case: Case, plan: Json) -> Json:
+    import dsx
+
     layout = LAYOUTS[case.layout]
     try:
         config = json.loads(tiny.tiny_config(case.family, case.changes).to_json_string())
@@ -174,7 +178,10 @@ def _outcome(case: Case) -> Json:
     except Exception as error:  # noqa: BLE001 - whatever the family's code says to an option
         return {"result": "none", "reason": _line(error)}
     try:
-        return (_tensor if layout.tp > 1 else _engine)(layout, config, whole)
+        written = parity.dsx_config(layout, config, "transformers")
+        written["dsx"]["parallel"]["tensor_plan"] = plan
+        resolved = dsx.load_config(written, world_size=layout.world_size)
+        return _tensor(resolved, config, whole) if layout.tp > 1 else _engine(resolved)
     except DsxError as error:
         return {"result": "refused", "reason": parity.reason_of(error)}
 
@@ -198,14 +205,13 @@ def _transformers(config: Json, step: int = 0) -> Any:
     return model
 
 
-def _tensor(layout: Layout, config: Json, whole: Any) -> Json:
+def _tensor(resolved: Any, config: Json, whole: Any) -> Json:
     import torch.distributed as dist
 
     import dsx
     from dsx.nn.parallel import TensorParallel
 
-    resolved = dsx.load_config(parity.dsx_config(layout, config, "transformers"), world_size=layout.tp)
-    tp = TensorParallel(layout.tp, dist.get_rank())
+    tp = TensorParallel(dist.get_world_size(), dist.get_rank())
     said = _beside(resolved.model, whole, tp)
     if _agreed(said) is None or _agreed(_beside(resolved.model, whole, tp, _moved(whole))) is None:
         return {"result": "ok"}
@@ -287,13 +293,11 @@ def _beside(model: Any, whole: Any, tp: Any, moved: Mapping[str, float] = _NOTHI
     return None
 
 
-def _engine(layout: Layout, config: Json, _whole: Any) -> Json:
+def _engine(resolved: Any) -> Json:
     import dsx
     from dsx.parallel.groups import make_groups
     from dsx.verify import small_step
 
-    written = parity.dsx_config(layout, config, "transformers")
-    resolved = dsx.load_config(written, world_size=layout.world_size)
     groups = make_groups(resolved.mesh, sequence_parallel=resolved.dsx.parallel.sequence_parallel)
     try:
         small_step.prove(resolved, groups, quiet=True)

@@ -15,6 +15,8 @@ from all_families.tiny import all_families
 from dsx.checkpoint.store import write_atomically
 
 BEGIN, END = "<!-- families: begin (python tools/families.py --table) -->", "<!-- families: end -->"
+OPTIONS_BEGIN = "<!-- options: begin (python tools/families.py --table) -->"
+OPTIONS_END = "<!-- options: end -->"
 HEAD, SEQUENCE = "`model_type`", "sequence parallelism"
 
 OPTION_RESULTS = ("ok", "refused", "different", "traceback", "none")
@@ -39,12 +41,16 @@ def summary(results: Json) -> str:
 
 def write(page: Path, results: Json) -> int:
     """Put the table between its two markers; 1 if the page lacks them."""
+    return _write_between(page, BEGIN, END, markdown(results))
+
+
+def _write_between(page: Path, begin: str, end: str, made: str) -> int:
     text = page.read_text()
-    if not (BEGIN in text and END in text):
-        print(f"{page} has no place for the table: {BEGIN} and {END}")
+    if not (begin in text and end in text):
+        print(f"{page} has no place for the table: {begin} and {end}")
         return 1
-    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
-    write_atomically(page, f"{before}{BEGIN}\n{markdown(results)}\n{END}{after}".encode())
+    before, after = text.partition(begin)[0], text.partition(end)[2]
+    write_atomically(page, f"{before}{begin}\n{made}\n{end}{after}".encode())
     return 0
 
 
@@ -59,7 +65,35 @@ def options_summary(known: Mapping[tuple[str, ...], Json]) -> str:
 
 
 def write_options(page: Path, known: Mapping[tuple[str, ...], Json]) -> int:
-    raise NotImplementedError
+    """Put the options' summary between its two markers; 1 if the page lacks them."""
+    return _write_between(page, OPTIONS_BEGIN, OPTIONS_END, options_markdown(known))
+
+
+def options_markdown(known: Mapping[tuple[str, ...], Json]) -> str:
+    """How many options there are, how they came out in every layout, and what is refused."""
+    tried = {key: one for key, one in known.items() if one["result"] != "none"}
+    families = {family for family, _, _ in tried}
+    options = {key[:2] for key in tried if key[1]}
+    head = ("layout", "families", *OPTION_RESULTS[:-1])
+    rows = [head, ("---",) * len(head)]
+    for name, layout in OPTION_LAYOUTS.items():
+        own = {key: one for key, one in tried.items() if key[2] == name}
+        counts = Counter(one["result"] for one in own.values())
+        found = (str(counts[result]) for result in OPTION_RESULTS[:-1])
+        rows.append((str(layout), str(len({key[0] for key in own})), *found))
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    refused: dict[str, set[str]] = defaultdict(set)
+    for (family, option, _), one in tried.items():
+        if one["result"] == "refused" and option:
+            refused[_plain(family, one["reason"])].add(f"`{family}` {option}")
+    reasons = [f"- {reason}: {_some(cases)}" for reason, cases in sorted(refused.items())]
+    said = f"{len(tried):,} cases: {len(options):,} options of {len(families)} families, and each family as it is."
+    return "\n".join([said, "", *lines, *(["", "Refused by an option:", "", *reasons] if reasons else [])])
+
+
+def _some(cases: set[str]) -> str:
+    first = sorted(cases)[:3]
+    return ", ".join(first) + f" and {len(cases) - len(first)} more" * (len(cases) > len(first))
 
 
 def section(page: str) -> str:

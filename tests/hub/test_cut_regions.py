@@ -1,0 +1,128 @@
+"""What a plan does not name is known by what it computes: modules here have names that say nothing.
+
+What is found is held to autograd: two halves of a region, each with its part of what is cut, whose gradients are
+compared with those of the whole region.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dsx.hub.anatomy import Call
+from dsx.hub.tensor_plan import SUMMED, BlockPlan
+
+HEADS, HEAD = 4, 6
+WIDTH = HEADS * HEAD
+PLAN = {"layers.*.a.b": "colwise", "layers.*.a.c": "rowwise"}
+
+
+class Region(nn.Module):
+    """Cut between ``b`` and ``c``; ``kind`` says what else stands in it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.b, self.c = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.d = nn.Parameter(torch.randn(HEAD))
+        if kind == "before":
+            self.d = nn.Parameter(torch.randn(WIDTH))
+        elif kind == "a row per head":
+            self.d = nn.Parameter(torch.randn(HEADS, HEAD))
+        elif kind == "a list":
+            self.e = nn.ModuleList(nn.LayerNorm(HEAD, bias=False) for _ in range(HEADS))
+            del self.d
+        elif kind == "a linear beside":
+            self.e = nn.Linear(WIDTH, WIDTH, bias=False)
+            del self.d
+        elif kind == "a gate":
+            self.e = nn.Linear(WIDTH, 1, bias=False)
+            del self.d
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "before":
+            x = x * self.d
+        y = self.b(x).unflatten(-1, (-1, HEAD))
+        if self.kind in ("one for all heads", "a row per head"):
+            y = y * self.d
+        elif self.kind == "an activation":
+            y = torch.where(y > 0, y * self.d.mean(), y)
+        elif self.kind == "a list":
+            y = torch.stack([norm(each) for norm, each in zip(self.e, y.unbind(-2), strict=False)], dim=-2)
+        elif self.kind == "a linear beside":
+            y = y * self.e(x).unflatten(-1, (-1, HEAD))
+        elif self.kind == "a gate":
+            y = y * self.e(x).unsqueeze(-1)
+        y = self.c(y.tanh().flatten(-2))
+        return y * self.d.sum() if self.kind == "behind" else y
+
+
+class Block(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.a = Region(kind)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states + self.a(hidden_states)
+
+
+def styles_of(block: Block, plan: Mapping[str, str | None] = PLAN) -> dict[str, str]:
+    call = Call(torch.ones(2, 3, WIDTH), (), {}, by_name=True)
+    return dict(BlockPlan.of(copy.deepcopy(block).to("meta"), "layers.0", plan, call).styles)
+
+
+FOUND: dict[str, dict[str, Any]] = {
+    "one for all heads": {"a.d": SUMMED},
+    "an activation": {"a.d": SUMMED},
+    "a row per head": {"a.d": "colwise"},
+    "a linear beside": {"a.e": "colwise"},
+    "before": {},
+    "behind": {},
+}
+
+
+@pytest.mark.parametrize("kind", FOUND)
+def test_what_a_plan_does_not_name_is_cut_or_summed_by_what_it_meets(kind: str) -> None:
+    torch.manual_seed(3)
+    block = Block(kind)
+    styles = styles_of(block)
+    assert styles == {"a.b": "colwise", "a.c": "rowwise", **FOUND[kind]}
+    plan = BlockPlan(styles)
+    x = torch.randn(2, 3, WIDTH)
+    whole = block.a(x)
+    (whole * x).sum().backward()
+    halves, total = [copy.deepcopy(block) for _ in range(2)], torch.zeros_like(whole)
+    for rank, half in enumerate(halves):
+        for path, parameter in block.named_parameters():
+            split = plan.cut(block, path, parameter).split
+            values = parameter.detach() if split is None else parameter.detach().chunk(2, dim=split)[rank]
+            half.get_parameter(path).data = values.clone()
+            half.get_parameter(path).grad = None
+        total = total + half.a(x)
+    assert torch.allclose(total, whole, atol=1e-5)
+    (total * x).sum().backward()
+    for path, parameter in block.named_parameters():
+        own = [half.get_parameter(path).grad for half in halves]
+        split = plan.cut(block, path, parameter).split
+        if split is not None:
+            found = torch.cat(own, dim=split)
+        elif styles.get(path) == SUMMED:
+            found = own[0] + own[1]
+            assert not torch.allclose(own[0], own[1])
+        else:  # in front of the cut or behind it, where the ends of a region do the rest
+            found = own[0] + own[1]
+        assert torch.allclose(found, parameter.grad, atol=1e-5), path
+
+
+@pytest.mark.parametrize("kind", ["a list", "a gate"])
+def test_a_region_is_left_whole_where_a_rank_would_use_other_parts_or_give_other_gradients(kind: str) -> None:
+    assert styles_of(Block(kind)) == {}
+
+
+def test_an_entry_of_the_user_counts() -> None:
+    assert "a.d" not in styles_of(Block("one for all heads"), PLAN | {"layers.*.a.d": None})

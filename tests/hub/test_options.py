@@ -1,0 +1,53 @@
+"""Options of families train in 3D like one process of transformers: a sample of `tools/families.py --options`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from all_families import crew, options
+from all_families.crew import Case
+
+SAMPLE: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "tp2": [
+        ("cohere", {"use_qk_norm": True}),
+        ("gemma4_unified_text", {"per_layer_config": {"3": {"head_dim": 32, "num_key_value_heads": 1}}}),
+        ("glm4_moe", {"use_qk_norm": True}),
+        ("glm4_moe_lite", {"q_lora_rank": None}),
+        ("llama", {"hidden_act": "xielu"}),
+        ("mimo_v2_flash", {"num_key_value_heads": 1}),
+        ("phi", {"qk_layernorm": True}),
+        ("stablelm", {"num_key_value_heads": 1, "qk_layernorm": True}),
+    ],
+    "tp4": [("llama", {"num_key_value_heads": 1}), ("stablelm", {"qk_layernorm": True})],
+    "pp2": [("gemma4_unified_text", {"attention_k_eq_v": True}), ("olmo2", {"tie_word_embeddings": True})],
+    "zero3": [("qwen3_moe", {"norm_topk_prob": True}), ("starcoder2", {"use_bias": False})],
+}
+
+
+@pytest.mark.parametrize("layout", SAMPLE)
+def test_options_train_like_transformers(layout: str) -> None:
+    cases = [Case(family, str(changes), changes, layout) for family, changes in SAMPLE[layout]]
+    for case, outcome in crew.outcomes(cases):
+        assert outcome["result"] == "ok", json.dumps([case.family, case.changes, outcome], indent=1)
+
+
+def test_a_wrong_plan_is_told_from_a_right_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison sees a gradient that the ranks do not sum."""
+    case = Case("phi", "a plan that sums nothing", {"qk_layernorm": True}, "tp2")
+    names = ("self_attn.q_layernorm", "self_attn.k_layernorm")
+    wrong = {f"model.layers.*.{name}": None for name in names}
+    ((_, outcome),) = crew.outcomes([case], plan=wrong)
+    assert outcome["result"] == "different"
+    assert "layernorm" in outcome["reason"]
+
+
+def test_options_are_found_in_config_classes_and_their_code() -> None:
+    found = {family: [option.changes for option in options.options_of(family)] for family in ("stablelm", "bloom")}
+    for changes in ({"qk_layernorm": True}, {"num_key_value_heads": 1}, {"use_parallel_residual": True}):
+        assert changes in found["stablelm"]
+    assert {"hidden_act": "xielu"} in found["stablelm"]
+    assert {"tie_word_embeddings": True} in found["stablelm"]
+    assert {"apply_residual_connection_post_layernorm": True} in found["bloom"]
+    assert not [each for each in found["stablelm"] if "hidden_dropout" in each or "use_cache" in each]
