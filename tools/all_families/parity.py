@@ -171,8 +171,11 @@ def reference(
     import torch
     import torch.nn.functional as F
 
-    random_model(tiny.tiny_config(family, **changes)).save_pretrained(folder / "model")
+    made = random_model(tiny.tiny_config(family, **changes))
+    made.save_pretrained(folder / "model")
     model, _ = read_model(folder / "model", attention)
+    for name, parameter in made.named_parameters():  # what a class makes fixed, reading makes free
+        model.get_parameter(name).requires_grad_(parameter.requires_grad)
     model.save_pretrained(folder / "model")  # one family makes padding's row zero whenever it is read
     # torch's AdamW passes over a parameter that no loss reaches; in DeepSpeed's flat partitions it decays.
     for parameter in filter(lambda one: one.requires_grad, model.parameters()):
