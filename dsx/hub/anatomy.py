@@ -595,8 +595,7 @@ def _looked_at(found: Anatomy) -> Anatomy:
         kind = tuple((type(module), settings_of(module)) for module in block.modules())
         if kind not in tried:
             tried[kind] = _extras(block, call)
-        found.extras[number], wrote = tried[kind]
-        found.calls[number] = call
+        (found.extras[number], wrote), found.calls[number] = tried[kind], call
         written.extend(f"block {number} writes into its argument {name}" for name in wrote)
         if number == 0:
             handed.append(call.hidden)

@@ -1,18 +1,18 @@
 """What a tensor plan does not say, found out by what a block computes with the sizes of one rank.
 
-The block runs on the meta device, its linears and parameters cut as for one of two ranks. Operators are watched:
-whatever comes of a cut linear's outputs or of a cut parameter is one rank's own, until a row-parallel linear sums
-it. A parameter that meets such values has a part of its gradient on each rank.
+The block runs on the meta device, its linears and parameters cut as for one of two ranks. Operators are
+watched: what comes of a cut linear's outputs or of a cut parameter is one rank's own, until a row-parallel
+linear sums it. A parameter that meets such values has a part of its gradient on each rank.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dsx.hub.anatomy import Call, without_storage
-
-if TYPE_CHECKING:
-    from dsx.hub.tensor_plan import BlockPlan
+from dsx.hub.tensor_plan import COLUMN, GATHERS, ROW, SPLITS, SUMMED, BlockPlan, children, divide
 
 RANKS = 2
 
@@ -113,11 +111,66 @@ class _Watch(TorchDispatchMode):
                 into |= kind.parameters
             total = Kind(own=True, summand=total.summand, of_input=total.of_input)
         for each in tree_leaves(result):
-            if isinstance(each, Tensor):  # no gradient goes through whole numbers, as of chosen experts or tokens
+            if isinstance(
+                each, Tensor
+            ):  # no gradient goes through whole numbers, as of chosen experts or tokens
                 self.mark(each, total if each.is_floating_point() else Kind(own=total.own))
         if func._schema.is_mutable and given:  # noqa: SLF001
             self.mark(given[0], total)
         return result
+
+
+def completed(block: nn.Module, plan: BlockPlan, call: Call) -> BlockPlan:
+    """The plan of a block, with the styles of parts of cut regions that it does not name.
+
+    Plans name what a family's defaults have, not what its options add: norms of queries and keys, activations
+    with parameters, queries that are projected at once. What such a part meets in its region says what it is.
+    Where a rank's part of a region does not run, or uses other parts than one
+    process does, a linear or what has several dims is cut as well, if it runs then; else the region is left
+    whole. One that cannot be looked at stays as it is: the proof at start tells whether that is right.
+
+    Args:
+        block: The block.
+        plan: What is said of it.
+        call: What it is called with.
+    """
+    for path, child in children(block):
+        inside = {name: style for name, style in plan.styles.items() if name.startswith(f"{path}.")}
+        if isinstance(child, nn.Linear) or not COLUMN - GATHERS & {*inside.values()}:
+            continue
+        every = [name for name, _ in child.named_parameters(prefix=path)]
+        unnamed = [name for name in every if not _is_named(name, plan)]
+        whole = seen_in(block, plan, call, unnamed, path, ranks=1) if unnamed else None
+        if whole is None:
+            continue
+        for more in _candidates(block, unnamed):
+            tried = replace(plan, styles={**plan.styles, **dict.fromkeys(more, "colwise")})
+            rest = [name for name in unnamed if not _is_named(name, tried)]
+            seen = seen_in(block, tried, call, rest, path)
+            if seen is not None and seen.used == whole.used & {*rest} and not seen.lost:
+                plan = replace(tried, styles={**tried.styles, **dict.fromkeys(seen.partial, SUMMED)})
+                break
+        else:
+            left = {name: style for name, style in plan.styles.items() if name not in inside}
+            plan = replace(plan, styles=left)
+    return plan
+
+
+def _is_named(path: str, plan: BlockPlan) -> bool:
+    """Whether a plan says something of a parameter, or of its module."""
+    owner = path.rpartition(".")[0]
+    known = plan.styles.get(owner) in COLUMN | ROW | {"mla_kv_a_proj", SUMMED}
+    return known or path in plan.styles or not plan.silent.isdisjoint((path, owner))
+
+
+def _candidates(block: nn.Module, unnamed: list[str]) -> Iterator[tuple[str, ...]]:
+    """What may be cut besides: nothing, one linear, or all else that has several dims."""
+    yield ()
+    owners = dict.fromkeys(name.rpartition(".")[0] for name in unnamed)
+    linears = [name for name in owners if isinstance(block.get_submodule(name), nn.Linear)]
+    yield from ((name,) for name in linears)
+    several = [name for name in unnamed if block.get_parameter(name).ndim > 1]
+    yield tuple(name for name in several if name.rpartition(".")[0] not in linears)
 
 
 def seen_in(
@@ -160,13 +213,11 @@ def seen_in(
 
 
 def _cut(block: nn.Module, plan: BlockPlan, ranks: int) -> tuple[set[int], set[int]]:
-    """Give a block the sizes of a rank; returns its cut parameters that are no linear's, and the row-cut ones.
+    """Give a block a rank's sizes; returns its cut parameters that are no linear's, and those by inputs.
 
     Raises:
         ValueError: The sizes do not divide.
     """
-    from dsx.hub.tensor_plan import ROW, divide
-
     sliced, rows = set(), set()
     for path, module in list(block.named_modules()):
         for own, parameter in list(module.named_parameters(recurse=False)):
@@ -192,8 +243,6 @@ def _cut(block: nn.Module, plan: BlockPlan, ranks: int) -> tuple[set[int], set[i
 
 def _listen(path: str, module: nn.Module, plan: BlockPlan, watch: _Watch, ranks: int) -> None:
     """Have the outputs of a planned module known for what they are."""
-    from dsx.hub.tensor_plan import COLUMN, GATHERS, ROW, SPLITS
-
     style = plan.styles.get(path)
     if isinstance(module, nn.Linear) and style in COLUMN:
         gathers = style in GATHERS

@@ -16,6 +16,7 @@ from dsx.config.wording import suggest
 from dsx.errors import ModelError
 from dsx.hub.anatomy import Anatomy, anatomy_of, settings_of
 from dsx.hub.balance import balance_of
+from dsx.hub.cut_regions import completed
 from dsx.hub.disk_names import DiskForm, FolderNames, disk_forms
 from dsx.hub.tensor_plan import COLUMN, ROW, BlockPlan, check_plan, generic
 from dsx.hub.values import laws_of
@@ -155,9 +156,8 @@ def _plan_of_block(anatomy: Anatomy, plan: Mapping[str, str | None], number: int
         tuple((path, tuple(parameter.shape)) for path, parameter in block.named_parameters()),
     )
     if kind not in anatomy.plans:
-        call = anatomy.calls[number]
-        made = BlockPlan.of(block, prefix, plan, call, pairs=pairs, rotary=rotary, counts=counts)
-        anatomy.plans[kind] = made
+        said = BlockPlan.of(block, prefix, plan, pairs=pairs, rotary=rotary, counts=counts)
+        anatomy.plans[kind] = completed(block, said, anatomy.calls[number])
     found: BlockPlan = anatomy.plans[kind]
     return found
 
@@ -302,7 +302,7 @@ class _Reader:
 
     @property
     def heads(self) -> tuple[int, int] | None:
-        """Attention heads that every block shares out alike, and the fewest key/value heads, where queries are cut."""
+        """Attention heads that all blocks share out alike, and key/value heads, where queries are cut."""
         names = ("q_proj", "qkv_proj", "query_key_value", "q_b_proj")
         cut = any(
             style == "colwise" and path.rpartition(".")[2] in names

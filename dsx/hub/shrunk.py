@@ -20,30 +20,30 @@ from dsx.hub.anatomy import Anatomy, anatomy_of, hf_config_of
 from dsx.models.config_values import at
 from dsx.models.quiet_transformers import first_line, quiet_transformers
 
-_HEADS, _HEAD = 4, 16
+HEADS, HEAD = 4, 16
 
-_OF_RANKS = {
-    "hidden_size n_embd d_model embedding_size emb_dim": _HEADS * _HEAD,
+OF_RANKS = {
+    "hidden_size n_embd d_model embedding_size emb_dim": HEADS * HEAD,
     "intermediate_size ffn_dim ffn_hidden_size decoder_ffn_dim n_inner d_inner": 96,
     "intermediate_size_mlp dense_intermediate_size": 96,
     "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size": 32,
     "shared_intermediate_size moe_shared_expert_intermediate_size shared_experts_intermediate_size": 32,
-    "mamba_d_ssm": 2 * _HEADS * _HEAD,
-    "num_attention_heads n_head n_heads num_heads decoder_attention_heads": _HEADS,
-    "swa_num_attention_heads mamba_n_heads mamba_num_heads linear_num_heads": _HEADS,
-    "linear_num_value_heads": _HEADS,
-    "linear_num_key_heads index_n_heads indexer_n_heads": _HEADS // 2,
+    "mamba_d_ssm": 2 * HEADS * HEAD,
+    "num_attention_heads n_head n_heads num_heads decoder_attention_heads": HEADS,
+    "swa_num_attention_heads mamba_n_heads mamba_num_heads linear_num_heads": HEADS,
+    "linear_num_value_heads": HEADS,
+    "linear_num_key_heads index_n_heads indexer_n_heads": HEADS // 2,
 }
 """Sizes for two tensor-parallel ranks, by the keys that have them; more ranks get more."""
 
-_FIXED = {
-    "head_dim swa_head_dim kv_channels v_head_dim swa_v_head_dim global_head_dim linear_head_dim": _HEAD,
-    "linear_key_head_dim linear_value_head_dim index_head_dim indexer_head_dim mamba_head_dim": _HEAD,
-    "query_pre_attn_scalar q_lora_rank kv_lora_rank o_lora_rank swa_q_lora_rank": _HEAD,
-    "swa_kv_lora_rank index_topk indexer_budget": _HEAD,
-    "mamba_d_head": 2 * _HEAD,
-    "qk_rope_head_dim qk_nope_head_dim swa_qk_nope_head_dim rotary_dim": _HEAD // 2,
-    "hidden_size_per_layer_input state_size ssm_state_size mamba_d_state": _HEAD // 2,
+FIXED = {
+    "head_dim swa_head_dim kv_channels v_head_dim swa_v_head_dim global_head_dim linear_head_dim": HEAD,
+    "linear_key_head_dim linear_value_head_dim index_head_dim indexer_head_dim mamba_head_dim": HEAD,
+    "query_pre_attn_scalar q_lora_rank kv_lora_rank o_lora_rank swa_q_lora_rank": HEAD,
+    "swa_kv_lora_rank index_topk indexer_budget": HEAD,
+    "mamba_d_head": 2 * HEAD,
+    "qk_rope_head_dim qk_nope_head_dim swa_qk_nope_head_dim rotary_dim": HEAD // 2,
+    "hidden_size_per_layer_input state_size ssm_state_size mamba_d_state": HEAD // 2,
     "num_experts num_local_experts n_routed_experts moe_num_experts": 4,
     "num_experts_per_tok num_experts_per_token moe_topk moe_top_k moe_k top_k_experts zero_expert_num": 2,
     "n_group mamba_n_groups n_groups": 2,
@@ -64,7 +64,7 @@ _WINDOWS = (
 )  # fmt: skip
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 _VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input")
-_FAMILIES = {"mamba2": {"head_dim": 2 * _HEAD}, "longcat_flash": {"head_dim": _HEAD // 2}}
+_FAMILIES = {"mamba2": {"head_dim": 2 * HEAD}, "longcat_flash": {"head_dim": HEAD // 2}}
 """What keys alone do not tell."""
 
 _AS_THEY_ARE = (
@@ -208,14 +208,14 @@ def _attempts(given: Mapping[str, Any], tensor: int, most: Mapping[str, int]) ->
 
 def _sizes(given: Mapping[str, Any], tensor: int, most: Mapping[str, int]) -> dict[str, Any]:
     times = max(tensor, 2)
-    small = {key: size * times // 2 for keys, size in _OF_RANKS.items() for key in keys.split()}
-    small |= {key: size for keys, size in _FIXED.items() for key in keys.split()}
+    small = {key: size * times // 2 for keys, size in OF_RANKS.items() for key in keys.split()}
+    small |= {key: size for keys, size in FIXED.items() for key in keys.split()}
     small |= dict(most) | _FAMILIES.get(str(given.get("model_type")), {})
     found: dict[str, Any] = {
         key: min(small[key], value) for key, value in given.items() if key in small and type(value) is int
     }
     if "mamba_d_head" in found:  # often so small that many heads have it
-        found["mamba_d_head"] = 2 * _HEAD
+        found["mamba_d_head"] = 2 * HEAD
     if given.get("head_dim") == given.get("qk_rope_head_dim"):
         found |= {"head_dim": found["qk_rope_head_dim"]} if "head_dim" in found else {}
     for key, heads in _PAIRS.items():

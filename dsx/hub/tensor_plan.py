@@ -35,8 +35,6 @@ import torch
 from torch import Tensor, nn
 
 from dsx.errors import ModelError
-from dsx.hub.anatomy import Call
-from dsx.hub.cut_regions import seen_in
 from dsx.nn import collectives
 from dsx.nn.linear import ColumnParallelLinear, KeyValueLinear, LocalLinear, RowParallelLinear
 from dsx.nn.parallel import TensorParallel
@@ -92,28 +90,27 @@ class BlockPlan:
         pairs: Key/value heads, if key and value projections may be kept whole for want of heads; else 0.
         rotary: Outputs of an ``mla_kv_a_proj`` that are rotated.
         counts: Attributes that count heads, of modules with cut projections.
+        silent: Paths of which the plan says that nothing is done.
     """
 
     styles: Mapping[str, str]
     pairs: int = 0
     rotary: int = 0
     counts: tuple[str, ...] = ()
+    silent: frozenset[str] = frozenset()
 
     @classmethod
-    def of(
-        cls, block: nn.Module, prefix: str, plan: Mapping[str, str | None], call: Call, **facts: Any
-    ) -> BlockPlan:
-        """The entries of a model's plan that are about the block called ``prefix``, and what follows of them.
+    def of(cls, block: nn.Module, prefix: str, plan: Mapping[str, str | None], **facts: Any) -> BlockPlan:
+        """The entries of a model's plan that are about the block called ``prefix``.
 
-        Numbers in names are ``*`` in a plan. An entry of a parameter counts before its module's. ``call`` is
-        what the block is called with, ``facts`` are the other attributes.
+        Numbers in names are ``*`` in a plan. An entry of a parameter counts before its module's. ``facts``
+        are the other attributes.
         """
         names = [path for path, _ in block.named_modules() if path]
         names += [path for path, _ in block.named_parameters(remove_duplicate=False)]
         said = {path: plan[pattern] for path in names if (pattern := generic(f"{prefix}.{path}")) in plan}
-        plan = cls({path: style for path, style in said.items() if style}, **facts)
-        silent = {path for path, style in said.items() if style is None}
-        return _completed(block, plan, call, silent)
+        styles = {path: style for path, style in said.items() if style}
+        return cls(styles, silent=frozenset(said.keys() - styles.keys()), **facts)
 
     def cut(self, block: nn.Module, path: str, parameter: Tensor) -> Cut:
         """How the parameter at ``path`` is cut."""
@@ -138,60 +135,6 @@ class BlockPlan:
         )
 
 
-def _completed(block: nn.Module, plan: BlockPlan, call: Call, silent: set[str]) -> BlockPlan:
-    """The plan of a block, with the styles of parts of cut regions that it does not name.
-
-    Plans name what a family's defaults have, not what its options add: norms of queries and keys, activations
-    with parameters, queries that are projected at once. What such a part meets in its region says what it is
-    (:mod:`dsx.hub.cut_regions`). Where a rank's part of a region does not run, or uses other parts than one
-    process does, a linear or what has several dims is cut as well, if it runs then; else the region is left
-    whole. One that cannot be looked at stays as it is: the proof at start tells whether that is right.
-
-    Args:
-        block: The block.
-        plan: What is said of it.
-        call: What it is called with.
-        silent: Paths of which the plan says that nothing is to be done.
-    """
-    for path, child in _children(block):
-        inside = {name: style for name, style in plan.styles.items() if name.startswith(f"{path}.")}
-        if isinstance(child, nn.Linear) or not COLUMN - GATHERS & {*inside.values()}:
-            continue
-        every = [name for name, _ in child.named_parameters(prefix=path)]
-        unnamed = [name for name in every if not _is_named(name, plan, silent)]
-        whole = seen_in(block, plan, call, unnamed, path, ranks=1) if unnamed else None
-        if whole is None:
-            continue
-        for more in _candidates(block, unnamed):
-            tried = replace(plan, styles={**plan.styles, **dict.fromkeys(more, "colwise")})
-            rest = [name for name in unnamed if not _is_named(name, tried, silent)]
-            seen = seen_in(block, tried, call, rest, path)
-            if seen is not None and seen.used == whole.used & {*rest} and not seen.lost:
-                plan = replace(tried, styles={**tried.styles, **dict.fromkeys(seen.partial, SUMMED)})
-                break
-        else:
-            left = {name: style for name, style in plan.styles.items() if name not in inside}
-            plan = replace(plan, styles=left)
-    return plan
-
-
-def _is_named(path: str, plan: BlockPlan, silent: set[str]) -> bool:
-    """Whether a plan says something of a parameter, or of its module."""
-    owner = path.rpartition(".")[0]
-    known = plan.styles.get(owner) in COLUMN | ROW | {"mla_kv_a_proj", SUMMED}
-    return known or path in plan.styles or not silent.isdisjoint((path, owner))
-
-
-def _candidates(block: nn.Module, unnamed: list[str]) -> Iterator[tuple[str, ...]]:
-    """What may be cut besides: nothing, one linear, or all else that has several dims."""
-    yield ()
-    owners = dict.fromkeys(name.rpartition(".")[0] for name in unnamed)
-    linears = [name for name in owners if isinstance(block.get_submodule(name), nn.Linear)]
-    yield from ((name,) for name in linears)
-    several = [name for name in unnamed if block.get_parameter(name).ndim > 1]
-    yield tuple(name for name in several if name.rpartition(".")[0] not in linears)
-
-
 def _halves(size: int) -> tuple[int, int]:
     if size % 2:
         raise ModelError(f"a packed dim of {size}", "it has no two halves", "mend the tensor plan")
@@ -214,7 +157,7 @@ def apply_plan(
     """
     summed: set[str] = set()
     inside: set[str] = set()
-    for path, child in list(_children(block)):
+    for path, child in list(children(block)):
         if type(child) is nn.Linear:
             style = plan.styles.get(path)
             _put(block, path, _linear(child, style, tp, split, tight=False))
@@ -234,7 +177,7 @@ def apply_plan(
 
 def mixing_children(block: nn.Module, plan: BlockPlan) -> Iterator[tuple[str, nn.Module]]:
     """The block's children that need the whole sequence, or all features; linears of its own aside."""
-    for path, child in _children(block):
+    for path, child in children(block):
         linear = isinstance(child, nn.Linear | LocalLinear | ColumnParallelLinear | RowParallelLinear)
         if not linear and _mixes(child, path, plan):
             yield path, child
@@ -245,7 +188,7 @@ def _put(root: nn.Module, path: str, module: nn.Module) -> None:
     setattr(root.get_submodule(owner), name, module)
 
 
-def _children(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def children(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The block's children; those of a list by themselves."""
     for name, child in block.named_children():
         if isinstance(child, nn.ModuleList):

@@ -1,7 +1,7 @@
 """What a plan does not name is known by what it computes: modules here have names that say nothing.
 
-What is found is held to autograd: two halves of a region, each with its part of what is cut, whose gradients are
-compared with those of the whole region.
+What is found is held to autograd: two halves of a region, each with its part of what is cut, whose gradients
+are compared with those of the whole region.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dsx.hub.anatomy import Call
+from dsx.hub.cut_regions import completed
 from dsx.hub.tensor_plan import SUMMED, BlockPlan
 
 HEADS, HEAD = 4, 6
@@ -73,7 +74,8 @@ class Block(nn.Module):
 
 def styles_of(block: Block, plan: Mapping[str, str | None] = PLAN) -> dict[str, str]:
     call = Call(torch.ones(2, 3, WIDTH), (), {}, by_name=True)
-    return dict(BlockPlan.of(copy.deepcopy(block).to("meta"), "layers.0", plan, call).styles)
+    empty = copy.deepcopy(block).to("meta")
+    return dict(completed(empty, BlockPlan.of(empty, "layers.0", plan), call).styles)
 
 
 FOUND: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""Options of families train in 3D like one process of transformers: a sample of `tools/families.py --options`."""
+"""Options of families train like one process of transformers: a sample of `tools/families.py --options`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def test_a_wrong_plan_is_told_from_a_right_one(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_options_are_found_in_config_classes_and_their_code() -> None:
-    found = {family: [option.changes for option in options.options_of(family)] for family in ("stablelm", "bloom")}
+    found = {
+        family: [option.changes for option in options.options_of(family)] for family in ("stablelm", "bloom")
+    }
     for changes in ({"qk_layernorm": True}, {"num_key_value_heads": 1}, {"use_parallel_residual": True}):
         assert changes in found["stablelm"]
     assert {"hidden_act": "xielu"} in found["stablelm"]

@@ -1,11 +1,11 @@
-"""Ranks that stay and take one small model after another in a layout, each beside one process of transformers.
+"""Ranks that stay and take one small model after another in a layout, each beside transformers.
 
 In tensor parallelism the layers of the layer list take one step without an engine: loss, logits and the
 gradient of every parameter are compared with transformers', a rank's own part of each. In pipelines and under
 ZeRO-3 the engine takes the step of the proof at start (dsx.verify.small_step).
 
-A case is "ok", "refused" (a DsxError), "different", "traceback", or "none": transformers itself makes or runs no
-such model. A rank that fails where others may wait for it ends with all of them; the next ranks go on behind it.
+A case is "ok", "refused" (a DsxError), "different", "traceback", or "none": transformers itself makes or runs
+no such model. A rank that fails where others may wait for it ends with all of them; the next go on behind.
 """
 
 from __future__ import annotations
@@ -80,9 +80,7 @@ def cases(family: str, layout: str) -> list[Case]:
     return [Case(family, "", {}, layout), *(Case(family, str(each), each.changes, layout) for each in found)]
 
 
-def outcomes(
-    cases: Sequence[Case], plan: Mapping[str, str | None] = _NOTHING
-) -> Iterator[tuple[Case, Json]]:
+def outcomes(cases: Sequence[Case], plan: Mapping[str, str | None] = _NOTHING) -> Iterator[tuple[Case, Json]]:
     """Each case with its outcome, as they come; ``plan`` changes all tensor plans."""
     waiting = list(cases)
     while waiting:
@@ -101,7 +99,13 @@ def _followed(own: list[Case], world_size: int, notes: Path, plan: Json) -> Any:
     def work() -> None:
         try:
             run_ranks(
-                _work, world_size, own, notes, plan, timeout_seconds=_SECONDS * len(own), preload=parity.PRELOAD
+                _work,
+                world_size,
+                own,
+                notes,
+                plan,
+                timeout_seconds=_SECONDS * len(own),
+                preload=parity.PRELOAD,
             )
         except RankError as error:
             failed.append(error)
@@ -115,7 +119,10 @@ def _followed(own: list[Case], world_size: int, notes: Path, plan: Json) -> Any:
             yield own[done], json.loads(line)
             done += 1
     if failed and done < len(own):
-        yield own[done], {"result": "traceback", "reason": parity.reason(failed[0]), "trace": failed[0].said[-3000:]}
+        yield (
+            own[done],
+            {"result": "traceback", "reason": parity.reason(failed[0]), "trace": failed[0].said[-3000:]},
+        )
         done += 1
     return done
 
@@ -175,6 +182,9 @@ def _outcome(case: Case, plan: Json) -> Json:
     try:
         config = json.loads(tiny.tiny_config(case.family, case.changes).to_json_string())
         whole = _transformers(config)
+        config = json.loads(
+            whole.config.to_json_string()
+        )  # some classes make a decoder of an encoder's and its
     except Exception as error:  # noqa: BLE001 - whatever the family's code says to an option
         return {"result": "none", "reason": _line(error)}
     try:
@@ -237,6 +247,7 @@ def _moved(whole: Any) -> dict[str, float]:
     A few models are so steep that layouts, which sum in other orders, differ by more than the tolerance.
     """
     import torch
+
     from dsx.hub.probe import loss_of
 
     before = {name: p.grad.clone() for name, p in whole.named_parameters() if p.grad is not None}

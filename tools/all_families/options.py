@@ -35,6 +35,7 @@ _SHARED = (
 """What reads configs of all families."""
 
 _KV_HEADS = re.compile(r"(key_value|kv)_heads|kv_n_heads")
+_SIZE = re.compile(r"heads?$|layers?$|_dim$|size$|rank$")
 _NO_OPTION = re.compile(
     r"_token_id$|drop|jitter|^(output_(attentions|hidden_states)|return_dict|use_cache|id2label|label2id|"
     r"problem_type|dtype|architectures|transformers_version|chunk_size_feed_forward|pretraining_tp|"
@@ -73,7 +74,11 @@ class Option:
 
 
 def _short(value: Any) -> str:
-    ropes = [own for own in (value, *value.values()) if isinstance(own, dict) and "rope_type" in own] if isinstance(value, dict) else []
+    ropes = (
+        [own for own in (value, *value.values()) if isinstance(own, dict) and "rope_type" in own]
+        if isinstance(value, dict)
+        else []
+    )
     if ropes:
         rotated = ropes[0].get("partial_rotary_factor", 1.0)
         return f"{ropes[0]['rope_type']} rope" + f" of {rotated}" * (rotated != 1.0)
@@ -98,73 +103,91 @@ def options_of(family: str) -> list[Option]:
     return list(found.values())
 
 
-@dataclasses.dataclass(frozen=True)
-class _Reads:
-    """What code does with a config: names that it reads, and words that it compares or looks up."""
+class _Reads(ast.NodeVisitor):
+    """What code does with a config.
 
-    names: set[str]
-    words: dict[str, set[Any]]
-    activations: set[str]
-    given: Json  # keyword arguments beside the fields, with their defaults
+    Attributes:
+        names: What it reads.
+        words: What it compares each with, or looks up by it.
+        activations: What it looks up among activations.
+        given: Keyword arguments beside the fields, with their defaults.
+    """
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.words: dict[str, set[Any]] = {}
+        self.activations: set[str] = set()
+        self.given: Json = {}
+        self._objects: tuple[str, ...] = ()
+        self._tables: dict[str, set[Any]] = {}
+
+    def read(self, module: Any, objects: tuple[str, ...]) -> None:
+        """Read a module's source, in which ``objects`` end the names of configs."""
+        tree = ast.parse(inspect.getsource(module))
+        self._objects, self._tables = objects, {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+                keys = {key.value for key in node.value.keys if isinstance(key, ast.Constant)}
+                self._tables |= {name.id: keys for name in node.targets if isinstance(name, ast.Name)}
+        self.visit(tree)
+
+    def generic_visit(self, node: ast.AST) -> None:
+        """Note a field that a node reads: ``config.x``, ``self.x``, ``x[i]`` of these, ``getattr``."""
+        if (name := self._field(node)) is not None:
+            self.names.add(name)
+        super().generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        """Note ``kwargs.get`` and its like."""
+        if ast.unparse(node.func) in ("kwargs.get", "kwargs.setdefault", "kwargs.pop"):
+            name, default = (*node.args, ast.Constant(None))[:2]
+            if isinstance(name, ast.Constant) and isinstance(default, ast.Constant):
+                self.names.add(str(name.value))
+                self.given[str(name.value)] = default.value
+        self.generic_visit(node)
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        """Note the words that a field is compared with."""
+        sides = [node.left, *node.comparators]
+        for name in filter(None, map(_attribute, sides)):
+            self.words.setdefault(name, set()).update(_words(sides))
+        self.generic_visit(node)
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        """Note the words of a table in which a field is looked up."""
+        key = self._field(node.slice) or _attribute(node.slice)
+        if key is not None and isinstance(node.value, ast.Name):
+            if node.value.id == "ACT2FN":
+                self.activations.add(key)
+            self.words.setdefault(key, set()).update(self._tables.get(node.value.id, ()))
+        self.generic_visit(node)
+
+    def _field(self, node: ast.AST) -> str | None:
+        if isinstance(node, ast.Subscript):
+            return self._field(node.value)
+        if isinstance(node, ast.Attribute):
+            return node.attr if ast.unparse(node.value).endswith(self._objects) else None
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+            owner, name = ast.unparse(node.args[0]), node.args[1]
+            return (
+                str(name.value) if owner.endswith(self._objects) and isinstance(name, ast.Constant) else None
+            )
+        return None
 
 
 @cache
 def _reads(config_class: Any) -> _Reads:
-    own = sys.modules[config_class.__module__]
-    found = _Reads(set(), {}, set(), {})
+    own, found = sys.modules[config_class.__module__], _Reads()
     modeling = inspect.getmodule(MODEL_FOR_CAUSAL_LM_MAPPING[config_class])
     for module in (*map(import_module, _SHARED), modeling):
-        _read(ast.parse(inspect.getsource(module)), found, ("config",))
+        found.read(module, ("config",))
     found.given.clear()
-    _read(ast.parse(inspect.getsource(own)), found, ("config", "self"))
+    found.read(own, ("config", "self"))
     aliases = dict(config_class.attribute_map)
     found.names.update(aliases[name] for name in list(found.names) if name in aliases)
     for name, words in list(found.words.items()):
         found.words.setdefault(aliases.get(name, name), set()).update(words)
     return found
-
-
-def _read(tree: ast.Module, found: _Reads, objects: tuple[str, ...]) -> None:
-    tables = {
-        target.id: {key.value for key in node.value.keys if isinstance(key, ast.Constant)}
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-
-    def field(node: ast.AST) -> str | None:
-        """The field that an expression reads: ``config.x``, ``self.x``, ``x[i]`` of these, ``getattr``."""
-        if isinstance(node, ast.Subscript):
-            return field(node.value)
-        if isinstance(node, ast.Attribute):
-            owner = ast.unparse(node.value)
-            return node.attr if owner.endswith(objects) else None
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr") and len(node.args) > 1:
-            owner, name = ast.unparse(node.args[0]), node.args[1]
-            return str(name.value) if owner.endswith(objects) and isinstance(name, ast.Constant) else None
-        return None
-
-    for node in ast.walk(tree):
-        name = field(node)
-        if name is not None:
-            found.names.add(name)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            if node.func.attr in ("get", "setdefault", "pop") and ast.unparse(node.func.value) == "kwargs":
-                name, default = (*node.args, ast.Constant(None))[:2]
-                if isinstance(name, ast.Constant) and isinstance(default, ast.Constant):
-                    found.names.add(str(name.value))
-                    found.given[str(name.value)] = default.value
-        if isinstance(node, ast.Compare):
-            sides = [node.left, *node.comparators]
-            for name in filter(None, map(_attribute, sides)):
-                found.words.setdefault(name, set()).update(_words(sides))
-        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
-            key = field(node.slice) or _attribute(node.slice)
-            if key is not None and node.value.id == "ACT2FN":
-                found.activations.add(key)
-            elif key is not None and node.value.id in tables:
-                found.words.setdefault(key, set()).update(tables[node.value.id])
 
 
 def _attribute(node: ast.AST) -> str | None:
@@ -185,10 +208,10 @@ def _words(nodes: Iterable[ast.AST]) -> Iterator[str]:
 def _values(config: Any, name: str, reads: _Reads) -> Iterator[Any]:
     """What a field may be set to instead of its value in the tiny config."""
     now = tiny.value_of(config, name)
-    kinds, literals = _kinds(type(config), name)
     if name.startswith("rope_"):
         yield from _ropes(config, now)
         return
+    kinds, literals = _kinds(type(config), name)
     if bool in kinds:
         yield from (not now,) if isinstance(now, bool) else (True, False)
     words = {word for word in reads.words.get(name, ()) if re.fullmatch(r"[\w.-]+", word)} | literals
@@ -198,32 +221,31 @@ def _values(config: Any, name: str, reads: _Reads) -> Iterator[Any]:
         yield from sorted(words - {now})
     if types.NoneType in kinds and now is not None and list not in kinds:
         yield None
-    if int in kinds and _KV_HEADS.search(name) and "shared" not in name:
-        yield from (count for count in (1, 2, tiny.HEADS) if count != now)
-        if list in kinds:
-            yield [1, 2, tiny.HEADS, 2]
-    elif int in kinds:
-        yield from _counts(name, now, optional=types.NoneType in kinds)
+    if int in kinds:
+        yield from _counts(name, now, kinds)
     elif float in kinds and now is None:
         yield 1.5
     if list in kinds:
-        yield from _lists(config, name, now, words)
+        yield from _lists(config, now, words)
 
 
-def _counts(name: str, now: Any, *, optional: bool) -> Iterator[int]:
-    if now is None and optional:
-        yield tiny.size_of(name, tiny.HEAD)
-    elif type(now) is int and 0 <= now <= _SMALL and not re.search(r"heads?$|layers$|_dim$|size$|rank$", name):
+def _counts(name: str, now: Any, kinds: set[Any]) -> Iterator[Any]:
+    small = type(now) is int and 0 <= now <= _SMALL and not _SIZE.search(name)
+    if _KV_HEADS.search(name) and "shared" not in name:
+        yield from (count for count in (1, 2, tiny.HEADS) if count != now)
+        if list in kinds:
+            yield [1, 2, tiny.HEADS, 2]
+    elif small:
         yield from (count for count in (0, 1, 2) if count != now)
     elif name == "head_dim":
         yield 3 * tiny.HEAD // 2
+    elif now is None and types.NoneType in kinds:
+        yield tiny.size_of(name, tiny.HEAD)
 
 
 def _kinds(config_class: Any, name: str) -> tuple[set[Any], set[str]]:
     """The types that a field may have, and the words among them."""
-    hint = next(field.type for field in dataclasses.fields(config_class) if field.name == name)
-    if isinstance(hint, str):
-        hint = eval(hint, {"torch": torch, **vars(typing), **vars(sys.modules[config_class.__module__])})
+    hint = typing.get_type_hints(config_class, localns={"torch": torch})[name]
     kinds, literals, waiting = set(), set(), [hint]
     while waiting:
         each = waiting.pop()
@@ -237,7 +259,7 @@ def _kinds(config_class: Any, name: str) -> tuple[set[Any], set[str]]:
     return kinds, literals
 
 
-def _lists(config: Any, name: str, now: Any, words: set[str]) -> Iterator[list[Any]]:
+def _lists(config: Any, now: Any, words: set[str]) -> Iterator[list[Any]]:
     """A list with an entry per layer: every kind everywhere, and the other way round."""
     layers = config.num_hidden_layers
     if not now:
@@ -251,7 +273,9 @@ def _lists(config: Any, name: str, now: Any, words: set[str]) -> Iterator[list[A
             yield list(now)[::-1]
     elif len(now) == layers:
         yield list(now)[::-1]
-        yield [each if number else (not each if isinstance(each, bool) else 0) for number, each in enumerate(now)]
+        yield [
+            each if number else (not each if isinstance(each, bool) else 0) for number, each in enumerate(now)
+        ]
 
 
 def _ropes(config: Any, now: Any) -> Iterator[Json]:
@@ -262,9 +286,9 @@ def _ropes(config: Any, now: Any) -> Iterator[Json]:
     size = tiny.rotated(config)
     for kind, more in _ROPES.items():
         factors = {key: [scale] * (size // 2) for key, scale in (("short_factor", 1.0), ("long_factor", 2.0))}
-        more = {"rope_type": kind, **more, **(factors if kind == "longrope" else {})}
-        made = {key: {**own, **more} for key, own in by_type.items()}
-        yield made or {**now, **more}
+        said = {"rope_type": kind, **more, **(factors if kind == "longrope" else {})}
+        made = {key: {**own, **said} for key, own in by_type.items()}
+        yield made or {**now, **said}
     if not by_type and now.get("partial_rotary_factor", 1.0) == 1.0:
         yield {**now, "partial_rotary_factor": 0.5}
 
@@ -274,11 +298,12 @@ def _ties(config: Any) -> Iterator[Json]:
 
 
 def _by_layer(config: Any) -> Iterator[Json]:
-    """Sizes that differ from layer to layer, in all layers of the last one's type, as any config may say it."""
+    """Sizes that are others in the layers of the last one's type, as any config may say it."""
     kinds = tiny.value_of(config, "layer_types") or [None, None, None, "last"]
     layers = [str(number) for number, kind in enumerate(kinds) if kind == kinds[-1]]
     own = config.to_dict().get("per_layer_config") or {}
-    for name, value in (("num_key_value_heads", 1), ("num_key_value_heads", tiny.HEADS), ("intermediate_size", 48)):
+    heads = [("num_key_value_heads", count) for count in (1, tiny.HEADS)]
+    for name, value in (*heads, ("intermediate_size", 48)):
         if name in config.to_dict():
             yield {"per_layer_config": {layer: {**own.get(layer, {}), name: value} for layer in layers}}
 

@@ -87,7 +87,7 @@ def options_markdown(known: Mapping[tuple[str, ...], Json]) -> str:
         if one["result"] == "refused" and option:
             refused[_plain(family, one["reason"])].add(f"`{family}` {option}")
     reasons = [f"- {reason}: {_some(cases)}" for reason, cases in sorted(refused.items())]
-    said = f"{len(tried):,} cases: {len(options):,} options of {len(families)} families, and each family as it is."
+    said = f"{len(tried):,} cases: {len(options):,} options of {len(families)} families, and each as it is."
     return "\n".join([said, "", *lines, *(["", "Refused by an option:", "", *reasons] if reasons else [])])
 
 

@@ -14,45 +14,40 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-WIDTH, HEADS, HEAD, LAYERS, VOCABULARY, POSITIONS = 64, 4, 16, 4, 211, 64
+from dsx.hub.shrunk import FIXED, HEAD, HEADS, OF_RANKS
+
+WIDTH, LAYERS, VOCABULARY, POSITIONS = HEADS * HEAD, 4, 211, 64
 SEQUENCE = 24
 
 _SIZES = {
-    "hidden_size n_embd d_model embedding_size emb_dim": WIDTH,
-    "input_embedding_size output_embedding_size pronunciation_embed_dim shape_embed_dim": WIDTH // 2,
-    "intermediate_size ffn_dim ffn_hidden_size decoder_ffn_dim encoder_ffn_dim feed_forward_size": 96,
-    "n_inner dff dim_ff d_inner intermediate_size_mlp dense_intermediate_size": 96,
-    "mamba_d_ssm": 2 * WIDTH,
-    "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size": 32,
-    "shared_intermediate_size moe_shared_expert_intermediate_size shared_experts_intermediate_size": 32,
-    "mamba_d_head": 32,
-    "num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads": HEADS,
-    "encoder_attention_heads num_decoder_attention_heads num_encoder_attention_heads": HEADS,
-    "swa_num_attention_heads mamba_n_heads mamba_num_heads linear_num_heads": HEADS,
-    "linear_num_value_heads": HEADS,
-    "num_key_value_heads num_kv_heads swa_num_key_value_heads linear_num_key_heads": HEADS // 2,
-    "index_n_heads indexer_n_heads n_groups mamba_n_groups mamba_ngroups": HEADS // 2,
-    "head_dim swa_head_dim kv_channels v_head_dim global_head_dim linear_head_dim dim_head": HEAD,
-    "linear_key_head_dim linear_value_head_dim index_head_dim indexer_head_dim mamba_head_dim": HEAD,
-    "query_pre_attn_scalar sliding_window sliding_window_size attention_window_size window_size": HEAD,
-    "index_topk attention_chunk_size q_lora_rank kv_lora_rank o_lora_rank": HEAD,
-    "qk_rope_head_dim qk_nope_head_dim rotary_dim hidden_size_per_layer_input d_rel": HEAD // 2,
-    "state_size ssm_state_size mamba_d_state": HEAD // 2,
-    "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers": LAYERS,
-    "num_decoder_layers num_encoder_layers": LAYERS,
-    "vocab_size vocab_size_per_layer_input pronunciation_vocab_size shape_vocab_size": VOCABULARY,
-    "max_position_embeddings n_positions max_target_positions max_seq_len context_length": POSITIONS,
-    "num_experts num_local_experts n_routed_experts moe_num_experts": 4,
-    "num_experts_per_tok moe_topk moe_k top_k_experts zero_expert_num first_k_dense_replace": 2,
-    "n_shared_experts num_shared_experts moe_num_shared_experts n_group topk_group": 1,
-    "attn_layer_period layer_group_size": 2,
-    "attn_layer_offset": 1,
-    "logits_scaling": 1.5,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "is_decoder": True,
+    name: size
+    for names, size in {
+        **OF_RANKS,
+        **FIXED,
+        "input_embedding_size output_embedding_size pronunciation_embed_dim shape_embed_dim": WIDTH // 2,
+        "encoder_ffn_dim feed_forward_size dff dim_ff": 96,
+        "attention_heads encoder_attention_heads": HEADS,
+        "num_decoder_attention_heads num_encoder_attention_heads": HEADS,
+        "num_key_value_heads num_kv_heads swa_num_key_value_heads n_groups mamba_ngroups": HEADS // 2,
+        "sliding_window sliding_window_size attention_window_size window_size attention_chunk_size": HEAD,
+        "dim_head": HEAD,
+        "d_rel": HEAD // 2,
+        "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers": LAYERS,
+        "num_decoder_layers num_encoder_layers": LAYERS,
+        "vocab_size vocab_size_per_layer_input pronunciation_vocab_size shape_vocab_size": VOCABULARY,
+        "max_position_embeddings n_positions max_target_positions max_seq_len context_length": POSITIONS,
+        "first_k_dense_replace attn_layer_period layer_group_size": 2,
+        "n_group topk_group attn_layer_offset": 1,
+        "logits_scaling": 1.5,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "is_decoder": True,
+    }.items()
+    for name in names.split()
 }
+"""What :mod:`dsx.hub.shrunk` makes sizes, and what it leaves alone or makes otherwise."""
+
 _TYPES = ("layer_types", "mlp_layer_types", "layers_block_type")
 
 _FAMILIES: dict[str, dict[str, Any]] = {
@@ -101,7 +96,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 
 def size_of(field: str, otherwise: int) -> int:
     """What a tiny model has for a field of a config, where it has it."""
-    return next((size for names, size in _SIZES.items() if field in names.split()), otherwise)
+    return _SIZES.get(field, otherwise)
 
 
 def value_of(config: Any, field: str) -> Any:
@@ -162,7 +157,7 @@ def tiny_config(family: str, option: Mapping[str, Any] | None = None, **sizes: A
     sizes = sizes | dict.fromkeys(flags, True)
     config_class = _config_class(family)
     fields = {field.name: field.default for field in dataclasses.fields(config_class)}
-    values = {name: size for names, size in _SIZES.items() for name in names.split() if name in fields}
+    values = {name: size for name, size in _SIZES.items() if name in fields}
     values |= {name: 0.0 for name in fields if re.search(r"drop(out)?($|_p)|_pdrop|jitter", name)}
     values |= {
         name: 0.75
