@@ -128,7 +128,7 @@ def _options(arguments: argparse.Namespace) -> int:
         case
         for layout in arguments.layout or crew.LAYOUTS
         for family in arguments.family or tiny.all_families()
-        for case in crew.cases(family, layout)
+        for case in crew.cases(family, layout, arguments.implementation)
         if arguments.again == "all"
         or (one := known.get(case.key)) is None
         or (arguments.again == "bad" and one["result"] in crew.BAD)

@@ -48,23 +48,25 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """A family with an option in a layout."""
+    """A family with an option in a layout, of these modules (``dsx.model.implementation``)."""
 
     family: str
     option: str
     changes: Json
     layout: str
+    implementation: str = "transformers"
 
     @property
     def key(self) -> tuple[str, str, str]:
         """What it is known by."""
-        return self.family, self.option, self.layout
+        of = "" if self.implementation == "transformers" else f" ({self.implementation})"
+        return self.family + of, self.option, self.layout
 
 
 BAD = ("different", "traceback")
 
 
-def cases(family: str, layout: str) -> list[Case]:
+def cases(family: str, layout: str, implementation: str = "transformers") -> list[Case]:
     """A family's tiny config as it is, and with every option; none of a family that is made of several."""
     from all_families import options
 
@@ -77,7 +79,8 @@ def cases(family: str, layout: str) -> list[Case]:
     except Exception as error:  # noqa: BLE001 - transformers cannot make its config
         print(f"{family} has no tiny config: {_line(error)}", flush=True)
         return []
-    return [Case(family, "", {}, layout), *(Case(family, str(each), each.changes, layout) for each in found)]
+    every = [("", {}), *((str(each), each.changes) for each in found)]
+    return [Case(family, option, changes, layout, implementation) for option, changes in every]
 
 
 def outcomes(cases: Sequence[Case], plan: Mapping[str, str | None] = _NOTHING) -> Iterator[tuple[Case, Json]]:
@@ -177,6 +180,7 @@ def _limited(case: Case) -> Iterator[None]:
 
 def _outcome(case: Case, plan: Json) -> Json:
     import dsx
+    from dsx.models.spec import HubModel
 
     layout = LAYOUTS[case.layout]
     try:
@@ -188,10 +192,11 @@ def _outcome(case: Case, plan: Json) -> Json:
     except Exception as error:  # noqa: BLE001 - whatever the family's code says to an option
         return {"result": "none", "reason": _line(error)}
     try:
-        written = parity.dsx_config(layout, config, "transformers")
+        written = parity.dsx_config(layout, config, case.implementation)
         written["dsx"]["parallel"]["tensor_plan"] = plan
         resolved = dsx.load_config(written, world_size=layout.world_size)
-        return _tensor(resolved, config, whole) if layout.tp > 1 else _engine(resolved)
+        hub = isinstance(resolved.model, HubModel)
+        return _tensor(resolved, config, whole) if hub and layout.tp > 1 else _engine(resolved)
     except DsxError as error:
         return {"result": "refused", "reason": parity.reason_of(error)}
 
@@ -311,7 +316,7 @@ def _engine(resolved: Any) -> Json:
 
     groups = make_groups(resolved.mesh, sequence_parallel=resolved.dsx.parallel.sequence_parallel)
     try:
-        small_step.prove(resolved, groups, quiet=True)
+        proof = small_step.prove(resolved, groups, quiet=True)
     except LayoutError as error:
         dsx.recipe.require_right_layers(resolved)
         cause = error.__cause__
@@ -319,4 +324,4 @@ def _engine(resolved: Any) -> Json:
             said = "".join(traceback.format_exception(cause))
             return {"result": "traceback", "reason": _line(cause), "trace": said[-3000:]}
         return {"result": "different", "reason": parity.reason_of(error)}
-    return {"result": "ok"}
+    return {"result": "refused", "reason": proof.why_not} if proof.why_not else {"result": "ok"}
