@@ -195,11 +195,11 @@ def seen_in(
         for path, module in small.named_modules():
             _listen(path, module, plan, watch, ranks)
         small.get_submodule(within).register_forward_hook(lambda *_: ended.append(True))
-        moved = tree_map(
+        hidden, arguments, named = tree_map(
             lambda each: without_storage(each) if isinstance(each, Tensor) else each,
             (call.hidden, call.arguments, call.named),
         )
-        there = Call(*moved, call.by_name)
+        there = Call(hidden, arguments, named, by_name=call.by_name)
         with torch.no_grad(), watch:
             watch.mark(there.hidden, _GIVEN)
             with suppress(Exception):  # whatever the family's code does with these sizes
@@ -218,7 +218,7 @@ def _cut(block: nn.Module, plan: BlockPlan, ranks: int) -> tuple[set[int], set[i
     Raises:
         ValueError: The sizes do not divide.
     """
-    sliced, rows = set(), set()
+    sliced, rows = set[int](), set[int]()
     for path, module in list(block.named_modules()):
         for own, parameter in list(module.named_parameters(recurse=False)):
             name = f"{path}.{own}" if path else own
