@@ -693,9 +693,9 @@ def settings_of(module: nn.Module) -> tuple[Any, ...]:
     )
 
 
-def without_storage(tensor: Tensor) -> Tensor:
+def without_storage(tensor: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """A tensor's form; in bf16, because products of many experts at a time exist for no other dtype there."""
-    return tensor.to("meta", torch.bfloat16 if tensor.is_floating_point() else tensor.dtype)
+    return tensor.to("meta", dtype if tensor.is_floating_point() else tensor.dtype)
 
 
 def _require_stateless(found: Anatomy) -> None:

@@ -125,9 +125,10 @@ def completed(block: nn.Module, plan: BlockPlan, call: Call) -> BlockPlan:
 
     Plans name what a family's defaults have, not what its options add: norms of queries and keys, activations
     with parameters, queries that are projected at once. What such a part meets in its region says what it is.
-    Where a rank's part of a region does not run, or uses other parts than one
-    process does, a linear or what has several dims is cut as well, if it runs then; else the region is left
-    whole. One that cannot be looked at stays as it is: the proof at start tells whether that is right.
+    Where a rank's part of a region does not run, or uses other parts than one process does, a linear or what
+    has several dims is cut as well, if it runs then; else the region is left whole. So is one that cannot be
+    looked at if its experts have such parts; others stay as they are, and the proof at start tells whether
+    that is right.
 
     Args:
         block: The block.
@@ -140,8 +141,14 @@ def completed(block: nn.Module, plan: BlockPlan, call: Call) -> BlockPlan:
             continue
         every = [name for name, _ in child.named_parameters(prefix=path)]
         unnamed = [name for name in every if not _is_named(name, plan)]
-        whole = seen_in(block, plan, call, unnamed, path, ranks=1) if unnamed else None
+        if not unnamed:
+            continue
+        left = {name: style for name, style in plan.styles.items() if name not in inside}
+        whole = seen_in(block, plan, call, unnamed, path, ranks=1)
         if whole is None:
+            experts = tuple(f"{name}." for name, style in inside.items() if style == "moe_tp_experts")
+            if any(name.startswith(experts) for name in unnamed):
+                plan = replace(plan, styles=left)
             continue
         for more in _candidates(block, unnamed):
             tried = replace(plan, styles={**plan.styles, **dict.fromkeys(more, "colwise")})
@@ -151,7 +158,6 @@ def completed(block: nn.Module, plan: BlockPlan, call: Call) -> BlockPlan:
                 plan = replace(tried, styles={**tried.styles, **dict.fromkeys(seen.partial, SUMMED)})
                 break
         else:
-            left = {name: style for name, style in plan.styles.items() if name not in inside}
             plan = replace(plan, styles=left)
     return plan
 
@@ -186,29 +192,42 @@ def seen_in(
         within: The child of the block that they are in; what comes behind it need not run.
         ranks: Number of ranks that share the block.
     """
-    small = copy.deepcopy(block).to("meta", torch.bfloat16)
-    try:
-        sliced, rows = _cut(small, plan, ranks)
-        names = {id(small.get_parameter(path)): path for path in unnamed}
-        watch = _Watch(names, sliced, rows)
-        ended: list[bool] = []
-        for path, module in small.named_modules():
-            _listen(path, module, plan, watch, ranks)
-        small.get_submodule(within).register_forward_hook(lambda *_: ended.append(True))
-        hidden, arguments, named = tree_map(
-            lambda each: without_storage(each) if isinstance(each, Tensor) else each,
-            (call.hidden, call.arguments, call.named),
-        )
-        there = Call(hidden, arguments, named, by_name=call.by_name)
-        with torch.no_grad(), watch:
-            watch.mark(there.hidden, _GIVEN)
-            with suppress(Exception):  # whatever the family's code does with these sizes
-                there.make(small, there.hidden)
-            if not ended:  # what stands in front of it may not run without values: it may run by itself
-                watch.seen = Seen()
-                small.get_submodule(within)(there.hidden)
-    except Exception:  # noqa: BLE001 - whatever the family's code does with these sizes
-        return None
+    for dtype in (
+        torch.bfloat16,
+        torch.float32,
+    ):  # experts run in the first alone, some mixtures in the second
+        with suppress(Exception):  # whatever the family's code does with these sizes
+            return _seen(copy.deepcopy(block).to("meta", dtype), dtype, plan, call, unnamed, within, ranks)
+    return None
+
+
+def _seen(
+    small: nn.Module,
+    dtype: torch.dtype,
+    plan: BlockPlan,
+    call: Call,
+    unnamed: Sequence[str],
+    within: str,
+    ranks: int,
+) -> Seen:
+    sliced, rows = _cut(small, plan, ranks)
+    watch = _Watch({id(small.get_parameter(path)): path for path in unnamed}, sliced, rows)
+    ended: list[bool] = []
+    for path, module in small.named_modules():
+        _listen(path, module, plan, watch, ranks)
+    small.get_submodule(within).register_forward_hook(lambda *_: ended.append(True))
+    hidden, arguments, named = tree_map(
+        lambda each: without_storage(each, dtype) if isinstance(each, Tensor) else each,
+        (call.hidden, call.arguments, call.named),
+    )
+    there = Call(hidden, arguments, named, by_name=call.by_name)
+    with torch.no_grad(), watch:
+        watch.mark(there.hidden, _GIVEN)
+        with suppress(Exception):  # what comes behind the child is of no interest
+            there.make(small, there.hidden)
+        if not ended:  # what stands in front of it may not run without values: it may run by itself
+            watch.seen = Seen()
+            small.get_submodule(within)(there.hidden)
     return watch.seen
 
 
