@@ -116,6 +116,8 @@ def own_values(local: Tensor, memory: str, spec: ParamSpec, model: HubModel, wei
     seed = int.from_bytes(hashlib.blake2b(f"{weights.seed}:{spec.name}".encode(), digest_size=7).digest())
     with seeded(torch.device("cpu"), seed):
         for module in _children_first(alone):
+            if callable(reset := getattr(module, "reset_parameters", None)):
+                reset()  # torch's own modules are filled so, after their parameters are there
             whole._init_weights(module)  # noqa: SLF001 (as above)
     value = alone.get_parameter(name)
     if value.isnan().any():

@@ -6,8 +6,16 @@ import json
 from typing import Any
 
 import pytest
-from all_families import crew, options
+import torch
+from all_families import crew, options, tiny
 from all_families.crew import Case
+from transformers import AutoModelForCausalLM
+
+from dsx.hub.anatomy import hf_config_of
+from dsx.hub.layers import entries
+from dsx.hub.read import hub_model
+from dsx.nn.parallel import TensorParallel
+from dsx.nn.parameters import Weights
 
 SAMPLE: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "tp2": [
@@ -41,6 +49,19 @@ def test_a_wrong_plan_is_told_from_a_right_one(monkeypatch: pytest.MonkeyPatch) 
     ((_, outcome),) = crew.outcomes([case], plan=wrong)
     assert outcome["result"] == "different"
     assert "layernorm" in outcome["reason"]
+
+
+def test_values_that_torchs_own_modules_give_are_there_after_a_fresh_start() -> None:
+    """A PReLU's slope, which no family's code gives."""
+    config = json.loads(tiny.tiny_config("phi", {"hidden_act": "prelu"}).to_json_string())
+    model = hub_model(config)
+    theirs = AutoModelForCausalLM.from_config(hf_config_of(config))
+    specs = {spec.name.partition(".")[2]: spec for spec in model.params if spec.layer == 1}
+    weights = Weights(specs=specs, tp=TensorParallel(), dtype=torch.float32, device="cpu", seed=0)
+    builder = entries(model, lambda _: weights, "cpu", "none")
+    layer, arguments, *_ = [*builder][1]
+    slope = layer(*arguments).get_parameter("block.mlp.activation_fn.weight")
+    assert torch.equal(slope, theirs.get_parameter("model.layers.0.mlp.activation_fn.weight"))
 
 
 def test_options_are_found_in_config_classes_and_their_code() -> None:
