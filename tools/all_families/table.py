@@ -174,5 +174,5 @@ def _why_none(name: str, entry: Json) -> str:
 
 def _plain(name: str, reason: str) -> str:
     """On one line, without the family's name, and safe in a table."""
-    reason = re.sub(r"^(model/config\.json: )?model_type = '[^']*': ", "", reason)
+    reason = re.sub(r"^((model/config\.json|dsx\.model\.config): )?model_type = '[^']*': ", "", reason)
     return re.sub(rf"\b{re.escape(name)}\b", "it", " ".join(reason.split())).replace("|", "\\|")
