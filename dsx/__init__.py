@@ -6,6 +6,7 @@ DeepSpeed.
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -145,6 +146,10 @@ _HOMES = {
     "run": ("dsx.launch.entry", "run"),
     "world_size": ("dsx.launch.entry", "world_size"),
 }
+
+
+if "LOCAL_RANK" in os.environ:  # a launcher's process, whose next imports may take seconds
+    import_module("dsx.launch.entry").say_loading()
 
 
 def __getattr__(name: str) -> Any:

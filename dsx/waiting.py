@@ -1,4 +1,4 @@
-"""Progress of what takes long: nothing for three seconds, then what is being done and how far it is."""
+"""Progress of what takes long: nothing for a moment, then what is being done and how far it is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Self, TextIO, TypeVar
 
@@ -18,14 +18,11 @@ from dsx.train.progress import Lines, seconds
 
 T = TypeVar("T")
 
-FIRST_SECONDS = 3.0
+FIRST_SECONDS = 1.5
 """What takes less time is done before anybody wonders."""
 
-_LINES_APART = 3.0
-"""In a log file each pause between lines is this many times the one before: 3, 9, 27 seconds, ..."""
-
-_MOST_SECONDS = 60.0
-"""... up to a line a minute."""
+_LEAST_PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 4.0, 60.0
+"""In a log file, between two lines: half of the time that it has taken so far, within these."""
 
 
 class Waiting:
@@ -41,6 +38,7 @@ class Waiting:
         stream: Where to write; None for standard error.
         quiet: Write nothing, as all ranks but one should.
         first_seconds: How long to be silent.
+        at_once: Say what is being done before it begins: it is known to take long.
     """
 
     def __init__(
@@ -52,9 +50,11 @@ class Waiting:
         stream: TextIO | None = None,
         quiet: bool = False,
         first_seconds: float = FIRST_SECONDS,
+        at_once: bool = False,
     ) -> None:
         self._what, self._total, self._unit = printable(what), total, unit
-        self._stream, self._quiet, self._first_seconds = stream, quiet, first_seconds
+        self._stream, self._quiet, self._at_once = stream or sys.stderr, quiet, at_once
+        self._first_seconds = first_seconds
         self._count, self._began = 0, 0.0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._speak, name="dsx-waiting", daemon=True)
@@ -62,6 +62,8 @@ class Waiting:
     def __enter__(self) -> Self:
         self._began = time.monotonic()
         if not self._quiet:
+            if self._at_once:
+                self._say_at_once()
             self._thread.start()
         return self
 
@@ -71,6 +73,23 @@ class Waiting:
         self._ended.set()
         if not self._quiet:
             self._thread.join()
+
+    @contextmanager
+    def instead(self, what: str) -> Iterator[None]:
+        """Within the block, something else is done, which is said before it begins."""
+        before, self._what, self._began = self._what, printable(what), time.monotonic()
+        if not self._quiet:
+            self._say_at_once()
+        try:
+            yield
+        finally:
+            self._what = before
+
+    def _say_at_once(self) -> None:
+        """Write the first line from here, as the thread may have to wait until the work is over."""
+        if not Console(file=self._stream).is_terminal:
+            self._stream.write(f"... {self._what}\n")
+            self._stream.flush()
 
     def advance(self, units: int = 1) -> None:
         """Count so many more units as done."""
@@ -102,22 +121,22 @@ class Waiting:
         return f"{self._count:,}{f' of {self._total:,}' if self._total else ''} {self._unit}"
 
     def _speak(self) -> None:
-        if self._ended.wait(self._first_seconds):
+        console = Console(file=self._stream, highlight=False)
+        silent = self._first_seconds
+        if self._at_once:
+            silent = 0.0 if console.is_terminal else _LEAST_PAUSE_SECONDS
+        if self._ended.wait(silent):
             return
-        with suppress(OSError):  # nobody reads it: the work goes on
-            self._write(Lines(file=self._stream or sys.stderr, highlight=False))
-
-    def _write(self, console: Console) -> None:
+from contextlib import contextmanager, suppress
         if console.is_terminal:
             with console.status(Text(self.text)) as status:
                 while not self._ended.wait(0.5):
                     status.update(Text(self.text))
             return
-        pause = max(self._first_seconds, 1.0)
         while True:
             console.print(self.text, soft_wrap=True, markup=False)
-            pause = min(pause * _LINES_APART, _MOST_SECONDS)
-            if self._ended.wait(pause):
+            elapsed = time.monotonic() - self._began
+            if self._ended.wait(min(max(elapsed / 2, _LEAST_PAUSE_SECONDS), _MOST_PAUSE_SECONDS)):
                 took = seconds(time.monotonic() - self._began)
                 console.print(f"... {self._what}: done in {took}", soft_wrap=True, markup=False)
                 return

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import random
 
-import torch
-
 import dsx
 
 
@@ -27,12 +25,12 @@ class Sums:
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index: int) -> list[int]:
         chance, text = random.Random(f"{self.name}/{index}"), ""  # noqa: S311 (no secrets)
         while len(text) <= self.length:
             a, b = chance.randrange(1000), chance.randrange(1000)
             text += f"{a}+{b}={a + b}\n"
-        return torch.tensor(list(text[: self.length + 1].encode()))
+        return list(text[: self.length + 1].encode())
 
 
 def main() -> int:

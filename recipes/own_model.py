@@ -15,12 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import dsx  # first: under a launcher it says which packages take long to be loaded, before they are
+
+# isort: split
 import torch
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
-import dsx
 from dsx import nn as parallel
 
 VOCABULARY, WIDTH, HEADS, BLOCKS, SEQUENCE, ROWS = 256, 64, 4, 4, 64, 8

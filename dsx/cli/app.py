@@ -24,6 +24,7 @@ from dsx.cli.schedule import schedule
 from dsx.cli.show import env, guide, presets, schema
 from dsx.cli.verify import verify
 from dsx.errors import DsxError
+from dsx.launch.entry import say_loading
 
 # Command -> lines that show its use, after `dsx init run` and in that folder.
 EXAMPLES: Final = {
@@ -109,6 +110,7 @@ def build() -> typer.Typer:
 
 def main() -> None:
     """Run the ``dsx`` command of this process's arguments."""
+    say_loading()
     try:
         with writing():  # --help, too
             build()(prog_name="dsx")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,7 @@ from dsx.schedules.program import Program
 from dsx.schedules.receives import ReceivePlan, receive_plan
 from dsx.schedules.schedule import Schedule, lower
 from dsx.schedules.simulate import validate
+from dsx.waiting import Waiting
 
 if TYPE_CHECKING:  # loaded by the runs that save, or record a step
     from dsx.checkpoint.run.saver import Saver
@@ -191,6 +193,8 @@ class PipelineEngine:
         self._tracer = Tracer(model.groups, model.device)
         self.batch_function: Callable[[Any], Batch] | None = None
         self.data_source: Iterator[Any] | None = None
+        self.first_step = "the first step"
+        """What is said of the next step, if it takes long; empty once there was one."""
         self.training_dataloader: Iterable[Any] | None = None
         self._labels = LabelCheck(model.chunks.loss_fn, due=model.groups.rank == 0)
         self.data_wait = DataWait()
@@ -352,7 +356,11 @@ class PipelineEngine:
         mode = Mode(training=True, release_outputs=self.pipeline.release_outputs)
         here, number = self.whereabouts, int(self.global_steps) + 1
         schedule, _ = self.programs.step(count, training=True)
-        with here.timed_step(number), self._tracer.step(number, schedule) as around:
+        with (
+            self._first_waiting(),
+            here.timed_step(number),
+            self._tracer.step(number, schedule) as around,
+        ):
             run = self._step_run(self.data_source, count, mode, around)
             run.run()
             here.enter("optimizer step")
@@ -371,6 +379,11 @@ class PipelineEngine:
         if self.outer is not None:
             self.outer.after_step(called=bool(sums[3] > 0))
         return sums[0]
+
+    def _first_waiting(self) -> AbstractContextManager[object]:
+        """Say that the first step takes long, where it does."""
+        what, self.first_step = self.first_step, ""
+        return Waiting(what, quiet=self.groups.mute) if what else nullcontext()
 
     def eval_batch(
         self,

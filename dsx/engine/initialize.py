@@ -42,10 +42,13 @@ from dsx.engine.zero import given_optimizer_kept, require_supported
 from dsx.engine.zero.loss_scale import require_precision
 from dsx.engine.zero.stage3 import scope_consistency_checks
 from dsx.errors import ConfigError, ModelError
+from dsx.launch.builds import builds_said
 from dsx.launch.entry import AGREED
+from dsx.launch.processes import load_compilers_late
 from dsx.nn.loss import of_head
 from dsx.parallel.groups import Grid, Groups
 from dsx.terminal import shortened
+from dsx.waiting import Waiting
 
 
 def apply_block(block: Mapping[str, Any], model: PipelineModule, zero_stage: int) -> None:
@@ -292,6 +295,7 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
     """
     del distributed_port, dist_init_required
     require_supported()
+    load_compilers_late()  # of a program that has made its process group itself
     if mpu is not None or mesh_param is not None:
         raise ModelError(
             "dsx.initialize(mpu=)" if mesh_param is None else "dsx.initialize(mesh_param=)",
@@ -336,7 +340,11 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
     if settings.zero_stage == 3:
         scope_consistency_checks(model.groups)
     require_precision(settings.deepspeed)
-    with given_optimizer_kept():
+    with (
+        Waiting("making the engine", quiet=model.groups.mute) as waiting,
+        builds_said(waiting),
+        given_optimizer_kept(),
+    ):
         engine, wrapped, _, scheduler = deepspeed.initialize(
             model=model.chunks,
             config=settings.deepspeed,
@@ -357,6 +365,7 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
         config=run,
         zero=zero or (ZeroConfig() if run is None else run.dsx.zero),
     )
+    pipeline.first_step = f"{'compiling the blocks, in ' if blocks else ''}the first step"
     loader = None if training_data is None else _loader(engine, training_data, model.groups)
     if loader is not None:
         pipeline.set_dataloader(loader)

@@ -38,6 +38,7 @@ from dsx.engine.stock_module import (
 )
 from dsx.engine.zero.building import LayerPartitioner, outside_of_init
 from dsx.errors import LayoutError, ModelError
+from dsx.launch.builds import lean_on_cpu
 from dsx.nn.loss import of_head
 from dsx.nn.split import WeightGradients
 from dsx.parallel.groups import Grid, Groups, make_groups, new_group
@@ -45,6 +46,8 @@ from dsx.parallel.mesh import AXES, Mesh
 from dsx.parallel.partition import balanced, matches, partition
 from dsx.parallel.stages import Placement, StageMap
 from dsx.schedules.program import Program
+
+lean_on_cpu()  # here: a stock program imports PipelineModule, and then makes the process group itself
 
 
 def require_layers(layers: Sequence[Any]) -> None:

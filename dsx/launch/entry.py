@@ -14,7 +14,10 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from errno import EPIPE
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from types import ModuleType
 
 from dsx.config.wording import item_without_secrets
 from dsx.errors import ConfigError, DsxError
@@ -189,12 +192,60 @@ def run(main: Callable[[], int | None]) -> None:
     None or 0, or 128 + the signal that asked it to stop.
     """
     quiet()
+    say_loading()
+    _say_start()
     try:
         code = _outcome(main)
     except KeyboardInterrupt:
         code = 130
     if code:
         _leave(code)
+
+
+def _say_start() -> None:
+    """The first line, on rank 0: what is loaded next takes seconds."""
+    program = Path(sys.argv[0])
+    if rank() == 0 and program.is_file() and not {"-h", "--help"} & set(sys.argv):
+        size = world_size()
+        ranks = f" on {size} ranks" if size > 1 else ""
+        sys.stderr.write(f"... starting {printable(program.name)}{ranks}\n")
+        sys.stderr.flush()
+
+
+_SLOW = {
+    "torch": "torch",
+    "deepspeed": "DeepSpeed",
+    "transformers": "transformers",
+    "datasets": "datasets",
+}
+"""Packages that take a second or more to be loaded: module -> name."""
+
+
+class _Loading(MetaPathFinder):
+    """Finds the slow packages where they are, and has their loading said before it begins."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """As of any other module, but that its loader speaks; who only asks for the spec hears nothing."""
+        spec = PathFinder.find_spec(fullname, path, target) if fullname in _SLOW else None
+        if spec is None or spec.loader is None:
+            return None
+        load = spec.loader.exec_module
+
+        def speaking(module: ModuleType) -> None:
+            sys.stderr.write(f"... loading {_SLOW[fullname]}\n")
+            sys.stderr.flush()
+            load(module)
+
+        spec.loader.exec_module = speaking  # type: ignore[method-assign]  # of this one loader
+        return spec
+
+
+def say_loading() -> None:
+    """From now on, say on rank 0's console when a package is loaded that takes long."""
+    if rank() == 0 and not any(isinstance(finder, _Loading) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Loading())
 
 
 def _leave(code: int) -> None:

@@ -1,6 +1,6 @@
 """From a launched process to process groups and back: where ranks meet, start, seeds, a clean end.
 
-And what a start leaves out: a build that CPUs do without, and compilers that nothing has asked for yet.
+And what a start leaves out: compilers that nothing has asked for yet.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from dsx.errors import ConfigError, DsxError
 from dsx.fault_tolerance.waits import clock, named
+from dsx.launch.builds import lean_on_cpu
 from dsx.launch.entry import AGREED, local_rank, local_world_size, rank
-from dsx.launch.extension_locks import extension_locks, extensions_folder
 from dsx.parallel.groups import Groups, make_groups
 from dsx.parallel.islands import Islands
 from dsx.parallel.mesh import Mesh
@@ -202,21 +202,13 @@ def distributed(
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    accelerator = get_accelerator()
-    cpu = accelerator.device_name() == "cpu"
-    if cpu:
-        without_builds()
-        # torch keeps a record of each of the last 2,000 collectives. Between the activations of a pipeline
-        # these small blocks fragment the heap: 20 to 50 MiB in a thousand steps of a tiny model.
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
+    lean_on_cpu()
+    accelerator, timeout = get_accelerator(), timedelta(seconds=timeout_seconds)
+    if accelerator.device_name() == "cpu":
         share_cores()
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeedEngine reads it
-    for lock in extension_locks(extensions_folder()) if local_rank() == 0 else ():
-        # DeepSpeed would be silent about an operator that this run waits for, and does without this one.
-        if lock.builder is None and not (cpu and lock.path.parent.name == "deepspeed_shm_comm"):
-            sys.stderr.write(f"warning: {lock.text()}\n")
     accelerator.set_device(local_rank())
-    backend, timeout = ("gloo" if cpu else "nccl"), timedelta(seconds=timeout_seconds)
+    backend = "gloo" if accelerator.device_name() == "cpu" else "nccl"
     if dist.is_initialized() and (islands is None or not islands.together):
         deepspeed.init_distributed(dist_backend=backend, verbose=False)
         load_compilers_late()
@@ -322,17 +314,6 @@ def share_cores() -> None:
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size()))
-
-
-def without_builds() -> None:
-    """Keep DeepSpeed from compiling its shared-memory collectives at start.
-
-    Their build takes a minute and needs a compiler, and gloo does the same without it. Filling the table
-    (deepspeed/ops/__init__.py, __getattr__) also saves probing the compilers.
-    """
-    import deepspeed.ops
-
-    vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
 
 
 _DYNAMO = "torch._dynamo"

@@ -41,6 +41,7 @@ class Groups:
             a pair of ranks in a group one after the other, so directions and kinds have groups of their own.
         sequence_parallel: Whether activations between tensor-parallel blocks are split along the sequence.
         station: This rank's connections with other islands; None without islands.
+        silent: Whether what is done in these groups is not to be told on any console.
         pp_rank: Coordinate on the pipeline axis.
         dp_rank: Coordinate on the data-parallel axis.
         tp_rank: Coordinate on the tensor-parallel axis.
@@ -59,6 +60,7 @@ class Groups:
     channels: Mapping[str, ProcessGroup]
     sequence_parallel: bool = False
     station: Station | None = None
+    silent: bool = False
 
     # Looked up for every message: computed once.
     pp_rank: int = field(init=False)
@@ -78,6 +80,12 @@ class Groups:
         copy, _ = self.mesh.copies(self.rank, cut=False, divided=True)
         object.__setattr__(self, "speaks", copy == 0)
         object.__setattr__(self, "_peers", self.mesh.group_of(self.rank, "pp"))
+
+    @property
+    def mute(self) -> bool:
+        """Whether this rank has no console: all but the first of the job, or of its first island."""
+        told = self.station is None or self.station.islands.speaks
+        return self.silent or self.rank != 0 or not told
 
     @property
     def tensor_parallel(self) -> TensorParallel:

@@ -17,7 +17,6 @@ from dsx.models.spec import Recompute
 from dsx.nn.parameters import DTYPES
 from dsx.nn.split import WeightGradients
 from dsx.parallel.groups import Groups
-from dsx.waiting import Waiting
 
 
 def build_layers(
@@ -59,9 +58,6 @@ def build_layers(
         if config.model.adapter is not None or (load_layer is None and config.weights is not None):
             from dsx.checkpoint.run.export import layer_weights
 
-            if config.weights is not None or adapter is not None:
-                reading = f"reading the weights in {config.weights or adapter}"
-                files.enter_context(Waiting(reading, quiet=is_mute(groups)))
             made = layer_weights(config.weights, config.model, groups, adapter, given=load_layer)
             load_layer = files.enter_context(made)
         pipeline = PipelineModule(
@@ -85,12 +81,6 @@ def build_layers(
         )
         pipeline.proof = "not: by whoever built it"
         return pipeline
-
-
-def is_mute(groups: Groups) -> bool:
-    """Whether this rank has no console: all but the first of the job, or of its first island."""
-    station = groups.station
-    return groups.rank != 0 or not (station is None or station.islands.speaks)
 
 
 def _recompute(settings: DsxConfig) -> Recompute:

@@ -34,7 +34,7 @@ from dsx.memory.watch import check_memory
 from dsx.models.spec import HubModel
 from dsx.parallel.groups import Groups
 from dsx.terminal import printable
-from dsx.train.building import build_layers, is_mute
+from dsx.train.building import build_layers
 from dsx.train.monitor import Monitor, device_name, is_due
 from dsx.train.proof import known_proof
 from dsx.train.run_folder import CONFIG, own_checkpoint, start_of
@@ -91,8 +91,12 @@ def build_model(
     if proof is None:
         from dsx.verify.small_step import prove  # here: most starts have been proved before
 
-        proof = prove(config, groups, quiet=is_mute(groups))
-    pipeline = build_layers(config, groups, load_layer=load_layer, dynamic_shape=dynamic_shape)
+        proof = prove(config, groups, quiet=groups.mute)
+    adapter = None if config.dsx.adapter is None else config.dsx.adapter.path
+    source = config.weights or adapter
+    what = "making the layers" if source is None else f"reading the weights in {source}"
+    with Waiting(what, quiet=groups.mute):
+        pipeline = build_layers(config, groups, load_layer=load_layer, dynamic_shape=dynamic_shape)
     pipeline.proof = proof.words
     return pipeline
 
@@ -139,13 +143,13 @@ def measure(config: RunConfig, groups: Groups) -> RunConfig:
     said = "used again"
     if found is None:
         began = time.perf_counter()
-        with Waiting("measuring layers and links", quiet=is_mute(groups)):
+        with Waiting("measuring layers and links", quiet=groups.mute):
             found = own, measure_model(config, groups)
         text = found[1].to_json()
         agree(lambda: store.write_atomically(own, text.encode()))
         said = f"measured in {time.perf_counter() - began:.1f} s"
     path, profile = found
-    with Waiting("choosing by simulated step", quiet=is_mute(groups)):
+    with Waiting("choosing by simulated step", quiet=groups.mute):
         settled = agree(lambda: measured.settle(config, profile, path))
     return replace(settled, notes=(*settled.notes, f"dsx.profile: {said}: {path}"))
 
@@ -233,7 +237,7 @@ def evaluate(config: RunConfig, engine: PipelineEngine, corpus: RunData) -> floa
     losses, text = {}, as_text(corpus, config.dsx.data)
     for part in text.held_out:
         batches = _evaluation_batches(config, text, part, dp_rank=engine.groups.dp_rank)
-        total, mute = len(batches), is_mute(engine.groups)
+        total, mute = len(batches), engine.groups.mute
         with Waiting("evaluating", total=total, unit="micro-batches", quiet=mute) as waiting:
             losses[part.name] = float(engine.eval_batch(waiting.counts(batches), num_micro_batches=total))
     if len(text.parts) == 1:
@@ -269,13 +273,13 @@ def _load(
     from dsx.checkpoint.run.state import optimizer_settings
 
     wanted = optimizer_settings(engine)
-    with Waiting(f"reading the checkpoint in {root}", quiet=is_mute(engine.groups)):
+    with Waiting(f"reading the checkpoint in {root}", quiet=engine.groups.mute):
         path, state = engine.load_checkpoint(root, tag)
     samples = int(engine.global_samples)
     agree(lambda: _require_same_text(path, state, text, samples, config.sequence_length))
     if isinstance(text, Text):
         text.resume(state)
-    if not is_mute(engine.groups):
+    if not engine.groups.mute:
         kept = optimizer_settings(engine)
         for key in (key for key in wanted if key in kept and kept[key] != wanted[key]):
             what = f"{at(f'optimizer.params.{key}', wanted[key])} is not taken"

@@ -99,7 +99,7 @@ def prove(config: RunConfig, groups: Groups, *, quiet: bool) -> Proof:
             and the way out.
     """
     began = time.perf_counter()
-    with Waiting("proving the layout on a small model", quiet=quiet):
+    with Waiting("proving the layout on a small model", quiet=quiet, at_once=True):
         found = _tried(config, groups)
         if isinstance(found, ParityFinding):
             # A router's tie may fall either way; a mistake shows with any weights and tokens.
@@ -191,7 +191,7 @@ def _compared(
 ) -> Proof | ParityFinding:
     """A step of a job beside ``plan``; if it differs, beside ``thorough``, which tells more in more time."""
     with _steps(where, "a small model of it does not take a step"), _undisturbed():
-        seen = passed(job, replace(groups, station=None), 0.0)  # one island by itself
+        seen = passed(job, replace(groups, station=None, silent=True), 0.0)  # one island by itself
 
     def judged() -> Proof | ParityFinding:
         assert seen is not None, "this is rank 0"

@@ -62,6 +62,19 @@ def test_what_is_quick_or_another_ranks_says_nothing() -> None:
     assert stream.getvalue() == ""
 
 
+def test_what_is_known_to_take_long_is_said_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the thread that works: another one might have to wait until the work is over."""
+    monkeypatch.setattr(threading.Thread, "start", lambda _: None)
+    monkeypatch.setattr(threading.Thread, "join", lambda _: None)
+    stream = io.StringIO()
+    with Waiting("proving", stream=stream, at_once=True) as waiting:
+        assert stream.getvalue() == "... proving\n"
+        with waiting.instead("compiling"):
+            assert stream.getvalue() == "... proving\n... compiling\n"
+            assert waiting.text.startswith("... compiling: ")
+        assert waiting.text.startswith("... proving: ")
+
+
 def test_sizes_are_shown_with_their_unit() -> None:
     with Waiting("reading", total=3 << 30, unit="bytes", quiet=True) as waiting:
         waiting.advance(5 << 20)
