@@ -22,6 +22,7 @@ from dsx.cli.plot import plot, trace
 from dsx.cli.reshard import reshard
 from dsx.cli.schedule import schedule
 from dsx.cli.show import env, guide, presets, schema
+from dsx.cli.train import train
 from dsx.cli.verify import verify
 from dsx.errors import DsxError
 from dsx.launch.entry import say_loading
@@ -91,6 +92,7 @@ def build() -> typer.Typer:
         data,
         estimate,
         plan,
+        train,
         schedule,
         trace,
         plot,

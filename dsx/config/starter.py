@@ -24,6 +24,7 @@ _BATCH = 16  # sequences per step, about
 _SIZES = ((50e6, "configs/zero1.json"), (3e9, "configs/gpt2_124m.json"))  # most parameters: whose settings
 _LARGE = "configs/llama3_8b_8gpu.json"
 _FINE_TUNE = "configs/finetune.json"
+_FROM_THE_BEGINNING, _FROM_WEIGHTS = "gpt_3d.py", "finetune.py"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +77,20 @@ def starter(
     return _checked(whole.content | {"dsx": block}, gpus, overrides, told)
 
 
+def recipe_of(content: Mapping[str, Any]) -> str:
+    """The recipe that trains by a config: it begins with the weights of the model's folder, if there are any.
+
+    What is wrong with the config is the recipe's to say.
+    """
+    block = content.get("dsx")
+    model = block.get("model") if isinstance(block, Mapping) else None
+    if not isinstance(model, Mapping):
+        return _FROM_THE_BEGINNING
+    folder, weights = model.get("path"), model.get("weights")
+    has_any = isinstance(folder, str) and any(Path(folder).glob("*.safetensors"))
+    return _FROM_WEIGHTS if weights == "load" or (weights != "random" and has_any) else _FROM_THE_BEGINNING
+
+
 def _checked(
     content: Mapping[str, Any],
     gpus: int,
@@ -90,7 +105,7 @@ def _checked(
         what = f"it has {ids} ids, but the model's vocabulary is {vocabulary}"
         fix = f"use the model's own tokenizer, or a model with vocab_size >= {ids}"
         raise ConfigError(at("dsx.data.tokenizer", tokenizer), what, fix)
-    recipe = "gpt_3d.py" if run.weights is None else "finetune.py"
+    recipe = _FROM_THE_BEGINNING if run.weights is None else _FROM_WEIGHTS
     return Starter(content=final, run=run, recipe=recipe, assumed=assumed)
 
 

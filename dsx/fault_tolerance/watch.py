@@ -116,6 +116,9 @@ def report_of(told: Mapping[int, RankState], speaker: int, hosts: Sequence[str],
 
 
 INTERRUPTED = 130  # 128 + SIGINT
+_SAVES_FIRST = (
+    'Ctrl-C ends a run at once; with dsx.faults.stop_signals = ["SIGTERM", "SIGINT"] it saves before it ends'
+)
 
 _POLL_SECONDS = 0.5
 _SPEAK_SECONDS = 1.0  # in this time it is heard who else is lost, and why
@@ -285,10 +288,10 @@ class Watch:
                     self._signalled = number, time.monotonic()
 
     def interrupted(self) -> None:
-        """Ctrl-C has come: say once where the run stands."""
+        """Ctrl-C has come: say once where the run stands, and how another one would save first."""
         self._interrupted, standing, self._standing = True, self._standing, None
         if standing is not None:
-            os.write(sys.stderr.fileno(), f"{standing()}\n".encode())
+            os.write(sys.stderr.fileno(), f"{standing()}\n{_SAVES_FIRST}\n".encode())
 
     def _look(self) -> None:
         now = time.monotonic()

@@ -192,12 +192,13 @@ def started(
 ) -> Iterator[Launch]:
     """A recipe under ``deepspeed``, ``torchrun`` or ``python`` with --set for each of ``settings``.
 
-    ``options`` are the launcher's, in place of a single machine's.
+    ``dsx`` is ``dsx train``, which finds the recipe itself. ``options`` are the launcher's, in place of a
+    single machine's.
     """
     mark = uuid.uuid4().hex
     command = [
         *_launcher(launcher, ranks, options),
-        str(REPOSITORY / "recipes" / recipe),
+        *([] if launcher == "dsx" else [str(REPOSITORY / "recipes" / recipe)]),
         str(config),
     ]
     # Tests compare runs with one process themselves; tests/verify/test_proof.py proves at start.
@@ -283,6 +284,8 @@ def free_port() -> int:
 def _launcher(name: str, ranks: int, options: Sequence[str]) -> list[str]:
     if name == "python":
         return [sys.executable]
+    if name == "dsx":
+        return [str(_BIN / name), "train", "--gpus", str(ranks)]
     if name == "torchrun":
         return [str(_BIN / name), *(options or ["--standalone"]), "--nproc_per_node", str(ranks)]
     return [str(_BIN / name), "--num_accelerators", str(ranks), "--master_port", str(free_port())]

@@ -150,11 +150,13 @@ def test_layouts_agree(whole: Ended, output: Path, tmp_path: Path, axis: str) ->
 
 def test_ctrl_c_and_the_same_command_again(whole: Ended, output: Path, tmp_path: Path) -> None:
     settings = SMALL | {"dsx.train.output": tmp_path, "dsx.train.save_every": 2}
-    with started("deepspeed", "gpt_3d.py", ZERO3, settings | {"dsx.train.steps": 1000}) as running:
+    with started("dsx", "gpt_3d.py", ZERO3, settings | {"dsx.train.steps": 1000}) as running:
         running.wait_for("step    3/1000")
         running.press_ctrl_c()
         stopped = running.end()
-    assert stopped.code != 0
+    assert stopped.code == 130
+    assert stopped.text.splitlines()[0] == "... starting DeepSpeed's launcher"
+    assert not any(line.startswith("[20") for line in stopped.text.splitlines()), "the launcher's noise"
     # The launcher passes it on as SIGTERM: the ranks save and end, or are killed before they have.
     assert not any("error" in line or "Traceback" in line for line in stopped.lines), stopped.text
     (line,) = [line for line in stopped.lines if line.startswith("stopped after step ")]
@@ -162,6 +164,7 @@ def test_ctrl_c_and_the_same_command_again(whole: Ended, output: Path, tmp_path:
     assert line.endswith(
         f"saved as {tmp_path}/checkpoints/global_step{last}: the same command goes on from there"
     )
+    assert 'dsx.faults.stop_signals = ["SIGTERM", "SIGINT"]' in stopped.lines[stopped.lines.index(line) + 1]
     steps = last + 2
     again = launch("deepspeed", "gpt_3d.py", ZERO3, settings | {"dsx.train.steps": steps})
     assert again.code == 0, again.text

@@ -1,0 +1,119 @@
+"""Start a recipe's ranks on this machine, under DeepSpeed's launcher and without what it says.
+
+``python -m dsx.launch.start GPUS PROGRAM WORDS...`` is the launcher's process; :func:`start` waits for it.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dsx.errors import ConfigError, DsxError
+from dsx.launch.entry import quiet
+
+_INTERRUPTED = 130  # 128 + SIGINT
+_LEAST_KILLED = 256 - 64
+"""DeepSpeed's launcher ends with the return code of the rank that failed; of one that signal s ended, -s."""
+
+
+def start(program: Path, words: Sequence[str], *, gpus: int | None) -> int:
+    """Run ``program`` on ``gpus`` ranks, by default one for each GPU, or one where there is none.
+
+    Ctrl-C reaches the ranks and the launcher as this process; SIGTERM is passed on, and the launcher gives it
+    to the ranks.
+
+    Returns:
+        The exit code of the run: that of the rank that failed first, or 128 + the signal that ended it.
+    """
+    sys.stderr.write("... starting DeepSpeed's launcher\n")
+    sys.stderr.flush()
+    # Without the folder of the caller among the places of modules, which python -m would put first.
+    command = [sys.executable, "-P", "-u", "-m", __name__, str(gpus or 0), str(program), *words]
+    told = 0
+    with subprocess.Popen(command) as launcher:  # noqa: S603 - this interpreter and the caller's own words
+
+        def pass_on(number: int, _: object) -> None:
+            nonlocal told
+            told = number
+            launcher.send_signal(number)
+
+        before = signal.signal(signal.SIGTERM, pass_on)
+        try:
+            while launcher.poll() is None:
+                try:
+                    launcher.wait()
+                except KeyboardInterrupt:  # which the ranks have heard as well: they end, or save and end
+                    told = signal.SIGINT
+        finally:
+            signal.signal(signal.SIGTERM, before)
+    code = launcher.returncode
+    if told:
+        return 128 + told
+    killed = -code if code < 0 else 256 - code if code >= _LEAST_KILLED else 0
+    if killed:
+        name = signal.Signals(killed).name if killed in set(signal.Signals) else f"signal {killed}"
+        why = ", as the system does when memory is short" if killed == signal.SIGKILL else ""
+        sys.stderr.write(f"dsx: a rank was ended by {name}{why}\n")
+    return 128 + killed if killed else code
+
+
+def devices(gpus: int) -> list[str]:
+    """What the launcher is to call the devices of the ranks: the machine's first ``gpus``; 0 for all.
+
+    On CPUs ranks share the cores, and any number will do.
+
+    Raises:
+        ConfigError: There are GPUs, and fewer.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        return [str(index) for index in range(gpus or 1)]
+    count = int(accelerator.device_count())
+    if gpus > count:
+        what = f"this machine has {count}"
+        fix = f"use at most {count}, or deepspeed --hostfile for several machines (dsx guide launching)"
+        raise ConfigError(f"--gpus {gpus}", what, fix)
+    # Those that this process may see keep their names.
+    named = next(
+        (
+            value.split(",")
+            for name in accelerator.visible_devices_envs()
+            if (value := os.environ.get(name, ""))
+        ),
+        [str(index) for index in range(count)],
+    )
+    return named[: gpus or count]
+
+
+def main() -> int:
+    """DeepSpeed's launcher, with a free port for the ranks to meet at."""
+    gpus, program, *words = sys.argv[1:]
+    quiet()
+    try:
+        ranks = devices(int(gpus))
+    except DsxError as error:
+        sys.stderr.write(f"dsx: {error}\n")
+        return 2
+    from deepspeed.launcher import launch
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = base64.urlsafe_b64encode(json.dumps({"localhost": ranks}).encode()).decode()
+    options = ["--world_info", world, "--master_port", str(port), "--log_level", "critical"]
+    sys.argv = [launch.__name__, *options, program, *words]
+    launch.main()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
