@@ -123,7 +123,7 @@ def is_the_tour(said: dict[str, str], here: Path) -> None:
     assert "pipeline 2 x data 2" in the(said, "dsx check")
     assert re.search(
         r"^step +30/30 ",
-        the(said, "deepspeed --num_accelerators 4 recipes/gpt_3d.py configs/zero3.json"),
+        the(said, "dsx train configs/zero3.json --gpus 4"),
         re.MULTILINE,
     )
     goes_on = the(said, "deepspeed --num_accelerators 2")

@@ -15,6 +15,7 @@ from dsx.config.run import RunConfig
 from dsx.config.sources import find_model, shipped, vocabulary_of
 from dsx.config.wording import at
 from dsx.errors import ConfigError
+from dsx.launch.builds import why_not_compiled
 from dsx.models.hf_config import model_spec
 from dsx.models.params import num_parameters
 
@@ -77,6 +78,16 @@ def starter(
     return _checked(whole.content | {"dsx": block}, gpus, overrides, told)
 
 
+def _why_torchs_optimizer(content: Mapping[str, Any]) -> str:
+    """Why this machine should use torch's Adam in place of DeepSpeed's; empty if it need not, or is told."""
+    optimizer, zero = content.get("optimizer"), content.get("zero_optimization")
+    params = optimizer.get("params") if isinstance(optimizer, Mapping) else None
+    is_adam = isinstance(params, dict) and str(optimizer.get("type")).lower() in ("adam", "adamw")
+    # DeepSpeed offloads with an optimizer of its own.
+    offloads = isinstance(zero, Mapping) and zero.get("offload_optimizer") is not None
+    return "" if not is_adam or "torch_adam" in params or offloads else why_not_compiled()
+
+
 def recipe_of(content: Mapping[str, Any]) -> str:
     """The recipe that trains by a config: it begins with the weights of the model's folder, if there are any.
 
@@ -98,6 +109,9 @@ def _checked(
     assumed: tuple[Assumption, ...] = (),
 ) -> Starter:
     final = content_of(content, overrides)
+    if why := _why_torchs_optimizer(final):
+        final["optimizer"]["params"] |= {"torch_adam": True}
+        assumed += (Assumption(key="optimizer.params.torch_adam", value=True, why=why),)
     run = resolve(final, world_size=gpus)
     tokenizer, vocabulary = run.dsx.data.tokenizer, run.model.vocab_size
     ids = vocabulary_of(tokenizer)

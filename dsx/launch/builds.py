@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,6 +65,29 @@ def builds_said(waiting: Waiting) -> Iterator[None]:
         yield
     finally:
         OpBuilder.jit_load = build
+
+
+def why_not_compiled() -> str:
+    """Why DeepSpeed's own optimizers are better not asked for on this machine; empty where they may be.
+
+    It looks for devices and programs, without torch.
+    """
+    if not _has_gpu():
+        return "no GPU is here, and on CPUs DeepSpeed would compile its own for a minute or two"
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    places = os.pathsep.join([os.environ.get("PATH", os.defpath), f"{home}/bin", "/opt/rocm/bin"])
+    missing = [
+        names[0]
+        for names in (("nvcc", "hipcc"), (os.environ.get("CXX", "c++"), "g++", "clang++"), ("ninja",))
+        if not any(shutil.which(name, path=places) for name in names)
+    ]
+    return f"{missing[0]} is not here, with which DeepSpeed would compile its own" if missing else ""
+
+
+def _has_gpu(devices: Path = Path("/dev")) -> bool:
+    """Whether a GPU's driver has made its file: NVIDIA's, AMD's, or that of Windows' Linux."""
+    files = (*devices.glob("nvidia[0-9]*"), devices / "kfd", devices / "dxg")
+    return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(file.exists() for file in files)
 
 
 def _is_made(folder: Path, name: str) -> bool:

@@ -57,6 +57,17 @@ def model_folder(tmp_path_factory) -> Path:
     return write_model_folder(tmp_path_factory.mktemp("hf") / "tiny-gpt2")
 
 
+@pytest.fixture(autouse=True)
+def machine(monkeypatch):
+    """One with GPUs and a compiler; called with a reason, one on which DeepSpeed's optimizers are not for."""
+
+    def lacks(why: str) -> None:
+        monkeypatch.setattr("dsx.config.starter.why_not_compiled", lambda: why)
+
+    lacks("")
+    return lacks
+
+
 def written(folder: Path) -> dict:
     return json.loads((folder / "train.json").read_text())
 
@@ -75,6 +86,39 @@ def test_without_anything_it_is_a_small_model_that_runs(dsx, tmp_path):
     assert (folder / "train.py").read_bytes() == (ROOT / "recipes/gpt_3d.py").read_bytes()
     assert (folder / "constraints.txt").read_bytes() == (ROOT / "constraints.txt").read_bytes()
     assert f"next       cd {folder} && deepspeed --num_accelerators 4 train.py train.json" in out
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "zero", "is_torchs"),
+    [
+        ({"type": "AdamW", "params": {"lr": 1e-3}}, {"stage": 1}, True),
+        (
+            {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": False}},
+            {"stage": 1},
+            False,
+        ),  # the user's word
+        (
+            {"type": "AdamW", "params": {"lr": 1e-3}},
+            {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+            False,
+        ),
+        ({"type": "Lion", "params": {"lr": 1e-3}}, {"stage": 1}, False),  # torch has none
+    ],
+)
+def test_where_nothing_can_be_compiled_torchs_optimizer_is_proposed(
+    dsx, tmp_path, machine, optimizer, zero, is_torchs
+):
+    content = {"train_micro_batch_size_per_gpu": 2, "optimizer": optimizer, "zero_optimization": zero}
+    (tmp_path / "ds.json").write_text(json.dumps(content))
+    for why in ("", "no GPU is here"):
+        machine(why)
+        folder = tmp_path / f"new{len(why)}"
+        code, out, err = dsx("init", folder, "--from", tmp_path / "ds.json", "--model", "gpt2/tiny")
+        assert (code, err) == (0, "")
+        taken = why and is_torchs
+        expected = {**optimizer["params"], **({"torch_adam": True} if taken else {})}
+        assert written(folder)["optimizer"]["params"] == expected
+        assert ("assumed    optimizer.params.torch_adam = true (no GPU is here)" in out) == bool(taken)
 
 
 def _umask() -> int:
