@@ -99,6 +99,10 @@ class Waiting:
         """Count so many units as done in all."""
         self._count = units
 
+    def stands(self, what: str, units: int, total: int | None) -> None:
+        """From now on it is something else, of which so much is done; None: nobody knows of how much."""
+        self._what, self._count, self._total = printable(what), units, total
+
     def counts(self, units: Iterable[T]) -> Iterator[T]:
         """``units`` as they are, each counted as done when the next one is asked for."""
         for unit in units:

@@ -11,6 +11,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from said import own_words
+
 # The programs of tools/ import their parts from there, as when they run.
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
@@ -67,11 +69,10 @@ def dsx(request, monkeypatch, capsys):
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["dsx", *command, *map(str, arguments)])
+        monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])  # which says what is loaded, from then on
         with pytest.raises(SystemExit) as ended:
             main()
         out, err = capsys.readouterr()
-        # What a slow machine says of something that takes over three seconds is no command's own words.
-        said = "".join(line for line in err.splitlines(keepends=True) if not line.startswith("... "))
-        return ended.value.code or 0, out, said
+        return ended.value.code or 0, out, own_words(err)
 
     return run

@@ -152,7 +152,7 @@ class Shell:
             if line.startswith(self._mark):
                 said.append(Said(int(line.split()[1]), text.removesuffix("\n")))
                 text = ""
-            elif not line.startswith("... "):  # what a slow machine says of what takes over three seconds
+            elif not line.startswith("... "):  # what it says while one waits
                 text += line
         raise AssertionError(f"the shell is gone, in:\n{block}\n{text}")
 

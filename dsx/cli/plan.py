@@ -118,7 +118,7 @@ def plan(
         return
     measured = _measured(inputs) if measure else None
     waiting = Waiting("comparing", unit="layouts")
-    search = plan_search(inputs, fixed, measured, looked=waiting.advance)
+    search = plan_search(inputs, fixed, measured, looked=waiting.stands)
     with judging(DsxError), waiting:
         found = search.run(top)
         content = layout_config(inputs, found.best[0].layout, search.predictor)
@@ -144,7 +144,7 @@ def _plan_sites(
     measured = _measured(inputs) if measure else None
     waiting = Waiting("comparing", unit="layouts")
     with judging(DsxError), waiting:
-        sites = compare(joined, inputs, cluster, fixed, measured, top=top, looked=waiting.advance)
+        sites = compare(joined, inputs, cluster, fixed, measured, top=top, looked=waiting.stands)
     taken = sites.taken
     _tell(taken.inputs, taken.plan, measured, sites.config(joined), style, output, sites=sites)
 
@@ -167,7 +167,7 @@ def _plan_own(
     waiting = Waiting("comparing", unit="layouts")
     inputs = OwnInputs.of(*own, cluster=cluster, gpus=gpus, global_batch=batch)
     with waiting, redirect_stdout(sys.stderr):  # the layers may print
-        search = inputs.search(fixed, looked=waiting.advance)
+        search = inputs.search(fixed, looked=waiting.stands)
         with judging(DsxError):
             found = search.run(top)
     best = found.best[0].layout

@@ -25,7 +25,7 @@ from dsx.memory.job import job_of
 from dsx.planner.cluster import Cluster, gpu_memory
 from dsx.planner.costs import Efficiency
 from dsx.planner.layout import Candidate, Space, Task, meshes, variants
-from dsx.planner.plan import Search
+from dsx.planner.plan import Looked, Search, looks_away
 from dsx.planner.predicted import task_of
 from dsx.planner.step_time import Predictor
 
@@ -306,7 +306,7 @@ def plan_search(
     fixed: Fixed,
     measured: Calibration | None = None,
     *,
-    looked: Callable[[], None] = lambda: None,
+    looked: Looked = looks_away,
     slack: float = 0.0,
 ) -> Search:
     """A search, ready to run.
@@ -315,7 +315,7 @@ def plan_search(
         inputs: What is trained, and on what.
         fixed: What is not to be chosen.
         measured: Rates in place of the cluster's usual ones.
-        looked: Called for every layout that is examined.
+        looked: Told how far the search is.
         slack: As :class:`~dsx.planner.plan.Search` has it.
 
     Raises:

@@ -19,7 +19,7 @@ from dsx.planner.inputs import Fixed, fullest_ranks, lowest_stage, update_bytes
 from dsx.planner.layer_times import Machine
 from dsx.planner.layers import OwnLayers
 from dsx.planner.layout import Candidate, Space, Task
-from dsx.planner.plan import Plan, Search
+from dsx.planner.plan import Looked, Plan, Search, looks_away
 from dsx.planner.step_time import Predictor
 
 if TYPE_CHECKING:
@@ -119,12 +119,12 @@ class OwnInputs:
         recorded = self.list_for(0)
         return OwnLayers(recorded.records, recorded.samples, WIDTHS[self.precision])
 
-    def search(self, fixed: Fixed, *, looked: Callable[[], None] = lambda: None) -> Search:
+    def search(self, fixed: Fixed, *, looked: Looked = looks_away) -> Search:
         """A search, ready to run.
 
         Args:
             fixed: What is not to be chosen.
-            looked: Called for every layout that is examined.
+            looked: Told how far the search is.
 
         Raises:
             ConfigError: A fixed value that cannot be.

@@ -163,6 +163,14 @@ class _Node:
         return self.seconds, () if self.time is None else simplicity
 
 
+Looked = Callable[[str, int, int | None], None]
+"""Told what a search does, how much of it is done and of how much; None if nobody knows."""
+
+
+def looks_away(_what: str, _done: int, _total: int | None) -> None:
+    """A :data:`Looked` that tells nobody."""
+
+
 @dataclass(slots=True)
 class Search:
     """A search for the best layouts of one task.
@@ -175,7 +183,7 @@ class Search:
             the cap by it alone are not estimated, unless somebody is to read by how much.
         cap_bytes: What they must stay within; None: what the cluster's GPUs have.
         update_bytes: What the optimizer keeps per parameter at least, the fp32 copy of a bf16 one included.
-        looked: Called for every layout that is simulated, and for every memory that is estimated.
+        looked: See :data:`Looked`; called for every layout that is compared, simulated, or estimated.
         slack: A layout counts as the fastest of its mesh where no other can be faster by more than this
             share of its step: where a slow link takes most of the step, thousands are nearly as fast.
     """
@@ -186,7 +194,7 @@ class Search:
     least: Memory = lambda _: 0
     cap_bytes: int | None = None
     update_bytes: int = 12
-    looked: Callable[[], None] = lambda: None
+    looked: Looked = looks_away
     slack: float = 0.0
     predictor: Predictor = field(init=False)
     _floor: MemoryFloor = field(init=False)
@@ -194,6 +202,8 @@ class Search:
     _times: dict[Candidate, StepTime] = field(init=False, default_factory=dict)
     _large: dict[Candidate, Ranked] = field(init=False, default_factory=dict)
     _refusals: list[DsxError] = field(init=False, default_factory=list)
+    _compared: int = field(init=False, default=0)
+    _all: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self.predictor = Predictor(self.task)
@@ -214,6 +224,9 @@ class Search:
             LayoutError: Nothing fits; names what comes nearest.
         """
         best: dict[Mesh, Ranked] = {}
+        self._all = sum(
+            1 for mesh in meshes(self.task, self.space) for _ in variants(self.task, self.space, mesh)
+        )
         starts = [node for mesh in meshes(self.task, self.space) for node in self._open(mesh)]
 
         def grow(node: _Node) -> Iterable[_Node] | None:
@@ -255,6 +268,8 @@ class Search:
         """
         hopeless: set[Candidate] = set()
         for layout in variants(self.task, self.space, mesh):
+            self._compared += 1
+            self.looked("comparing", self._compared, self._all)
             kind = replace(layout, micro_batch=1)
             if kind in hopeless:
                 continue
@@ -288,9 +303,13 @@ class Search:
 
     def _time(self, layout: Candidate) -> StepTime:
         if layout not in self._times:
-            self.looked()
+            self._look_closer()
             self._times[layout] = self.predictor.predict(layout)
         return self._times[layout]
+
+    def _look_closer(self) -> None:
+        """A step is simulated or a memory estimated, of those layouts that may be the fastest."""
+        self.looked("simulating the fastest", len(self._times) + len(self._peaks), None)
 
     def _judge(self, layout: Candidate, time: StepTime) -> Ranked | None:
         """With its memory, by a bound if that says enough; None if it cannot be run."""
@@ -308,7 +327,7 @@ class Search:
         """With its memory estimated; None if it cannot be run."""
         layout = ranked.layout
         if layout not in self._peaks:
-            self.looked()
+            self._look_closer()
             try:
                 self._peaks[layout] = self.memory(layout)
             except DsxError as error:

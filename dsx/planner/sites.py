@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -10,7 +9,7 @@ from dsx.errors import DsxError
 from dsx.planner.cluster import Cluster
 from dsx.planner.inputs import Calibration, Fixed, PlanInputs, layout_config, plan_search, written
 from dsx.planner.islands import NEAR, PAYS, IslandTask, Terms
-from dsx.planner.plan import Plan, Ranked
+from dsx.planner.plan import Looked, Plan, Ranked, looks_away
 from dsx.planner.step_time import Predictor
 from dsx.terminal import amount
 
@@ -32,7 +31,7 @@ class BestLayout:
         inputs: PlanInputs,
         fixed: Fixed,
         measured: Calibration | None,
-        looked: Callable[[], None],
+        looked: Looked,
         *,
         top: int,
         slack: float = 0.0,
@@ -189,7 +188,7 @@ def compare(
     measured: Calibration | None,
     *,
     top: int,
-    looked: Callable[[], None] = lambda: None,
+    looked: Looked = looks_away,
 ) -> SiteComparison:
     """One job beside islands.
 
@@ -200,7 +199,7 @@ def compare(
         fixed: What is not to be chosen.
         measured: Rates of the GPUs in place of the cluster's usual ones.
         top: Meshes to find for each.
-        looked: Called for every layout that is examined.
+        looked: Told how far each search is.
 
     Raises:
         ConfigError: As :func:`~dsx.planner.inputs.plan_search`.

@@ -23,6 +23,7 @@ from dsx.cli.output import BAD_INPUT, tell
 from dsx.errors import DsxError
 from dsx.terminal import printable
 from mutant_runs import Outcome, counted, outcomes
+from said import own_words
 
 _MUTANTS = 3  # of each format in every run of the tests
 _MANY = 10_000  # of all formats together with -m slow
@@ -83,9 +84,7 @@ def attempt_with(originals: Path):
             assert said == printable(said)
             assert len(said) < 200_000
             assert "report this" not in said  # the file is wrong, not dsx
-            # What a slow machine says of something that takes over three seconds is no command's own words.
-            words = [line for line in err.splitlines() if not line.startswith("... ")]
-            assert code != BAD_INPUT or words[0].startswith(("dsx: ", "Usage: ")), err
+            assert code != BAD_INPUT or own_words(err).startswith(("dsx: ", "Usage: ")), err
         assert not first[0] or second[0] or how == ("--verify",), "what cannot be inspected was converted"
         return f"exit {first[0]} and {second[0]}"
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from said import own_words
+
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -81,7 +83,7 @@ def test_on_a_terminal_it_is_colour(config):
     while b"\x1b[1;32mo" not in said:
         said += os.read(master, 1 << 16)
     os.close(master)
-    assert (done.returncode, done.stderr) == (0, b"")
+    assert (done.returncode, own_words(done.stderr.decode())) == (0, "")
     assert b"\x1b[2mW" in said
     assert b"{+" not in said
     assert b"\\u001b[2J" in re.sub(rb"\x1b\[[\d;]*m|\xe2\x94\x82", b"", said)

@@ -1,10 +1,12 @@
 """``dsx plan`` from end to end."""
 
 import json
+import re
 
 import pytest
 
 from dsx.config.resolve import resolve
+from said import own_words
 
 COMMAND = ("plan",)
 TINY = ("--model", "llama/tiny", "--cluster", "CPU", "--gpus", 4)
@@ -316,6 +318,23 @@ def test_what_is_missing(dsx, missing):
     assert missing in err
 
 
+def test_it_counts_what_it_compares_of_how_many(dsx, monkeypatch):
+    told = []
+    monkeypatch.setattr("dsx.waiting.Waiting.stands", lambda _, *stands: told.append(stands))
+    code, out, _ = dsx(
+        *("--model", "llama/tiny", "--cluster", "CPU", "--gpus", 2),
+        *("--global-batch", 8, "--sequence-length", 64),
+    )
+    assert code == 0
+    every = [stands for stands in told if stands[0] == "comparing"]
+    total = len(every)
+    assert total > 10
+    assert every == [("comparing", done, total) for done in range(1, total + 1)] == told[:total]
+    simulated, estimated = re.search(r"(\d+) layouts simulated, (\d+) memories estimated", out).groups()
+    last = int(simulated) + int(estimated) - 1  # each is told before it is begun
+    assert told[-1] == ("simulating the fastest", last, None)
+
+
 def test_needs_no_torch():
     import subprocess
     import sys
@@ -329,4 +348,4 @@ def test_needs_no_torch():
         "print({'torch', 'deepspeed', 'numpy'} & set(sys.modules), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stderr.split() == ["0", "set()"]
+    assert own_words(done.stderr).split() == ["0", "set()"]

@@ -13,6 +13,7 @@ import pytest
 import made
 from dsx.checkpoint.formats import native
 from dsx.waiting import Waiting
+from said import own_words
 
 
 @pytest.fixture
@@ -216,7 +217,7 @@ def test_no_torch_is_needed(saved, tmp_path):
         ended = subprocess.run(
             [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
         )
-        assert (ended.returncode, ended.stderr) == (0, "")
+        assert (ended.returncode, own_words(ended.stderr)) == (0, "")
 
 
 def test_whatever_takes_long_says_how_far_it_is(dsx, saved, tmp_path, monkeypatch):

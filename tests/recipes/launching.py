@@ -35,8 +35,8 @@ _MARK = "DSX_TEST_LAUNCH"
 _DEADLINE_SECONDS = 200.0
 _GRACE_SECONDS = 10.0
 
-# Lines that are not the run's: DeepSpeed's logger in the launcher's modules, torchrun's log, and what a slow
-# machine says of something that has taken over three seconds.
+# Lines that are not the run's: DeepSpeed's logger in the launcher's modules, torchrun's log, and what is said
+# while one waits.
 _LAUNCHERS_LINE = re.compile(
     r"\[\d{4}-.*\] \[[A-Z]+\] \[(runner|launch|real_accelerator)\.py:"
     r"|[WE]\d{4} [\d:.]+ \d+ torch/distributed/"
