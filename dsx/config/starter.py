@@ -81,11 +81,13 @@ def starter(
 def _why_torchs_optimizer(content: Mapping[str, Any]) -> str:
     """Why this machine should use torch's Adam in place of DeepSpeed's; empty if it need not, or is told."""
     optimizer, zero = content.get("optimizer"), content.get("zero_optimization")
-    params = optimizer.get("params") if isinstance(optimizer, Mapping) else None
-    is_adam = isinstance(params, dict) and str(optimizer.get("type")).lower() in ("adam", "adamw")
+    if not isinstance(optimizer, Mapping) or str(optimizer.get("type")).lower() not in ("adam", "adamw"):
+        return ""
+    params = optimizer.get("params")
     # DeepSpeed offloads with an optimizer of its own.
     offloads = isinstance(zero, Mapping) and zero.get("offload_optimizer") is not None
-    return "" if not is_adam or "torch_adam" in params or offloads else why_not_compiled()
+    is_open = isinstance(params, dict) and "torch_adam" not in params and not offloads
+    return why_not_compiled() if is_open else ""
 
 
 def recipe_of(content: Mapping[str, Any]) -> str:

@@ -213,10 +213,9 @@ def _say_start() -> None:
 
 
 _SLOW = {
-    "torch": "torch",
+    **{name: name for name in ("torch", "transformers", "datasets", "peft", "matplotlib")},
+    "accelerate": "Accelerate",
     "deepspeed": "DeepSpeed",
-    "transformers": "transformers",
-    "datasets": "datasets",
 }
 """Packages that take a second or more to be loaded: module -> name."""
 

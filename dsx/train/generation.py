@@ -42,6 +42,7 @@ from dsx.models.spec import Model
 from dsx.nn.adapter import left, merged
 from dsx.nn.parameters import DTYPES
 from dsx.train.run_folder import find_checkpoint, tokenizer_of_run
+from dsx.waiting import Waiting
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -112,14 +113,15 @@ def load_transformers(
             f"it has {words.vocab_size} tokens, and the model in {source.root} has {size}",
             "give the tokenizer that the model was trained with",
         )
-    if source.format == catalog.FORMAT and config is None:
-        dtype = None if precision is None else DTYPES[precision]
-        model = _pretrained(source, dtype, trust_remote_code=trust_remote_code)
-    else:
-        code = None if config is None or not trust_remote_code else Path(config).expanduser()
-        model = _filled(source, hf_config, precision, code)
-    if adapter is not None:
-        _adapt(model, adapter, hf_config)
+    with Waiting(f"reading the weights in {source.root}"):
+        if source.format == catalog.FORMAT and config is None:
+            dtype = None if precision is None else DTYPES[precision]
+            model = _pretrained(source, dtype, trust_remote_code=trust_remote_code)
+        else:
+            code = None if config is None or not trust_remote_code else Path(config).expanduser()
+            model = _filled(source, hf_config, precision, code)
+        if adapter is not None:
+            _adapt(model, adapter, hf_config)
     model.generation_config.eos_token_id = model.generation_config.pad_token_id = words.end_id
     return model.to(where).eval(), words
 

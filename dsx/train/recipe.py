@@ -304,9 +304,10 @@ def save(
         **agree(lambda: monitor.state),
     }
     train = config.dsx.train
-    path = engine.save_checkpoint(
-        root, client_state=client_state, background=train.save_in_background, keep=train.keep_checkpoints
-    )
+    with Waiting(f"saving step {engine.global_steps}", quiet=engine.groups.mute):
+        path = engine.save_checkpoint(
+            root, client_state=client_state, background=train.save_in_background, keep=train.keep_checkpoints
+        )
     if engine.groups.rank == 0:
         content = json.dumps(config.recorded(), indent=2) + "\n"
         store.write_atomically(config.output / CONFIG, content.encode())
@@ -324,7 +325,8 @@ def export(config: RunConfig, engine: PipelineEngine, monitor: Monitor) -> None:
 
     folder = config.output / "hf" / f"step{engine.global_steps}"
     agree(lambda: shutil.rmtree(folder, ignore_errors=True))
-    export_hf(engine, folder)
+    with Waiting(f"writing {folder}", quiet=engine.groups.mute):
+        export_hf(engine, folder)
     monitor.exported(folder)
 
 
