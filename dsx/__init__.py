@@ -148,7 +148,7 @@ _HOMES = {
 }
 
 
-if "LOCAL_RANK" in os.environ:  # a launcher's process, whose next imports may take seconds
+if "LOCAL_RANK" in os.environ:  # a launcher's process, whose next imports take seconds
     import_module("dsx.launch.entry").say_loading()
 
 

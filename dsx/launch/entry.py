@@ -221,7 +221,7 @@ _SLOW = {
 
 
 class _Loading(MetaPathFinder):
-    """Finds the slow packages where they are, and has their loading said before it begins."""
+    """Finds the slow packages where they are, and has their loading said by rank 0 before it begins."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -233,17 +233,25 @@ class _Loading(MetaPathFinder):
         load = spec.loader.exec_module
 
         def speaking(module: ModuleType) -> None:
-            sys.stderr.write(f"... loading {_SLOW[fullname]}\n")
-            sys.stderr.flush()
+            if rank() == 0:
+                sys.stderr.write(f"... loading {_SLOW[fullname]}\n")
+                sys.stderr.flush()
             load(module)
+            if fullname == "deepspeed":
+                from dsx.launch.builds import lean_on_cpu  # here: it needs DeepSpeed
+
+                lean_on_cpu()
 
         spec.loader.exec_module = speaking  # type: ignore[method-assign]  # of this one loader
         return spec
 
 
 def say_loading() -> None:
-    """From now on, say on rank 0's console when a package is loaded that takes long."""
-    if rank() == 0 and not any(isinstance(finder, _Loading) for finder in sys.meta_path):
+    """From now on, rank 0's console says when a package is loaded that takes long.
+
+    And on CPUs DeepSpeed is spared a build, whoever makes the process group: all ranks call this, or none.
+    """
+    if not any(isinstance(finder, _Loading) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Loading())
 
 

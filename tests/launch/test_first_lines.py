@@ -18,8 +18,12 @@ STAND_IN = "import sys\nsys.stderr.write(f'{__name__} is loaded\\n')\n"
 @pytest.fixture
 def said(tmp_path):
     """What a program says on standard error, with slow packages that only say that they are loaded."""
-    for name in ("torch", "deepspeed", "transformers"):
+    (tmp_path / "deepspeed").mkdir()
+    for name in ("torch", "deepspeed/__init__", "transformers"):
         (tmp_path / f"{name}.py").write_text(STAND_IN)
+    accelerator = "class get_accelerator:\n    def device_name(self):\n        return 'cpu'\n"
+    for name, text in {"accelerator": accelerator, "ops": ""}.items():
+        (tmp_path / "deepspeed" / f"{name}.py").write_text(text)
 
     def run(program: str, *words: str, rank: int = 0) -> list[str]:
         file = tmp_path / "program.py"
@@ -84,6 +88,13 @@ import torch
 from transformers import *
 """
 
+SPARED = """
+import sys
+import dsx
+import deepspeed
+print(hasattr(deepspeed, "ops") and deepspeed.ops.__compatible_ops__, file=sys.stderr)
+"""
+
 
 def test_under_a_launcher_a_program_of_ones_own_says_it_too(said, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "0")
@@ -95,3 +106,12 @@ def test_under_a_launcher_a_program_of_ones_own_says_it_too(said, monkeypatch):
     ]
     monkeypatch.delenv("LOCAL_RANK")
     assert said(PROGRAM) == ["torch is loaded", "transformers is loaded"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_under_a_launcher_every_rank_spares_a_build_on_cpus(said, monkeypatch, rank):
+    """Whoever makes the process group, such as transformers' TrainingArguments."""
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    assert said(SPARED, rank=rank)[-1] == "{'deepspeed_shm_comm': False}"
+    monkeypatch.delenv("LOCAL_RANK")
+    assert said(SPARED, rank=rank)[-1] == "False"
