@@ -88,8 +88,9 @@ class Waiting:
     def _say_at_once(self) -> None:
         """Write the first line from here, as the thread may have to wait until the work is over."""
         if not Console(file=self._stream).is_terminal:
-            self._stream.write(f"... {self._what}\n")
-            self._stream.flush()
+            with suppress(OSError):
+                self._stream.write(f"... {self._what}\n")
+                self._stream.flush()
 
     def advance(self, units: int = 1) -> None:
         """Count so many more units as done."""
@@ -125,13 +126,15 @@ class Waiting:
         return f"{self._count:,}{f' of {self._total:,}' if self._total else ''} {self._unit}"
 
     def _speak(self) -> None:
-        console = Console(file=self._stream, highlight=False)
+        with suppress(OSError):  # nobody reads it: the work goes on
+            self._write(Lines(file=self._stream, highlight=False))
+
+    def _write(self, console: Console) -> None:
         silent = self._first_seconds
         if self._at_once:
             silent = 0.0 if console.is_terminal else _LEAST_PAUSE_SECONDS
         if self._ended.wait(silent):
             return
-from contextlib import contextmanager, suppress
         if console.is_terminal:
             with console.status(Text(self.text)) as status:
                 while not self._ended.wait(0.5):

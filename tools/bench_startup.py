@@ -154,7 +154,7 @@ def stock() -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import dsx
-    from dsx.launch.builds import without_builds
+    from dsx.launch.spared import without_builds
 
     without_builds()
     content = json.loads((ROOT / CONFIG).read_text())
@@ -216,7 +216,7 @@ def _stock_grid(mesh: Any) -> Any:
     import deepspeed
     from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
-    from dsx.launch.builds import without_builds
+    from dsx.launch.spared import without_builds
 
     without_builds()
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)

@@ -15,7 +15,7 @@ from dsx.config.run import RunConfig
 from dsx.config.sources import find_model, shipped, vocabulary_of
 from dsx.config.wording import at
 from dsx.errors import ConfigError
-from dsx.launch.builds import why_not_compiled
+from dsx.launch.spared import why_not_compiled
 from dsx.models.hf_config import model_spec
 from dsx.models.params import num_parameters
 

@@ -38,7 +38,7 @@ from dsx.engine.stock_module import (
 )
 from dsx.engine.zero.building import LayerPartitioner, outside_of_init
 from dsx.errors import LayoutError, ModelError
-from dsx.launch.builds import lean_on_cpu
+from dsx.launch.spared import lean_on_cpu
 from dsx.nn.loss import of_head
 from dsx.nn.split import WeightGradients
 from dsx.parallel.groups import Grid, Groups, make_groups, new_group

@@ -238,7 +238,7 @@ class _Loading(MetaPathFinder):
                 sys.stderr.flush()
             load(module)
             if fullname == "deepspeed":
-                from dsx.launch.builds import lean_on_cpu  # here: it needs DeepSpeed
+                from dsx.launch.spared import lean_on_cpu  # here: others need nothing of it
 
                 lean_on_cpu()
 

@@ -101,7 +101,7 @@ class RankJob:
         import torch
         import torch.distributed as dist
 
-        from dsx.launch.builds import without_builds
+        from dsx.launch.spared import without_builds
 
         on_cpu = "CUDA_VISIBLE_DEVICES" in self.environ and not self.environ["CUDA_VISIBLE_DEVICES"]
         if on_cpu:

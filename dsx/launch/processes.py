@@ -27,8 +27,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from dsx.errors import ConfigError, DsxError
 from dsx.fault_tolerance.waits import clock, named
-from dsx.launch.builds import lean_on_cpu
 from dsx.launch.entry import AGREED, local_rank, local_world_size, rank
+from dsx.launch.spared import lean_on_cpu
 from dsx.parallel.groups import Groups, make_groups
 from dsx.parallel.islands import Islands
 from dsx.parallel.mesh import Mesh

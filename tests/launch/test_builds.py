@@ -11,7 +11,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder.builder import OpBuilder
 
 import dsx
-from dsx.launch import builds
+from dsx.launch import spared
 from dsx.launch.builds import builds_said
 from dsx.waiting import Waiting
 
@@ -84,23 +84,23 @@ def test_a_lock_of_another_operator_is_no_matter(loaded, tmp_path):
 
 
 def test_what_a_machine_lacks_for_a_compilation(tmp_path, monkeypatch):
-    has_gpu, devices, programs = builds._has_gpu, tmp_path / "dev", tmp_path / "bin"
-    monkeypatch.setattr(builds, "_has_gpu", lambda: has_gpu(devices))
+    has_gpu, devices, programs = spared._has_gpu, tmp_path / "dev", tmp_path / "bin"
+    monkeypatch.setattr(spared, "_has_gpu", lambda: has_gpu(devices))
     for name, value in {"PATH": programs, "CUDA_HOME": tmp_path, "CUDA_VISIBLE_DEVICES": "0"}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.delenv("CXX", raising=False)
     for folder in (devices, programs):
         folder.mkdir()
-    assert builds.why_not_compiled().startswith("no GPU is here")
+    assert spared.why_not_compiled().startswith("no GPU is here")
     (devices / "nvidiactl").touch()
-    assert builds.why_not_compiled().startswith("no GPU is here")
+    assert spared.why_not_compiled().startswith("no GPU is here")
     (devices / "nvidia0").touch()
     for name in ("nvcc", "c++", "ninja"):
-        assert builds.why_not_compiled().startswith(f"{name} is not here")
+        assert spared.why_not_compiled().startswith(f"{name} is not here")
         (programs / name).touch(mode=0o755)
-    assert builds.why_not_compiled() == ""
+    assert spared.why_not_compiled() == ""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert builds.why_not_compiled().startswith("no GPU is here")
+    assert spared.why_not_compiled().startswith("no GPU is here")
 
 
 @pytest.mark.skipif(get_accelerator().device_name() != "cpu", reason="it is about CPUs")

@@ -134,8 +134,8 @@ def _join(place: Place) -> None:
     import torch
     import torch.distributed as dist
 
-    from dsx.launch.builds import without_builds
     from dsx.launch.entry import quiet
+    from dsx.launch.spared import without_builds
 
     quiet()
     if place.dry:
