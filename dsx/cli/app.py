@@ -49,6 +49,7 @@ EXAMPLES: Final = {
     ),
     "inspect": ("dsx inspect runs/my_run --verify",),
     "diff": ("dsx diff runs/one runs/other --common",),
+    "train": ("dsx train train.json --gpus 2", "dsx train train.json --set dsx.train.steps=20"),
     "verify": ("dsx verify train.json --gpus 4 --set dsx.parallel.tensor=2",),
     "models": ("dsx models", "dsx models my_model/config.json"),
     "presets": ("dsx presets",),

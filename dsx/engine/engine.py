@@ -173,6 +173,7 @@ class PipelineEngine:
         clipping: float,
         config: RunConfig | None,
         zero: ZeroConfig,
+        first_step: str = "the first step",
     ) -> None:
         self.module = self.pipeline = model
         self.run_config = config
@@ -193,7 +194,7 @@ class PipelineEngine:
         self._tracer = Tracer(model.groups, model.device)
         self.batch_function: Callable[[Any], Batch] | None = None
         self.data_source: Iterator[Any] | None = None
-        self.first_step = "the first step"
+        self.first_step = first_step
         """What is said of the next step, if it takes long; empty once there was one."""
         self.training_dataloader: Iterable[Any] | None = None
         self._labels = LabelCheck(model.chunks.loss_fn, due=model.groups.rank == 0)

@@ -364,8 +364,8 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
         clipping=settings.clipping,
         config=run,
         zero=zero or (ZeroConfig() if run is None else run.dsx.zero),
+        first_step=f"{'compiling the blocks, in ' if blocks else ''}the first step",
     )
-    pipeline.first_step = f"{'compiling the blocks, in ' if blocks else ''}the first step"
     loader = None if training_data is None else _loader(engine, training_data, model.groups)
     if loader is not None:
         pipeline.set_dataloader(loader)
