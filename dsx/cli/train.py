@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.resources import as_file
 from pathlib import Path
 from typing import Annotated
 
@@ -35,4 +36,6 @@ def train(
     items = overrides or []
     recipe = shipped(f"recipes/{recipe_of(content_of(config, items))}")
     words = [str(config), *(word for item in items for word in ("--set", item))]
-    raise typer.Exit(start(recipe, words, gpus=gpus))
+    with as_file(recipe) as program:  # a file of a package may lie in an archive
+        code = start(program, words, gpus=gpus)
+    raise typer.Exit(code)
