@@ -15,7 +15,7 @@ from dsx.cli.estimate import estimate
 from dsx.cli.init import init
 from dsx.cli.inspect import inspect
 from dsx.cli.models import models
-from dsx.cli.options import Command, Group
+from dsx.cli.options import Command, CommandGroup
 from dsx.cli.output import BAD_INPUT, say, tell, writing
 from dsx.cli.plan import plan
 from dsx.cli.plot import plot, trace
@@ -80,7 +80,7 @@ def build() -> typer.Typer:
     """The command-line application."""
     app = typer.Typer(
         name="dsx",
-        cls=Group,
+        cls=CommandGroup,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,

@@ -161,7 +161,7 @@ class Command(TyperCommand):
             formatter.write("".join(f"  {line}\n" for line in (self.epilog or "").splitlines()))
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """All commands."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -243,7 +243,7 @@ class Placeholder(nn.Module):
     """
 
     def __init__(
-        self, like: nn.Module, called: Callable[[Call], Tensor], extras: Callable[[], int | None]
+        self, like: nn.Module, called: Callable[[BlockCall], Tensor], extras: Callable[[], int | None]
     ) -> None:
         super().__init__()
         self._like, self._called, self._extras = (like,), called, extras
@@ -256,12 +256,12 @@ class Placeholder(nn.Module):
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
         """As the block's forward."""
-        hidden, extras = self._called(Call.of(arguments, named)), self._extras()
+        hidden, extras = self._called(BlockCall.of(arguments, named)), self._extras()
         return hidden if extras is None else (hidden, *(None,) * extras)
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class BlockCall:
     """What a family's forward gives a block.
 
     Attributes:
@@ -277,7 +277,7 @@ class Call:
     by_name: bool
 
     @classmethod
-    def of(cls, arguments: tuple[Any, ...], named: dict[str, Any]) -> Call:
+    def of(cls, arguments: tuple[Any, ...], named: dict[str, Any]) -> BlockCall:
         """The call of a forward."""
         if arguments:
             return cls(arguments[0], arguments[1:], named, by_name=False)
@@ -334,7 +334,7 @@ class Anatomy:
     stream: tuple[int, ...] = ()
     plain_end: bool = False
     extras: dict[int, int | None] = field(default_factory=dict)
-    calls: dict[int, Call] = field(default_factory=dict, repr=False)
+    calls: dict[int, BlockCall] = field(default_factory=dict, repr=False)
     plans: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -367,7 +367,7 @@ class Anatomy:
     def stripped(
         self,
         keep: tuple[str, ...],
-        called: Callable[[int, Call], Tensor],
+        called: Callable[[int, BlockCall], Tensor],
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> nn.Module:
@@ -442,7 +442,7 @@ class Trunk:
 
     def __init__(self, anatomy: Anatomy, device: torch.device, dtype: torch.dtype) -> None:
         self._anatomy, self._device, self._dtype = anatomy, device, dtype
-        self._calls: list[Call] = []
+        self._calls: list[BlockCall] = []
         self._width = anatomy.width
         self._base: nn.Module | None = None
         self._last = Last()
@@ -462,14 +462,14 @@ class Trunk:
                 setattr(module, name, buffer.to(self._device))
         return base
 
-    def _note(self, number: int, call: Call) -> Tensor:
+    def _note(self, number: int, call: BlockCall) -> Tensor:
         del number
         self._calls.append(call)
         return call.hidden
 
     def call(
         self, number: int, hidden: Tensor, length: int, positions: Tensor | None, *, training: bool
-    ) -> Call:
+    ) -> BlockCall:
         """The call of block ``number`` in a forward, with these hidden states.
 
         Args:
@@ -483,13 +483,13 @@ class Trunk:
         key = (hidden.shape[0], length, hidden.dtype, training)
         run = partial(self._run, hidden, length, positions, training=training)
         if positions is not None:
-            return Call(hidden, *self._last.of(positions, key, run)[number])
+            return BlockCall(hidden, *self._last.of(positions, key, run)[number])
         if key not in self.kept:
             if len(self.kept) >= _MOST_SHAPES:
                 self.kept.pop(next(iter(self.kept)))
             with torch.no_grad():
                 self.kept[key] = run()
-        return Call(hidden, *self.kept[key][number])
+        return BlockCall(hidden, *self.kept[key][number])
 
     def _run(
         self, hidden: Tensor, length: int, positions: Tensor | None, *, training: bool
@@ -589,7 +589,7 @@ def _looked_at(found: Anatomy) -> Anatomy:
         and any(True for _ in module.parameters(recurse=False))
     )
 
-    def called(number: int, call: Call) -> Tensor:
+    def called(number: int, call: BlockCall) -> Tensor:
         order.append(number)
         block = found.list_of_blocks[number]
         kind = tuple((type(module), settings_of(module)) for module in block.modules())
@@ -653,7 +653,7 @@ def _require_order(model: Any, order: list[Any], blocks: int) -> None:
         raise _refusal(model, f"its forward runs {between[0]} between its blocks")
 
 
-def _extras(block: nn.Module, call: Call) -> tuple[int | None, list[str]]:
+def _extras(block: nn.Module, call: BlockCall) -> tuple[int | None, list[str]]:
     """How many outputs a block has beside the hidden states, None if it returns these alone; what it writes.
 
     It is run without storage. One that looks at values cannot be; then its annotation counts. It writes into
@@ -663,7 +663,7 @@ def _extras(block: nn.Module, call: Call) -> tuple[int | None, list[str]]:
     def moved(value: Any) -> Any:
         return tree_map(lambda each: without_storage(each) if isinstance(each, Tensor) else each, value)
 
-    there = Call(moved(call.hidden), moved(call.arguments), moved(call.named), call.by_name)
+    there = BlockCall(moved(call.hidden), moved(call.arguments), moved(call.named), call.by_name)
     places = {**{str(place): value for place, value in enumerate(there.arguments, 1)}, **there.named}
     before = {name: list(leaves(value)) for name, value in places.items()}
     try:
@@ -700,11 +700,13 @@ def without_storage(tensor: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tens
 
 def _require_stateless(found: Anatomy) -> None:
     """Refuse a family whose blocks get more from blocks before them than the hidden states."""
-    seen: list[list[Call]] = []
+    seen: list[list[BlockCall]] = []
     for value in (0.5, -1.5):
-        calls: list[Call] = []
+        calls: list[BlockCall] = []
 
-        def called(number: int, call: Call, calls: list[Call] = calls, value: float = value) -> Tensor:
+        def called(
+            number: int, call: BlockCall, calls: list[BlockCall] = calls, value: float = value
+        ) -> Tensor:
             calls.append(call)
             return call.hidden * value + number
 

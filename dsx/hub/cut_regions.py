@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dsx.hub.anatomy import Call, without_storage
+from dsx.hub.anatomy import BlockCall, without_storage
 from dsx.hub.tensor_plan import COLUMN, GATHERS, ROW, SPLITS, SUMMED, BlockPlan, children, divide
 
 RANKS = 2
@@ -55,7 +55,7 @@ _OWN, _SUMMAND = Kind(own=True, of_input=True), Kind(own=True, summand=True, of_
 
 
 @dataclass
-class Seen:
+class UnnamedUses:
     """What the parameters without a place in the plan met.
 
     Attributes:
@@ -74,7 +74,7 @@ class _Watch(TorchDispatchMode):
 
     def __init__(self, unnamed: Mapping[int, str], sliced: set[int], rows: set[int]) -> None:
         super().__init__()
-        self.seen = Seen()
+        self.seen = UnnamedUses()
         self._unnamed, self._sliced, self._rows = unnamed, sliced, rows
         self._kinds: dict[int, tuple[Tensor, Kind]] = {}
         """With the tensor, so that its identity is not another's later."""
@@ -120,7 +120,7 @@ class _Watch(TorchDispatchMode):
         return result
 
 
-def completed(block: nn.Module, plan: BlockPlan, call: Call) -> BlockPlan:
+def completed(block: nn.Module, plan: BlockPlan, call: BlockCall) -> BlockPlan:
     """The plan of a block, with the styles of parts of cut regions that it does not name.
 
     Plans name what a family's defaults have, not what its options add: norms of queries and keys, activations
@@ -180,8 +180,13 @@ def _candidates(block: nn.Module, unnamed: list[str]) -> Iterator[tuple[str, ...
 
 
 def seen_in(
-    block: nn.Module, plan: BlockPlan, call: Call, unnamed: Sequence[str], within: str, ranks: int = RANKS
-) -> Seen | None:
+    block: nn.Module,
+    plan: BlockPlan,
+    call: BlockCall,
+    unnamed: Sequence[str],
+    within: str,
+    ranks: int = RANKS,
+) -> UnnamedUses | None:
     """What parameters of a block meet that its plan does not name; None if such a block does not run.
 
     Args:
@@ -205,11 +210,11 @@ def _seen(
     small: nn.Module,
     dtype: torch.dtype,
     plan: BlockPlan,
-    call: Call,
+    call: BlockCall,
     unnamed: Sequence[str],
     within: str,
     ranks: int,
-) -> Seen:
+) -> UnnamedUses:
     sliced, rows = _cut(small, plan, ranks)
     watch = _Watch({id(small.get_parameter(path)): path for path in unnamed}, sliced, rows)
     ended: list[bool] = []
@@ -220,13 +225,13 @@ def _seen(
         lambda each: without_storage(each, dtype) if isinstance(each, Tensor) else each,
         (call.hidden, call.arguments, call.named),
     )
-    there = Call(hidden, arguments, named, by_name=call.by_name)
+    there = BlockCall(hidden, arguments, named, by_name=call.by_name)
     with torch.no_grad(), watch:
         watch.mark(there.hidden, _GIVEN)
         with suppress(Exception):  # what comes behind the child is of no interest
             there.make(small, there.hidden)
         if not ended:  # what stands in front of it may not run without values: it may run by itself
-            watch.seen = Seen()
+            watch.seen = UnnamedUses()
             small.get_submodule(within)(there.hidden)
     return watch.seen
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dsx.hub import values
-from dsx.hub.anatomy import Call, Trunk, anatomy_of, copied
+from dsx.hub.anatomy import BlockCall, Trunk, anatomy_of, copied
 from dsx.hub.balance import Routers, fresh_sums, sums_of
 from dsx.hub.read import block_plan
 from dsx.hub.tensor_plan import apply_plan, sum_gradients
@@ -122,7 +122,7 @@ class HubStart(nn.Module):
         self.base = anatomy.stripped(anatomy.before, self._called, weights.device, weights.dtype)
         settled(self, model, weights, set())
 
-    def _called(self, number: int, call: Call) -> Tensor:
+    def _called(self, number: int, call: BlockCall) -> Tensor:
         if number == 0:
             self._handed = call.hidden
         return call.hidden.detach()
@@ -186,11 +186,11 @@ class HubBlock(nn.Module):
         """What keeps the block from being compiled; empty if nothing does."""
         return "" if self._routers is None else "its auxiliary loss is gathered by hooks on its routers"
 
-    def computed(self, call: Call, x: Tensor) -> Tensor:
+    def computed(self, call: BlockCall, x: Tensor) -> Tensor:
         """What of the forward is compiled; see :mod:`dsx.nn.compiled`."""
         return hidden_of(call.make(self.block, x))
 
-    def _run(self, call: Call, x: Tensor, *sums: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _run(self, call: BlockCall, x: Tensor, *sums: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         compute = self.computed if self.compiled is None else partial(self.compiled, self)
         if self._routers is None or self._balance is None or not sums:
             return compute(call, x), sums
@@ -221,7 +221,7 @@ class HubEnd(nn.Module):
         held = {path for path, _ in self.named_parameters()}
         settled(self, model, weights, held if weights.tp.sequence else set())
 
-    def _called(self, number: int, call: Call) -> Tensor:
+    def _called(self, number: int, call: BlockCall) -> Tensor:
         return self._given.pop() if number == self._last else call.hidden
 
     @carried

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dsx.errors import ConfigError, ModelError
-from dsx.hub.anatomy import Call, anatomy_of
+from dsx.hub.anatomy import BlockCall, anatomy_of
 from dsx.hub.layers import hidden_of
 from dsx.hub.read import block_plan, hub_model
 from dsx.hub.shrunk import random_keys, random_model, shrunk
@@ -245,7 +245,7 @@ def _sequence_problem(model: HubModel, whole: Any) -> str | None:
     """Why a block may not be given a slice of the sequence; None if every kind of block may."""
     anatomy = anatomy_of(model.config)
     blocks = whole.get_submodule(anatomy.blocks)
-    calls: dict[int, Call] = {}
+    calls: dict[int, BlockCall] = {}
     handles = [
         block.register_forward_pre_hook(partial(_noted, calls, number), with_kwargs=True)
         for number, block in enumerate(blocks)
@@ -267,11 +267,11 @@ def _sequence_problem(model: HubModel, whole: Any) -> str | None:
     return None
 
 
-def _noted(calls: dict[int, Call], number: int, _module: nn.Module, given: Any, named: Any) -> None:
-    calls[number] = Call.of(given, named)
+def _noted(calls: dict[int, BlockCall], number: int, _module: nn.Module, given: Any, named: Any) -> None:
+    calls[number] = BlockCall.of(given, named)
 
 
-def _sliced(block: nn.Module, mixing: Mapping[str, nn.Module], call: Call) -> str | None:
+def _sliced(block: nn.Module, mixing: Mapping[str, nn.Module], call: BlockCall) -> str | None:
     """How a block's outputs for slices differ from those for the whole sequence."""
     seen: dict[str, list[tuple[Tensor, Any]]] = {name: [] for name in mixing}
     hooks = [

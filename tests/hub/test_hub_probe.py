@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from dsx.config.resolve import resolve
 from dsx.errors import ConfigError, ModelError
 from dsx.hub import probe as probing
-from dsx.hub.anatomy import Call
+from dsx.hub.anatomy import BlockCall
 from dsx.hub.probe import Probe, probe, require_probed
 from dsx.hub.read import hub_model
 from dsx.hub.shrunk import random_model, shrunk
@@ -174,5 +174,5 @@ def test_slices_show_what_mixes_tokens_outside_of_modules(beside: bool) -> None:
     torch.manual_seed(1)
     block = Mixer(beside=beside)
     with torch.no_grad():
-        told = probing._sliced(block, {"mixer": block.mixer}, Call.of((torch.randn(2, 8, 8),), {}))
+        told = probing._sliced(block, {"mixer": block.mixer}, BlockCall.of((torch.randn(2, 8, 8),), {}))
     assert (told is not None) == beside, told

@@ -19,7 +19,7 @@ from typing import Any
 
 from dsx.checkpoint import store
 from dsx.checkpoint.catalog import Catalog, Entry, Piece, Target
-from dsx.checkpoint.formats.deepspeed.cut import Cut
+from dsx.checkpoint.formats.deepspeed.cut import ShardLayout
 from dsx.checkpoint.formats.deepspeed.files import StockFiles, open_stock
 from dsx.checkpoint.formats.deepspeed.flat import (
     Fragment,
@@ -206,7 +206,7 @@ def _kept(module: Module, trained: set[str]) -> Iterator[Entry]:
             shape=fragments[0].shape,
             dtype=fragments[0].dtype,
             pieces=tuple(
-                piece for fragment in fragments for piece in located(Cut(fragment.shape), 0, fragment)
+                piece for fragment in fragments for piece in located(ShardLayout(fragment.shape), 0, fragment)
             ),
             role="buffer" if name in module.buffers else "trained" if name in trained else "frozen",
             aliases=tuple(aliases.get(name, ())),

@@ -14,7 +14,7 @@ import ranks
 from checkpoint.stock_checkpoints import converted, read_entry
 from dsx.checkpoint.catalog import Catalog, check_files
 from dsx.checkpoint.formats import universal
-from dsx.checkpoint.formats.deepspeed.cut import Cut, Rules
+from dsx.checkpoint.formats.deepspeed.cut import Rules, ShardLayout
 from dsx.checkpoint.formats.deepspeed.reader import catalog_of
 from dsx.errors import CheckpointError
 from often import often
@@ -203,7 +203,7 @@ def test_rules_files_that_are_none(content: str, problem: str, tmp_path: Path) -
         Rules.read(tmp_path / "rules.json")
 
 
-def joined(cut: Cut, parts: list[torch.Tensor]) -> torch.Tensor:
+def joined(cut: ShardLayout, parts: list[torch.Tensor]) -> torch.Tensor:
     """What a cut says the parts make."""
     out = torch.full(cut.shape, -1.0)
     for rank, part in enumerate(parts):

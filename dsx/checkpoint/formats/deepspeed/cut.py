@@ -49,7 +49,7 @@ Spans = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ShardLayout:
     """A logical tensor and what of it each tensor-parallel rank has.
 
     Attributes:
@@ -155,7 +155,7 @@ class Rules:
             source=str(path),
         )
 
-    def cut(self, name: str, shapes: Sequence[Shape], where: str) -> Cut:
+    def cut(self, name: str, shapes: Sequence[Shape], where: str) -> ShardLayout:
         """The cut of a tensor whose parts have ``shapes`` on the tensor-parallel ranks.
 
         Raises:
@@ -165,7 +165,7 @@ class Rules:
         affine = next((one for pattern, one in self.maps if re.fullmatch(pattern, name)), None)
         padded = isinstance(rule, dict) and "extent" in rule
         if len(shapes) == 1 and not padded:
-            return Cut(shapes[0])
+            return ShardLayout(shapes[0])
         try:
             if affine is not None and not isinstance(rule, dict):
                 return _of_affine(affine, shapes)
@@ -262,11 +262,11 @@ def _sub_params(state: Mapping[str, Any]) -> dict[str, Any]:
     return {"split": dim, "parts": [int(extent) for extent in blocks]}
 
 
-def _of_rule(rule: Any, shapes: Sequence[Shape]) -> Cut:
+def _of_rule(rule: Any, shapes: Sequence[Shape]) -> ShardLayout:
     if isinstance(rule, str):
         if len(set(shapes)) > 1:
             raise ValueError(f"copies of shapes {sorted(set(shapes))}")
-        return Cut(shapes[0], compare=rule == "average")
+        return ShardLayout(shapes[0], compare=rule == "average")
     dim = rule["split"]
     if not 0 <= dim < len(shapes[0]):
         raise ValueError(f"it has no dim {dim}")
@@ -283,10 +283,10 @@ def _of_rule(rule: Any, shapes: Sequence[Shape]) -> Cut:
     if extent > ends[-1]:
         raise ValueError(f"the ranks have {ends[-1]} of {extent} rows")
     spans = tuple(((min(a, extent), min(b, extent)),) for a, b in pairwise(ends))
-    return Cut(_with(shapes[0], dim, extent), dim, spans)
+    return ShardLayout(_with(shapes[0], dim, extent), dim, spans)
 
 
-def _fused(shapes: Sequence[Shape], dim: int, parts: Sequence[int]) -> Cut:
+def _fused(shapes: Sequence[Shape], dim: int, parts: Sequence[int]) -> ShardLayout:
     tp = len(shapes)
     local = sum(part // tp for part in parts)
     if any(part % tp for part in parts) or any(shape[dim] != local for shape in shapes):
@@ -299,10 +299,10 @@ def _fused(shapes: Sequence[Shape], dim: int, parts: Sequence[int]) -> Cut:
         )
         for rank in range(tp)
     )
-    return Cut(_with(shapes[0], dim, sum(parts)), dim, spans)
+    return ShardLayout(_with(shapes[0], dim, sum(parts)), dim, spans)
 
 
-def _of_affine(entry: Mapping[str, Any], shapes: Sequence[Shape]) -> Cut:
+def _of_affine(entry: Mapping[str, Any], shapes: Sequence[Shape]) -> ShardLayout:
     """DeepSpeed's geometric map, if its pieces are blocks along one dim (all that 0.19.8 makes are)."""
     logical = tuple(int(extent) for extent in entry["logical_shape"])
     if len(entry["ranks"]) != len(shapes):
@@ -315,7 +315,7 @@ def _of_affine(entry: Mapping[str, Any], shapes: Sequence[Shape]) -> Cut:
         boxes.append([_affine_box(piece, logical, shape) for piece in told["pieces"]])
     cut = {d for box in boxes for at, size, _ in box for d, extent in enumerate(logical) if size[d] != extent}
     if not cut:
-        return Cut(logical)
+        return ShardLayout(logical)
     if len(cut) > 1:
         raise ValueError(f"cut along dims {sorted(cut)}")
     dim = cut.pop()
@@ -327,7 +327,7 @@ def _of_affine(entry: Mapping[str, Any], shapes: Sequence[Shape]) -> Cut:
         ):
             raise ValueError("pieces with gaps")
         spans.append(tuple((at[dim], at[dim] + size[dim]) for at, size, _ in ordered))
-    return Cut(logical, dim, tuple(spans))
+    return ShardLayout(logical, dim, tuple(spans))
 
 
 def _affine_box(piece: Mapping[str, Any], logical: Shape, local: Shape) -> tuple[Shape, Shape, Shape]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from dsx.checkpoint import plain
 from dsx.checkpoint.catalog import ITEM_BYTES, Catalog, Entry, Piece, Role, merged_groups, unusable
-from dsx.checkpoint.formats.deepspeed.cut import Cut, Rules, rules_of
+from dsx.checkpoint.formats.deepspeed.cut import Rules, ShardLayout, rules_of
 from dsx.checkpoint.formats.deepspeed.files import OUTER, StockFiles, check_patterns, config_of, open_stock
 from dsx.checkpoint.formats.deepspeed.flat import Fragment, OptimizerGroup, OptimizerState, sharded_state
 from dsx.checkpoint.formats.deepspeed.module import Module, modules_of
@@ -407,7 +407,7 @@ def _entries(files: StockFiles, names: _Names, rules: Rules) -> Iterator[Entry]:
         )
 
 
-def _pieces(cut: Cut, by_rank: _Copies) -> Iterator[Piece]:
+def _pieces(cut: ShardLayout, by_rank: _Copies) -> Iterator[Piece]:
     """Replica 0 of a cut tensor is the first copy of every rank; of an uncut one that of the first rank."""
     replica = 0
     for rank, copies in sorted(by_rank.items()):
@@ -422,7 +422,7 @@ def _pieces(cut: Cut, by_rank: _Copies) -> Iterator[Piece]:
                 yield from located(cut, rank, fragment, at)
 
 
-def located(cut: Cut, rank: int, fragment: Fragment, replica: int = 0) -> Iterator[Piece]:
+def located(cut: ShardLayout, rank: int, fragment: Fragment, replica: int = 0) -> Iterator[Piece]:
     """Where a fragment, which is of a tensor-parallel rank, has which boxes of the logical tensor."""
     item = ITEM_BYTES[fragment.dtype]
     origin = fragment.offset - fragment.start * item
