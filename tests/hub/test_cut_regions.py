@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dsx.hub.anatomy import Call
+from dsx.hub.anatomy import BlockCall
 from dsx.hub.cut_regions import completed
 from dsx.hub.tensor_plan import SUMMED, BlockPlan
 
@@ -73,7 +73,7 @@ class Block(nn.Module):
 
 
 def styles_of(block: Block, plan: Mapping[str, str | None] = PLAN) -> dict[str, str]:
-    call = Call(torch.ones(2, 3, WIDTH), (), {}, by_name=True)
+    call = BlockCall(torch.ones(2, 3, WIDTH), (), {}, by_name=True)
     empty = copy.deepcopy(block).to("meta")
     return dict(completed(empty, BlockPlan.of(empty, "layers.0", plan), call).styles)
 
