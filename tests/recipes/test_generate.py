@@ -12,6 +12,7 @@ import torch
 from launching import REPOSITORY
 
 from parity import oracle
+from said import own_words
 
 PROMPT = "if x:"
 COMMAND = (sys.executable, str(REPOSITORY / "recipes" / "generate.py"))
@@ -25,7 +26,7 @@ def generate(*arguments: object) -> tuple[int, str, str]:
         check=False,
         timeout=120,
     )
-    return done.returncode, done.stdout.decode(), done.stderr.decode()
+    return done.returncode, done.stdout.decode(), own_words(done.stderr.decode())
 
 
 def test_writes_what_transformers_generates(tmp_path: Path) -> None:
