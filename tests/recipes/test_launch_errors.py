@@ -175,7 +175,7 @@ def test_folder_without_weights(model: Path) -> None:
 
 def test_folder_without_a_tokenizer(model: Path) -> None:
     message = refused("torchrun", finetuning(model) | {"dsx.data.tokenizer": "auto"}, recipe="finetune.py")
-    assert f'dsx.data.tokenizer = "auto": {model} has weights but no tokenizer' in message
+    assert f'dsx.data.tokenizer = "auto" (--set): {model} has weights but no tokenizer' in message
 
 
 def test_folder_that_lacks_a_tensor(model: Path) -> None:

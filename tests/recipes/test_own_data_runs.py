@@ -43,7 +43,7 @@ def test_a_run_goes_on_exactly_in_another_layout_and_exports(tmp_path: Path) -> 
     assert json.loads((parts / "config.json").read_text())["dsx"]["data"]["source"] == "own"
     model = AutoModelForCausalLM.from_pretrained(rows(then.lines, "done")["Hugging Face model"])
     with torch.no_grad():
-        sample = torch.stack([recipe("own_data").Sums(10_000, 32, "held out")[index] for index in range(64)])
+        sample = torch.tensor([recipe("own_data").Sums(10_000, 32, "held out")[index] for index in range(64)])
         loss = model(sample[:, :-1]).logits.flatten(0, 1)
     loss = torch.nn.functional.cross_entropy(loss, sample[:, 1:].flatten()).item()
     assert loss == pytest.approx(series(parts, "eval/loss")[8], abs=0.1)
