@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import bench_proof
 
 
-def test_draws_are_proved_and_counted(capsys) -> None:
+def test_draws_are_proved_and_counted(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", os.environ["HOME"])  # restored: the tool takes another
     chance = random.Random(3)
     drawn = {number: (2, bench_proof.draw(chance, 2, ["qwen3", "mamba2"])) for number in range(4)}
     for _, content in drawn.values():
