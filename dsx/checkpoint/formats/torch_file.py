@@ -275,6 +275,18 @@ def _from_type(_: Global, args: tuple[Any, ...]) -> Any:
     return _BUILDERS[str(function)](function, inner)
 
 
+_ZERO_STAGE = "deepspeed.runtime.zero.config.ZeroStageEnum"
+_ZERO_STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
+
+
+def _member(_: Global, args: tuple[Any, ...]) -> int:
+    """A ZeRO stage by its name: so Python 3.11.0 to 3.11.3 write members of enumerations, others by value."""
+    owner, name = args
+    if str(owner) != _ZERO_STAGE:
+        raise ValueError(f"it calls builtins.getattr of {short_repr(owner)}, which no checkpoint needs")
+    return _ZERO_STAGES[name]
+
+
 def _encoded(_: Global, args: tuple[Any, ...]) -> bytes:
     text, encoding = args
     if encoding not in {"latin1", "latin-1"}:
@@ -332,7 +344,8 @@ _BUILDERS: Mapping[str, _Builder] = {
     "builtins.complex": lambda _, args: complex(*args),
     "copyreg._reconstructor": lambda _, args: _BUILDERS[str(args[0])](args[0], ()),
     "_codecs.encode": _encoded,
-    "deepspeed.runtime.zero.config.ZeroStageEnum": lambda _, args: int(args[0]),
+    _ZERO_STAGE: lambda _, args: int(args[0]),
+    "builtins.getattr": _member,
     "pathlib.PosixPath": lambda _, args: str(PurePosixPath(*args)),
     "pathlib._local.PosixPath": lambda _, args: str(PurePosixPath(*args)),
     **dict.fromkeys(_RECORDS, lambda known, args: PickledObject(str(known), args)),

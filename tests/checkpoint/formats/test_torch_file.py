@@ -119,6 +119,19 @@ def mark(path: str) -> None:
     Path(path).touch()
 
 
+def test_members_of_enumerations_by_name(tmp_path):
+    """As Python 3.11.0 to 3.11.3 write them."""
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    stages = [stage for stage in ZeroStageEnum.__members__.items() if stage[0] != "max_stage"]
+    save(tmp_path, [Harm(getattr, ZeroStageEnum, name) for name, _ in stages])
+    assert read_torch_file(tmp_path, "a.pt").content == [int(stage) for _, stage in stages]
+    for owner, name in ((ZeroStageEnum, "mro"), (dict, "fromkeys")):
+        save(tmp_path, Harm(getattr, owner, name))
+        with pytest.raises(CheckpointError, match="its pickle"):
+            read_torch_file(tmp_path, "a.pt")
+
+
 @FORMATS
 def test_harmful_pickles_are_refused_and_not_run(tmp_path, zipped):
     marker = tmp_path / "marker"
