@@ -113,8 +113,7 @@ def prove_each(rank: int, world_size: int, numbered: list[tuple[int, Json]], int
             row |= {"result": "unproved" if found.why_not else "proved", "said": found.words}
         except LayoutError as error:
             differs = "does not train" in error.what or "does not take a step" in error.what
-            # Recurrent blocks see the other documents of a pack, by transformers' own forward.
-            mixes = differs and error.fix.startswith("set dsx.data.documents")
+            mixes = differs and config.dsx.data.keeps_apart and mixes_documents(config.model)
             row |= {"result": "differs" if differs and not mixes else "refused", "said": str(error)}
         except DsxError as error:
             row |= {"result": "refused", "said": str(error)}
@@ -126,6 +125,16 @@ def prove_each(rank: int, world_size: int, numbered: list[tuple[int, Json]], int
             raise SystemExit(1)
         if rank == 0:
             _append(into, {**row, "seconds": time.perf_counter() - began})
+
+
+def mixes_documents(model: Any) -> bool:
+    """Whether the family's own blocks let a document of a pack see the others, as recurrent ones do."""
+    from dsx.hub.probe import probe
+    from dsx.models.spec import HubModel
+
+    if not isinstance(model, HubModel):
+        return False
+    return probe(json.loads(model.config), dict(model.tensor_plan)).no_documents is not None
 
 
 def _append(path: str, row: Json) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +27,8 @@ def say(model: PipelineModule, settings: Settings, run: RunConfig | None) -> Non
         run: The resolved config, if there is one: such programs have not come from stock.
     """
     mesh, off = model.groups.mesh, run is not None and run.dsx.proof == "off"
-    if mesh.size > 1 and not off and not _place(model.layer_specs, mesh, settings.zero_stage).exists():
+    place = _place(model.layer_specs, mesh, settings.zero_stage)
+    if mesh.size > 1 and not off and (place is None or not place.exists()):
         how = "a small model of them" if mesh.tp == 1 else "them without tensor parallelism, to compare with,"
         sys.stdout.write(
             f"dsx: these layers are not proved to train over {mesh.words} as in one process; prove {how} "
@@ -43,14 +45,25 @@ def say(model: PipelineModule, settings: Settings, run: RunConfig | None) -> Non
 
 def keep_proof_of(layers: Sequence[Any], mesh: Mesh, zero_stage: int) -> None:
     """Remember that layers of these kinds were proved in this layout (:func:`dsx.prove`)."""
-    keep(_place(layers, mesh, zero_stage), mesh.words)
+    place = _place(layers, mesh, zero_stage)
+    if place is not None:
+        keep(place, mesh.words)
 
 
-def _place(layers: Sequence[Any], mesh: Mesh, zero_stage: int) -> Path:
-    """By kinds of layers: a small model has fewer of them than the program's."""
+def _place(layers: Sequence[Any], mesh: Mesh, zero_stage: int) -> Path | None:
+    """By the kinds of layers in their order, with their code: a small model has fewer of each kind.
+
+    None where a kind has no file, so that nothing vouches for its code.
+    """
     kinds = [getattr(layer, "typename", layer) for layer in layers]
-    named = [getattr(kind, "__qualname__", type(kind).__qualname__) for kind in kinds]
-    said = repr((sorted(set(named)), mesh.axes, zero_stage))
+    kinds = [kind if hasattr(kind, "__qualname__") else type(kind) for kind in kinds]
+    said: list[Any] = [mesh.axes, zero_stage]
+    for kind in dict.fromkeys(kinds):
+        try:
+            code = Path(inspect.getfile(kind)).read_bytes()
+        except (OSError, TypeError):
+            return None
+        said.append((kind.__module__, kind.__qualname__, hashlib.sha256(code).hexdigest()))
     version = code_version("**/*.py", "**/*.toml")
-    name = f"layers-{hashlib.sha256(said.encode()).hexdigest()[:32]}"
+    name = f"layers-{hashlib.sha256(repr(said).encode()).hexdigest()[:32]}"
     return Path.home() / ".cache" / "dsx" / "proofs" / version / name

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 
 from deepspeed.accelerator import get_accelerator
@@ -30,6 +32,7 @@ class Proof:
         gradient: Largest difference of a gradient, relative to its tensor's largest element.
         seconds: What it took.
         why_not: Why there is no proof; empty if there is one.
+        without: What of the run the small model does without, in words.
     """
 
     layout: str
@@ -38,6 +41,7 @@ class Proof:
     gradient: float = 0.0
     seconds: float = 0.0
     why_not: str = ""
+    without: str = ""
 
     @property
     def words(self) -> str:
@@ -47,7 +51,8 @@ class Proof:
         norm = "" if self.norm is None else f", norm {self.norm:.0e}"
         took = f"{self.seconds:.1f} s" if self.seconds else "kept from an earlier start"
         off = f"loss {self.loss:.0e}{norm}, gradients {self.gradient:.0e}"
-        return f"{self.layout} as one process: {off} ({took})"
+        without = f", without {self.without}" if self.without else ""
+        return f"{self.layout} as one process{without}: {off} ({took})"
 
 
 def known_proof(config: RunConfig) -> Proof | None:
@@ -55,6 +60,11 @@ def known_proof(config: RunConfig) -> Proof | None:
     if config.dsx.proof == "off":
         return Proof(layout=layout_words(config.mesh), why_not='"dsx.proof" is off')
     return agree(lambda: _kept(config))
+
+
+def is_proved(config: RunConfig) -> bool:
+    """Whether an earlier start on this machine has proved the layout of a config."""
+    return config.dsx.proof != "off" and _kept(config) is not None
 
 
 def _kept(config: RunConfig) -> Proof | None:
@@ -73,6 +83,16 @@ def layout_words(mesh: Mesh) -> str:
     """The degrees above 1."""
     degrees = [(axis.title, mesh.degree(axis.name)) for axis in reversed(AXES)]
     return " x ".join(f"{title} {degree}" for title, degree in degrees if degree > 1) or "one rank"
+
+
+_KERNELS = ("causal-conv1d", "flash-linear-attention", "mamba-ssm", "kernels", "peft", "bitsandbytes")
+"""Packages by whose presence transformers' modules compute in another way."""
+
+
+def _version(package: str) -> str | None:
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return None
 
 
 _NEUTRAL = (
@@ -99,6 +119,8 @@ def _place(config: RunConfig) -> Path:
     block["model"] = {**block["model"], "path": None, "config": config.hf_config}
     said = (
         content | {"dsx": block},
+        repr((config.program, config.stage_map)),  # a schedule's file is in the config by its name alone
+        [_version(package) for package in _KERNELS],
         getattr(config.model, "tensor_plan", None),
         config.mesh.axes,
         get_accelerator().device_name(),

@@ -36,7 +36,7 @@ from dsx.parallel.groups import Groups
 from dsx.terminal import printable
 from dsx.train.building import build_layers
 from dsx.train.monitor import Monitor, device_name, is_due
-from dsx.train.proof import known_proof
+from dsx.train.proof import is_proved, known_proof
 from dsx.train.run_folder import CONFIG, own_checkpoint, start_of
 from dsx.waiting import Waiting
 
@@ -176,7 +176,7 @@ def prepare_data(config: RunConfig) -> tuple[Path, ...] | None:
     if local_rank() != 0 and not of_island:
         return None
     try:
-        if config.dsx.proof == "off":
+        if not is_proved(config):  # before hours of text
             require_right_layers(config)
         if config.dsx.data.source == OWN:
             raise DataError(

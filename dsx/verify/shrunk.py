@@ -91,13 +91,7 @@ def trial(
         if isinstance(config.model, ModelSpec):
             hf_config = without_names_of(config.model.family, sizes, hf_config)
         hf_config = {**hf_config, **sizes}
-        # The text is never read, and a vocabulary may be smaller than any tokenizer of dsx's own.
-        block["data"] = {
-            "source": OWN,
-            "tokenizer": NO_TOKENIZER,
-            "documents": "apart" if config.dsx.data.keeps_apart else "joined",
-            "sequence_length": _sequence_length(config),
-        }
+        block["data"] = _data(config, block["data"])
         changes.append(f"sequence_length: {config.sequence_length} -> {block['data']['sequence_length']}")
         block["partition"] = {"method": layers}
     elif block["partition"]["method"] == "time":
@@ -119,6 +113,15 @@ def trial(
     if config.dsx.train.freeze and not full:
         block["train"]["freeze"] = _freeze({**content, "dsx": block}, config, changes)
     return Trial(content={**content, "dsx": block}, changes=tuple(changes), dropout=dropout)
+
+
+def _data(config: RunConfig, block: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``dsx.data`` block, whose text is never read, with a tokenizer that fits the vocabulary."""
+    length = {"sequence_length": _sequence_length(config)}
+    if config.model.vocab_size >= BYTES_VOCABULARY:
+        return {**block, **length, "tokenizer": "bytes"}
+    documents = "apart" if config.dsx.data.keeps_apart else "joined"
+    return {"source": OWN, "tokenizer": NO_TOKENIZER, "documents": documents, **length}
 
 
 def _adapter(config: RunConfig, changes: list[str], *, full: bool) -> dict[str, Any]:

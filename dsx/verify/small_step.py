@@ -28,6 +28,7 @@ from dsx.config.run import RunConfig
 from dsx.engine.notes import keep_proof_of
 from dsx.engine.zero.building import without_a_trace
 from dsx.errors import ConfigError, DsxError, LayoutError
+from dsx.launch.entry import AGREED
 from dsx.launch.processes import agree
 from dsx.models.quiet_transformers import first_line
 from dsx.parallel.groups import Groups, make_groups
@@ -107,12 +108,21 @@ def prove(config: RunConfig, groups: Groups, *, quiet: bool) -> Proof:
     if isinstance(found, ParityFinding):
         where = f"{config.model.family} over {layout_words(config.mesh)}"
         what = "a small model of this config does not train here as one process of transformers does"
-        raise _refusal(where, found, what, _OUT, _way_out(config))
+        raise _way_out(config, partial(_refusal, where, found, what, _OUT))
     if not found.why_not:
+        found = replace(found, without=_left_out(config))
         if groups.rank == 0:
             keep_proof(config, found)
         found = replace(found, seconds=time.perf_counter() - began)
     return found
+
+
+def _left_out(config: RunConfig) -> str:
+    """What of a run its small model does without, that takes another way through the code."""
+    adapter = config.model.adapter
+    quantized = adapter is not None and adapter.quantization != "none"
+    words = ["dsx.compile"] * (config.dsx.compile != "none") + ["quantization"] * quantized
+    return " and ".join(words)
 
 
 def prove_layers(
@@ -265,8 +275,8 @@ def _refusal(where: str, found: ParityFinding, what: str, fix: str, way: _Way | 
     return LayoutError(where, f"{what}. {found.cause}: {found.what}. Likely: {why}", fix)
 
 
-def _way_out(config: RunConfig) -> _Way | None:
-    """What trains right in place of the config, as its small model shows. Collective over all ranks."""
+def _way_out(config: RunConfig, refusal: Callable[..., LayoutError]) -> LayoutError:
+    """The refusal with what trains right in place of the config, as its small model shows. Collective."""
     for way in _WAYS:
         job = agree(partial(_changed, config, way.block))
         if job is None:
@@ -274,11 +284,13 @@ def _way_out(config: RunConfig) -> _Way | None:
         other = replace(make_groups(job.mesh(), sequence_parallel=job.sequence_parallel), station=None)
         try:
             found = _job_tried(job, config, other)
-        except DsxError:
+        except DsxError as error:
+            if AGREED not in getattr(error, "__notes__", ()):
+                return refusal()  # the other ranks wait for this one, which ends the run
             continue
         if isinstance(found, Proof):
-            return way
-    return None
+            return refusal(way)
+    return refusal()
 
 
 def _changed(config: RunConfig, changes: Mapping[str, Mapping[str, Any]]) -> VerifyJob | None:
@@ -301,22 +313,31 @@ def _changed(config: RunConfig, changes: Mapping[str, Mapping[str, Any]]) -> Ver
     return replace(changed, distinct=_distinct(after.mesh))
 
 
+_PRODUCTS: tuple[Any, ...] = (
+    torch.backends, torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.cudnn.conv,
+    torch.backends.cudnn.rnn, torch.backends.mkldnn, torch.backends.mkldnn.matmul,
+)  # fmt: skip
+"""What may compute fp32's products in TF32 or bf16, as TrainingArguments(tf32=True) asks for."""
+
+
 @contextmanager
 def _undisturbed() -> Iterator[None]:
     """Inside, whatever draws numbers or is counted by DeepSpeed changes nothing of what comes after."""
     device = get_accelerator()
     own = [] if device.device_name() == "cpu" else [device.current_device()]
     numbers, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002 - that of everybody
-    exact, threads = torch.backends.cuda.matmul.allow_tf32, torch.get_num_threads()
+    precisions, threads = [each.fp32_precision for each in _PRODUCTS], torch.get_num_threads()
     with ExitStack() as states:
         states.enter_context(torch.random.fork_rng(devices=own, device_type=device.device_name()))
         states.enter_context(without_a_trace())
-        torch.backends.cuda.matmul.allow_tf32 = False
+        for each in _PRODUCTS:
+            each.fp32_precision = "ieee"
         torch.set_num_threads(1)  # more cost more than they give in operations of microseconds
         try:
             yield
         finally:
-            torch.backends.cuda.matmul.allow_tf32 = exact
+            for each, precision in zip(_PRODUCTS, precisions, strict=True):
+                each.fp32_precision = precision
             torch.set_num_threads(threads)
             random.setstate(numbers)
             np.random.set_state(numpy_state)  # noqa: NPY002

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dsx.checkpoint.run.names import spec_of
 from dsx.config.batch import Batch, resolve_batch
 from dsx.config.resolve import RunConfig, resolve
+from dsx.config.schema import OWN
 from dsx.engine.initialize import initialize
 from dsx.engine.pipeline_module import PipelineModule
 from dsx.engine.zero.held import held
@@ -358,7 +359,7 @@ def random_tokens(config: RunConfig, step: int, index: int) -> tuple[Any, Tensor
     ids, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
     data = config.dsx.data
     trained = torch.ones_like(labels, dtype=torch.bool)
-    if any(part.format != "text" for part in data.parts()):
+    if any(part.format != "text" or part.source == OWN for part in data.parts()):  # they may be masked
         trained = torch.rand(labels.shape, generator=generator) < (1 + index % _SHARES) / _SHARES
     begins = torch.rand(labels.shape, generator=generator) < _BEGINS
     begins[:, 0] = True
