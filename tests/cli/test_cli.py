@@ -127,7 +127,8 @@ def test_bad_config_is_one_finding_and_exit_code_1(dsx):
         (["schedule", "1f1b", "--stages", "2"], "micro-batches"),
         (["schedule", "1f1b", "--stages", "0", "--micro-batches", "2"], "stages"),
         (["schedule", "1f1b", "--stages", "2", "--micro-batches", "2", "--format", "png"], "png"),
-        (["train"], "train"),
+        (["teach"], "teach"),
+        (["train"], "CONFIG"),
     ],
 )
 def test_bad_usage_is_exit_code_2(dsx, arguments, word):
