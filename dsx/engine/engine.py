@@ -419,7 +419,7 @@ class PipelineEngine:
         module.eval()
         try:
             with torch.no_grad():
-                source = None if data_iter is None else self._convert(iter(data_iter))
+                source = None if data_iter is None else self._convert(DataWait().around(_iterator(data_iter)))
                 run = self._step_run(source, count, mode)
                 run.run()
         finally:
@@ -473,7 +473,8 @@ class PipelineEngine:
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
         """Micro-batches for the next :meth:`train_batch` calls."""
         self.training_dataloader = None
-        self.data_source = None if iterator is None else self._convert(self.data_wait.around(iter(iterator)))
+        source = None if iterator is None else self.data_wait.around(_iterator(iterator))
+        self.data_source = None if source is None else self._convert(source)
 
     def set_dataloader(self, loader: Iterable[Any] | None) -> None:
         """A loader to draw micro-batches from, again and again."""
@@ -687,6 +688,11 @@ class PipelineEngine:
 def _require_hooks_kept(kind: type) -> None:
     """Refuse hooks of stock's engine in dsx's, or a subclass of it. Raises ModelError."""
     require_kept(kind, PipelineEngine, stock.PipelineEngine, set(vars(PipelineEngine)) - ENGINE_HOOKS)
+
+
+def _iterator(data: Any) -> Any:
+    """An iterator as it is: asked for another, DeepSpeed's own loader begins with its first batch again."""
+    return data if hasattr(data, "__next__") else iter(data)
 
 
 def _require_iterator(data: Any) -> None:

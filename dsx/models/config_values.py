@@ -140,9 +140,10 @@ _KINDS = ("default", "linear", "llama3", "yarn")
 _ROPE_NAMES = frozenset({
     "rope_type", "type", "rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings",
     "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
-    "attention_factor", "finetuned",
+    "attention_factor", "attn_factor", "finetuned",
 })  # fmt: skip
-"""Names of rotary parameters; "finetuned" tells how a published model with YaRN came to be."""
+"""Names of rotary parameters. transformers reads neither "attn_factor" nor "finetuned", which published YaRN
+models have."""
 
 
 def read_rope(

@@ -55,6 +55,8 @@ _SAY_NOTHING = frozenset({
     "classifier_dropout", "n_ctx", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
     "summary_type", "summary_use_proj",
     # What published models have besides, and transformers does not read.
+    "_flash_attn_2_enabled", "dual_chunk_attention_config", "n_special", "num_steps", "output_past",
+    "predict_special_tokens", "sliding_window_size",
     "_num_labels", "custom_pipelines", "gradient_checkpointing", "is_llama_config", "max_sequence_length",
     "model_max_length", "transformers.js_config", "unsloth_fixed", "unsloth_version",
 })  # fmt: skip
@@ -114,7 +116,7 @@ def _check_keys(config: Mapping[str, object], family: ModelFamily) -> None:
     known = family.keys
     foreign = set[str]().union(*(other.keys for other in FAMILIES.values())) - known
     for key, value in config.items():
-        if key in known or key in _SAY_NOTHING:
+        if key in known or key in _SAY_NOTHING or _is_neutral(key, value, config):
             continue
         near = get_close_matches(key, sorted(known), n=1, cutoff=_NEAR)
         if near and key not in foreign:
@@ -127,9 +129,23 @@ def _check_keys(config: Mapping[str, object], family: ModelFamily) -> None:
         raise ModelError(
             at(key, value),
             f"dsx does not know what it means in a {family.name} config",
-            f'if it changes nothing in training, write {{"{key}": null}} into dsx.model.overrides; else set '
-            'dsx.model.implementation to "transformers"',
+            f'if it changes nothing in training, remove it, or write {{"{key}": null}} into '
+            'dsx.model.overrides; else set dsx.model.implementation to "transformers"',
         )
+
+
+def _is_neutral(key: str, value: object, config: Mapping[str, object]) -> bool:
+    """Whether a key that the family does not have says what the family does anyway.
+
+    Scripts and published configs have keys of other families (Llama's ``pretraining_tp = 1`` above all).
+    """
+    if any(key in other.fixed and value == other.fixed[key] for other in FAMILIES.values()):
+        return True
+    if key == "max_window_layers":
+        return not (config.get("use_sliding_window") and config.get("sliding_window"))
+    if key == "layer_types" and isinstance(value, list):
+        return set(value) == {"full_attention"}
+    return "drop" in key and value == 0
 
 
 def _check_fixed(config: Mapping[str, object], family: ModelFamily) -> None:

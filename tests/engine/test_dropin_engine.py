@@ -442,6 +442,74 @@ def test_models_of_users_train_as_in_stock_deepspeed() -> None:
     assert stock[0][0]["extra"]["two"] == 2.0
 
 
+class Numbers(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.full((1,), float(index)), torch.zeros(1)
+
+
+class Again:
+    """An iterator that begins anew where it is asked for another, as DeepSpeed's own loader does."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader, self.now = loader, iter(loader)
+
+    def __iter__(self) -> Any:
+        self.now = iter(self.loader)
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.now)
+
+
+class NextAlone:
+    def __init__(self, loader: Any) -> None:
+        self.now = iter(loader)
+
+    def __next__(self) -> Any:
+        return next(self.now)
+
+
+def _seen(rank: int, world_size: int, stock: bool) -> list[list[float]]:
+    """The samples that steps and evaluations read of iterators of many kinds."""
+    import deepspeed
+    from deepspeed.pipe import PipelineModule
+
+    import dsx
+
+    deepspeed.init_distributed()
+    module = (PipelineModule if stock else dsx.PipelineModule)(
+        layers=[nn.Linear(1, 1), nn.Linear(1, 1)], num_stages=2, loss_fn=nn.functional.mse_loss
+    )
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+    config |= {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}, "steps_per_print": 1000}
+    start = deepspeed.initialize if stock else dsx.initialize
+    parameters = list(module.parameters())
+    made, _, loader, _ = start(
+        model=module, model_parameters=parameters, config=config, training_data=Numbers()
+    )
+    found: list[float] = []
+    modules = [each for each in module.modules() if isinstance(each, nn.Linear)]
+    modules[0].register_forward_pre_hook(lambda _, given: found.extend(given[0].flatten().tolist()))
+    plain = torch.utils.data.DataLoader(Numbers(), batch_size=2)
+    seen = []
+    for iterator in (iter(loader), Again(plain), NextAlone(plain), iter(plain)):
+        found.clear()
+        for _ in range(2):
+            made.train_batch(data_iter=iterator)
+        made.eval_batch(data_iter=iterator)
+        seen.append([*found])
+    return seen
+
+
+def test_iterators_go_on_where_they_are_as_in_stock_deepspeed() -> None:
+    ours, stock = ranks.run(_seen, 2, False)[0], ranks.run(_seen, 2, True)[0]
+    assert ours == stock
+    assert stock[1] == [float(number) for number in range(12)]
+
+
 def _manual(rank: int, world_size: int, stock: bool, zero: int, folder: str) -> dict[str, Any]:
     """A program that cuts its stages itself and assigns torch's schedule to the engine."""
     import deepspeed

@@ -14,6 +14,8 @@ from dsx.models.spec import Family
 
 LLAMA = dict(find_preset("llama", "tiny").config)
 GEMMA = dict(find_preset("gemma2", "tiny").config)
+GPT2 = dict(find_preset("gpt2", "tiny").config)
+NEOX = dict(find_preset("gpt_neox", "tiny").config)
 NULLED = {"is_encoder_decoder", "add_cross_attention", "pruned_heads"}  # true would be another model
 
 
@@ -32,13 +34,15 @@ def test_whatever_transformers_writes_is_read(family: Family) -> None:
     ("config", "change", "said"),
     [
         (LLAMA, {"residual_multiplier": 0.22}, "does not know what it means in a llama config"),
-        (LLAMA, {"logits_scaling": 16}, 'write {"logits_scaling": null} into dsx.model.overrides'),
+        (LLAMA, {"logits_scaling": 16}, 'write {"logits_scaling": null} into dsx.model'),
         (LLAMA, {"use_qk_norm": True}, "does not know what it means"),
         (LLAMA, {"num_experts": 0}, "does not know what it means"),
         (LLAMA, {"is_encoder_decoder": True}, "does not know what it means"),
         (LLAMA, {"quantization": {"bits": 4}}, "does not know what it means"),
         (LLAMA, {"hidden_sizes": 64}, "write hidden_size"),
-        (LLAMA, {"layer_types": ["full_attention"]}, "a llama config has no such key"),
+        (LLAMA, {"layer_types": ["sliding_attention"]}, "a llama config has no such key"),
+        (LLAMA, {"max_window_layers": 1, "use_sliding_window": True, "sliding_window": 8}, "has no such key"),
+        (GEMMA, {"pretraining_tp": 2}, "a gemma2 config has no such key"),
         (LLAMA, {"rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]}}, "mrope_section"),
         (GEMMA, {"hidden_act": "relu"}, "hidden_activation, which says otherwise"),
         (LLAMA, {"pad_token_id": 257}, "have the numbers 0 to 256"),
@@ -63,6 +67,13 @@ def test_what_nobody_knows_is_refused_by_name(
         (LLAMA, {"unsloth_version": "2025.1", "transformers.js_config": {"dtype": "q4"}}),
         (LLAMA, {"rope_scaling": {"rope_type": "default", "mrope_section": None}}),
         (GEMMA, {"hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid"}),
+        # As published: Gemma 2 9B, GPT-2 medium and XL, GPT-NeoX 20B, Qwen2.5 1M, DeepSeek-R1 on Qwen3.
+        (GEMMA, {"sliding_window_size": 4096, "pretraining_tp": 1}),
+        (GPT2, {"n_special": 0, "predict_special_tokens": True, "output_past": True, "hidden_dropout": 0.0}),
+        (NEOX, {"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0, "pretraining_tp": 1}),
+        (LLAMA, {"dual_chunk_attention_config": {"chunk_size": 262144}, "_flash_attn_2_enabled": True}),
+        (LLAMA, {"rope_scaling": {"rope_type": "default", "attn_factor": 0.8}, "embd_pdrop": 0}),
+        (LLAMA, {"max_window_layers": 1, "layer_types": ["full_attention"]}),
     ],
 )
 def test_what_asks_for_nothing_is_let_pass(config: dict[str, Any], change: dict[str, Any]) -> None:
