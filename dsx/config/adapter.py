@@ -33,6 +33,7 @@ from dsx.models.spec import Adapter, Model
 
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """Files of an adapter's folder."""
+_ANOTHER = "give a folder that PEFT's save_pretrained or dsx.train.export_hf has written"
 _OLD_WEIGHTS = "adapter_model.bin"  # PEFT before 0.7, and later with safe_serialization=False
 
 _KEYS = {
@@ -52,9 +53,10 @@ _SAY_NOTHING = frozenset({
     "qalora_group_size", "megatron_core", "runtime_config", "lora_ga_config", "eva_config", "corda_config",
     "loftq_config", "layers_pattern", "merge_weights",
 })  # fmt: skip
+_WHOLE_NAMES = "remove it and let target_modules name those that have an adapter, each by its whole name"
 _EXCEPTIONS = {
-    "exclude_modules": "name in its target_modules the modules that have an adapter, each by its whole name",
-    "layers_to_transform": "name in its target_modules the modules that have an adapter, each by its whole name",
+    "exclude_modules": _WHOLE_NAMES,
+    "layers_to_transform": _WHOLE_NAMES,
     "rank_pattern": "use an adapter of one rank",
     "alpha_pattern": "use an adapter of one alpha",
 }
@@ -128,23 +130,11 @@ def _require_whole_blocks(adapter: Adapter, model: Model) -> None:
 def _read(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The settings in a folder of PEFT's, and what they say in dsx's words."""
     file, where = Path(folder) / SETTINGS, at("dsx.adapter.path", folder)
-    fix = "give a folder that PEFT's save_pretrained or dsx.train.export_hf has written"
-    for needed in (file, Path(folder) / WEIGHTS):
-        old = needed.with_name(_OLD_WEIGHTS)
-        if needed.name == WEIGHTS and old.is_file() and not needed.is_file():
-            what = f"its weights are in {old.name}, as PEFT wrote them before 0.7, and dsx reads {WEIGHTS}"
-            code = (
-                "from torch import load; from safetensors.torch import save_file; "
-                f"w = load({str(old)!r}, map_location='cpu', weights_only=True); "
-                f"save_file({{n: t.clone() for n, t in w.items()}}, {str(needed)!r}, metadata={{'format': 'pt'}})"
-            )
-            raise ConfigError(where, what, f"convert it: python -c {shlex.quote(code)}")
-        if not needed.is_file():
-            raise ConfigError(where, f"there is no file {needed}", fix)
+    _require_files(folder)
     try:
         told = read(file)
     except ConfigError as error:
-        raise ConfigError(where, f"{file} cannot be read ({error.what})", fix) from None
+        raise ConfigError(where, f"{file} cannot be read ({error.what})", _ANOTHER) from None
     if told.get("peft_type") != "LORA" or told.get("task_type") not in (None, "CAUSAL_LM"):
         kinds = f"peft_type {told.get('peft_type')!r}, task_type {told.get('task_type')!r}"
         raise ConfigError(where, f"{file} says {kinds}", "dsx trains LORA adapters of CAUSAL_LM models")
@@ -170,7 +160,7 @@ def _read(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
         problem = error.errors(include_url=False)[0]
         key = _KEYS[str(problem["loc"][0])]
         what = f"{file} has {at(key, problem['input'])} ({problem['msg']})"
-        raise ConfigError(where, what, fix) from None
+        raise ConfigError(where, what, _ANOTHER) from None
     named = any(name.rpartition(".")[2] in _TIED for name in made.train_also)
     kind = {
         "type": "dora" if told.get("use_dora") else "lora",
@@ -178,6 +168,22 @@ def _read(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
         "ties": bool(told.get("ensure_weight_tying")) and named,
     }
     return told, {key: getattr(made, key) for key in values} | kind
+
+
+def _require_files(folder: str) -> None:
+    """Refuse a folder that lacks one of PEFT's files."""
+    where, old, new = at("dsx.adapter.path", folder), Path(folder) / _OLD_WEIGHTS, Path(folder) / WEIGHTS
+    lost = next((file for file in (Path(folder) / SETTINGS, new) if not file.is_file()), None)
+    if lost == new and old.is_file():
+        code = (
+            "from torch import load; from safetensors.torch import save_file; "
+            f"held = load({str(old)!r}, map_location='cpu', weights_only=True); "
+            f"save_file({{name: tensor.clone() for name, tensor in held.items()}}, {str(new)!r})"
+        )
+        what = f"its weights are in {old.name}, as PEFT wrote them before 0.7, and dsx reads {new.name}"
+        raise ConfigError(where, what, f"convert it: python -c {shlex.quote(code)}")
+    if lost is not None:
+        raise ConfigError(where, f"there is no file {lost}", _ANOTHER)
 
 
 def _names_here(
@@ -203,9 +209,10 @@ def _names_here(
     found = tuple(each for each in parameters if any(names((each,), name) for name in stacks))
     if (targets or parameters) and not (held or found):
         name = "target_modules" if targets else "target_parameters"
+        what = f"its {at(name, told[name])} names no linear of the model's blocks"
         raise ConfigError(
             at("dsx.adapter.path", path),
-            f"it is an adapter of another model: its {at(name, told[name])} names no linear of the model's blocks",
+            f"it is an adapter of another model: {what}",
             f"give one of this model, or its own model as dsx.model.path ({_base_of(path)})",
         )
     also = saved.get("train_also", ())
@@ -216,7 +223,7 @@ def _names_here(
 def _require_no_exception(
     path: str | None, told: Mapping[str, Any], adapter: Adapter, specs: Sequence[ParamSpec]
 ) -> None:
-    """Refuse a folder that gives some of an adapter's targets another rank or alpha than the rest, or nothing."""
+    """Refuse a folder that gives some targets another rank or alpha than the rest, or no adapter."""
     linears = [name for spec in specs for name, _ in targeted(adapter, spec)]
     stacks = [spec.hf_whole for spec in specs if is_targeted_stack(adapter, spec)]
     for key in sorted(_EXCEPTIONS.keys() & told.keys()):
@@ -224,9 +231,7 @@ def _require_no_exception(
             continue
         for name in linears + stacks * key.endswith("_pattern"):
             if _excepts(key, told, adapter, name):
-                what = (
-                    f"its {at(key, told[key])} makes an exception of {name}, and dsx treats all targets alike"
-                )
+                what = f"its {at(key, told[key])} excepts {name}, and dsx treats all targets alike"
                 raise ConfigError(at("dsx.adapter.path", path), what, _EXCEPTIONS[key])
 
 
