@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -177,18 +178,18 @@ def _require_files(folder: str) -> None:
     if lost == new and old.is_file():
         code = (
             "from torch import load; from safetensors.torch import save_file; "
-            f"held = load({str(old)!r}, map_location='cpu', weights_only=True); "
-            f"save_file({{name: tensor.clone() for name, tensor in held.items()}}, {str(new)!r})"
+            f'held = load({json.dumps(str(old))}, map_location="cpu", weights_only=True); '
+            f"save_file({{name: tensor.clone() for name, tensor in held.items()}}, {json.dumps(str(new))})"
         )
         what = f"its weights are in {old.name}, as PEFT wrote them before 0.7, and dsx reads {new.name}"
-        raise ConfigError(where, what, f"convert it: python -c {shlex.quote(code)}")
+        raise ConfigError(where, what, f"run python -c {shlex.quote(code)} to convert it")
     if lost is not None:
         raise ConfigError(where, f"there is no file {lost}", _ANOTHER)
 
 
 def _names_here(
     path: str | None, told: Mapping[str, Any], saved: Mapping[str, Any], specs: Sequence[ParamSpec]
-) -> dict[str, tuple[str, ...]]:
+) -> dict[str, Any]:
     """The names in a folder that the model has, as PEFT passes over the others if it finds any.
 
     The folder's tensors, which are the model's or are refused, prove that nothing is lost.

@@ -288,7 +288,8 @@ def test_weights_as_old_releases_write_them_are_converted_by_the_command_that_is
     model.save_pretrained(tmp_path, safe_serialization=False)
     with pytest.raises(ConfigError, match=r"adapter_model\.bin") as caught:
         resolved(bases["llama"], tmp_path)
-    exec(shlex.split(caught.value.fix)[-1], {})
+    words = shlex.split(str(caught.value).partition(" Fix: ")[2])
+    exec(words[words.index("-c") + 1], {})
     with HfWeights(tmp_path, file=WEIGHTS) as weights:
         weights.check(peft_specs(resolved(bases["llama"], tmp_path).param_specs))
 
