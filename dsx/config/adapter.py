@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib.util import find_spec
@@ -13,7 +15,7 @@ from pydantic import ValidationError
 
 from dsx.config.load import read
 from dsx.config.schema import AdapterConfig
-from dsx.config.wording import at, suggest
+from dsx.config.wording import at, dotted, suggest
 from dsx.errors import ConfigError
 from dsx.models.adapters import (
     ALL_LINEAR,
@@ -32,6 +34,8 @@ from dsx.models.spec import Adapter, Model
 
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """Files of an adapter's folder."""
+_ANOTHER = "give a folder that PEFT's save_pretrained or dsx.train.export_hf has written"
+_OLD_WEIGHTS = "adapter_model.bin"  # PEFT before 0.7, and later with safe_serialization=False
 
 _KEYS = {
     "rank": "r",
@@ -48,8 +52,16 @@ _SAY_NOTHING = frozenset({
     "peft_type", "task_type", "use_dora", "auto_mapping", "base_model_name_or_path", "revision",
     "peft_version", "inference_mode", "init_lora_weights", "fan_in_fan_out", "ensure_weight_tying",
     "qalora_group_size", "megatron_core", "runtime_config", "lora_ga_config", "eva_config", "corda_config",
-    "loftq_config", "layers_pattern",
+    "loftq_config", "layers_pattern", "merge_weights",
 })  # fmt: skip
+_WHOLE_NAMES = "remove it and let target_modules name those that have an adapter, each by its whole name"
+_EXCEPTIONS = {
+    "exclude_modules": _WHOLE_NAMES,
+    "layers_to_transform": _WHOLE_NAMES,
+    "rank_pattern": "use an adapter of one rank",
+    "alpha_pattern": "use an adapter of one alpha",
+}
+"""Keys that except modules from what an adapter says of all, each with what to do if it does."""
 _STARTS = {"pissa": "pissa", "olora": "olora"} | dict.fromkeys(("gaussian", "eva", "orthogonal"), "none")
 """Values of ``init_lora_weights``, and what of the base they take out."""
 _TIED = ("embed_tokens", "lm_head")
@@ -69,7 +81,7 @@ def adapter_of(block: AdapterConfig, model: Model) -> Adapter:
     given = {
         key: getattr(block, key) for key in Adapter.__dataclass_fields__ if key in block.model_fields_set
     }
-    saved = {} if block.path is None else _read(block.path)
+    told, saved = ({}, {}) if block.path is None else _read(block.path)
     if block.quantization != "none" and find_spec("bitsandbytes") is None:
         raise ConfigError(
             at("dsx.adapter.quantization", block.quantization),
@@ -77,18 +89,21 @@ def adapter_of(block: AdapterConfig, model: Model) -> Adapter:
             "pip install 'bitsandbytes>=0.48' (dsx's extra \"quantized\" brings it)",
         )
     ties = saved.pop("ties", False)
-    adapter = Adapter(**saved | given)
     specs = param_specs(replace(model, adapter=None))
+    if saved:
+        saved |= _names_here(block.path, told, saved, specs)
+    adapter = Adapter(**saved | given)
     for problem in _problems(adapter, specs):
-        if saved and not given.keys() & {"targets", "target_parameters", "train_also"}:
-            raise ConfigError(
-                at("dsx.adapter.path", block.path),
-                f"it is an adapter of another model: its {problem.where.partition('.')[2]}: {problem.what}",
-                f"give one of this model, or its own model as dsx.model.path ({_base_of(block.path)})",
-            )
-        raise problem
+        key = str(problem.path[2])
+        if not saved or key in given:
+            raise problem
+        name = at(_KEYS.get(key, key) + dotted(problem.path[3:]), problem.value)
+        merge = "use an adapter without it, or merge this one into its model with PEFT's merge_and_unload"
+        fix = merge if key == "targets" else problem.fix
+        raise ConfigError(at("dsx.adapter.path", block.path), f"its {name}: {problem.what}", fix)
     _require_whole_blocks(adapter, model)
     if saved:
+        _require_no_exception(block.path, told, Adapter(**saved), specs)
         _require_ties(block.path, adapter, specs, ties=ties)
         _require_possible_start(block.path, adapter, specs)
         _require_same(block.path, given, adapter, Adapter(**saved), model)
@@ -113,21 +128,18 @@ def _require_whole_blocks(adapter: Adapter, model: Model) -> None:
             )
 
 
-def _read(folder: str) -> dict[str, Any]:
-    """The settings in a folder of PEFT's."""
+def _read(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings in a folder of PEFT's, and what they say in dsx's words."""
     file, where = Path(folder) / SETTINGS, at("dsx.adapter.path", folder)
-    fix = "give a folder that PEFT's save_pretrained or dsx.train.export_hf has written"
-    for needed in (file, Path(folder) / WEIGHTS):
-        if not needed.is_file():
-            raise ConfigError(where, f"there is no file {needed}", fix)
+    _require_files(folder)
     try:
         told = read(file)
     except ConfigError as error:
-        raise ConfigError(where, f"{file} cannot be read ({error.what})", fix) from None
+        raise ConfigError(where, f"{file} cannot be read ({error.what})", _ANOTHER) from None
     if told.get("peft_type") != "LORA" or told.get("task_type") not in (None, "CAUSAL_LM"):
         kinds = f"peft_type {told.get('peft_type')!r}, task_type {told.get('task_type')!r}"
         raise ConfigError(where, f"{file} says {kinds}", "dsx trains LORA adapters of CAUSAL_LM models")
-    others = told.keys() - _SAY_NOTHING - set(_KEYS.values())
+    others = told.keys() - _SAY_NOTHING - _EXCEPTIONS.keys() - set(_KEYS.values())
     strange = next((key for key in sorted(others) if not _asks_for_nothing(key, told[key])), None)
     if strange is not None:
         what = f"{at(strange, told[strange])}, which dsx does not compute"
@@ -140,6 +152,8 @@ def _read(folder: str) -> dict[str, Any]:
         raise ConfigError(where, f"{file} has {at('init_lora_weights', start)}, {what}", fix)
     values = {key: told[name] for key, name in _KEYS.items() if told.get(name) is not None}
     values |= {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
+    digits = {key for key in ("rank", "alpha") if re.fullmatch("[0-9]+", str(values.get(key)))}
+    values |= {key: int(values[key]) for key in digits}
     values.setdefault("targets", ())
     try:
         made = AdapterConfig.model_validate(values)
@@ -147,14 +161,104 @@ def _read(folder: str) -> dict[str, Any]:
         problem = error.errors(include_url=False)[0]
         key = _KEYS[str(problem["loc"][0])]
         what = f"{file} has {at(key, problem['input'])} ({problem['msg']})"
-        raise ConfigError(where, what, fix) from None
+        raise ConfigError(where, what, _ANOTHER) from None
     named = any(name.rpartition(".")[2] in _TIED for name in made.train_also)
     kind = {
         "type": "dora" if told.get("use_dora") else "lora",
         "start": _STARTS[name],
         "ties": bool(told.get("ensure_weight_tying")) and named,
     }
-    return {key: getattr(made, key) for key in values} | kind
+    return told, {key: getattr(made, key) for key in values} | kind
+
+
+def _require_files(folder: str) -> None:
+    """Refuse a folder that lacks one of PEFT's files."""
+    where, old, new = at("dsx.adapter.path", folder), Path(folder) / _OLD_WEIGHTS, Path(folder) / WEIGHTS
+    lost = next((file for file in (Path(folder) / SETTINGS, new) if not file.is_file()), None)
+    if lost == new and old.is_file():
+        code = (
+            "from torch import load; from safetensors.torch import save_file; "
+            f'held = load({json.dumps(str(old))}, map_location="cpu", weights_only=True); '
+            f"save_file({{name: tensor.clone() for name, tensor in held.items()}}, {json.dumps(str(new))})"
+        )
+        what = f"its weights are in {old.name}, as PEFT wrote them before 0.7, and dsx reads {new.name}"
+        raise ConfigError(where, what, f"run python -c {shlex.quote(code)} to convert it")
+    if lost is not None:
+        raise ConfigError(where, f"there is no file {lost}", _ANOTHER)
+
+
+def _names_here(
+    path: str | None, told: Mapping[str, Any], saved: Mapping[str, Any], specs: Sequence[ParamSpec]
+) -> dict[str, Any]:
+    """The names in a folder that the model has, as PEFT passes over the others if it finds any.
+
+    The folder's tensors, which are the model's or are refused, prove that nothing is lost.
+
+    Raises:
+        ConfigError: It has none of those of ``target_modules`` and ``target_parameters``.
+    """
+    modules = {name for spec in specs for name in names_of(spec)}
+    stacks = {spec.hf_whole for spec in specs if is_stack(spec)}
+    targets, parameters = saved["targets"], saved.get("target_parameters", ())
+    if isinstance(targets, str):
+        try:
+            held = targets if any(names(targets, name) for name in modules) else ()
+        except re.error:
+            return {}  # which is named with the other problems
+    else:
+        held = tuple(each for each in targets if any(names((each,), name) for name in modules))
+    found = tuple(each for each in parameters if any(names((each,), name) for name in stacks))
+    if (targets or parameters) and not (held or found):
+        name = "target_modules" if targets else "target_parameters"
+        what = f"its {at(name, told[name])} names no linear of the model's blocks"
+        raise ConfigError(
+            at("dsx.adapter.path", path),
+            f"it is an adapter of another model: {what}",
+            f"give one of this model, or its own model as dsx.model.path ({_base_of(path)})",
+        )
+    also = saved.get("train_also", ())
+    here = tuple(each for each in also if any(is_also(Adapter(train_also=(each,)), name) for name in modules))
+    return {"targets": held, "target_parameters": found, "train_also": here}
+
+
+def _require_no_exception(
+    path: str | None, told: Mapping[str, Any], adapter: Adapter, specs: Sequence[ParamSpec]
+) -> None:
+    """Refuse a folder that gives some targets another rank or alpha than the rest, or no adapter."""
+    linears = [name for spec in specs for name, _ in targeted(adapter, spec)]
+    stacks = [spec.hf_whole for spec in specs if is_targeted_stack(adapter, spec)]
+    for key in sorted(_EXCEPTIONS.keys() & told.keys()):
+        if _asks_for_nothing(key, told[key]):
+            continue
+        for name in linears + stacks * key.endswith("_pattern"):
+            if _excepts(key, told, adapter, name):
+                what = f"its {at(key, told[key])} excepts {name}, and dsx treats all targets alike"
+                raise ConfigError(at("dsx.adapter.path", path), what, _EXCEPTIONS[key])
+
+
+def _excepts(key: str, told: Mapping[str, Any], adapter: Adapter, name: str) -> bool:
+    """Whether a key of :data:`_EXCEPTIONS` changes what PEFT makes of a target; true if PEFT cannot read it.
+
+    See check_target_module_exists in peft/tuners/tuners_utils.py, get_pattern_key in peft/utils/other.py.
+    """
+    value, of_all = told[key], adapter.rank if key == "rank_pattern" else adapter.alpha
+    try:
+        if key.endswith("_pattern"):
+            found = (each for end, each in value.items() if re.match(rf"(.*\.)?({end})$", name))
+            return bool(next(found, of_all) != of_all)
+        if key == "exclude_modules":
+            return names(value if isinstance(value, str) else tuple(value), name)
+        if isinstance(adapter.targets, str):
+            return True
+        if name in adapter.targets:
+            return False
+        words = told.get("layers_pattern") or r"[^.]*"
+        patterns = [words] if isinstance(words, str) else words
+        layers = (re.match(rf"(?:.*?\.)??{each}\.(?P<layer>\d+)\.", name) for each in patterns)
+        layer = next((int(each["layer"]) for each in layers if each is not None), None)
+        return layer not in ([value] if isinstance(value, int) else value)
+    except (AttributeError, TypeError, re.error):
+        return True
 
 
 def _asks_for_nothing(key: str, value: object) -> bool:
@@ -338,7 +442,7 @@ def _problems_of_target(
 
 
 def _of_table(key: str, table: str) -> ConfigError:
-    what = f"{table} is a table of the vocabulary, which gets no adapter in dsx"
+    what = f"dsx puts no adapter on {table}, a table of the vocabulary"
     return ConfigError(key, what, f'put "{table.rpartition(".")[2]}" into dsx.adapter.train_also')
 
 

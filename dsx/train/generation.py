@@ -234,6 +234,7 @@ def _adapt(model: PreTrainedModel, folder: Path, hf_config: Mapping[str, Any]) -
     specs = param_specs(made, pad_multiple=1)
     with HfWeights(folder, file=WEIGHTS) as files:
         held: dict[str, torch.Tensor] = {}
+        files.check(peft_specs(specs))
         for spec in peft_specs(specs):
             held |= split(spec, files.read(spec))
     own = {name: tensor for name, tensor in held.items() if not is_factor(name)}

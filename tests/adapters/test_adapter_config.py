@@ -114,7 +114,7 @@ def test_a_folder_supplies_what_it_was_made_with(saved: Path) -> None:
 def test_an_adapter_of_another_model_is_said_to_be_one(saved: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         resolved({"path": str(saved)}, family="gpt2")
-    assert caught.value.where == f'dsx.adapter.path = "{saved}"'
+    assert (caught.value.path, caught.value.value) == (("dsx", "adapter", "path"), str(saved))
     assert "of another model" in caught.value.what
     assert "base_model_name_or_path" in caught.value.fix
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -17,9 +19,11 @@ import dsx
 import ranks
 from adapters.test_adapter_parity import STEPS, steps, train
 from dsx.checkpoint.catalog import Catalog, model_fact
+from dsx.checkpoint.formats.huggingface.weights import HfWeights
 from dsx.checkpoint.merge import taken_apart
 from dsx.config.adapter import SETTINGS, WEIGHTS, peft_settings
 from dsx.errors import CheckpointError, ConfigError
+from dsx.models.adapters import peft_specs
 from often import often
 from parity import dsx_run, oracle
 from parity.dsx_run import Case
@@ -86,9 +90,42 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"target_modules": ["c_attn"], "modules_to_save": ["wte"], **TIED},
         "no name ends in embed_tokens or lm_head",
     ),
+    "a head's adapter": ("llama", {"target_modules": [*QV, "lm_head"]}, "dsx puts no adapter on lm_head"),
+    "a tied head's": ("qwen2", {"target_modules": [*QV, "lm_head"]}, "dsx puts no adapter on lm_head"),
+    "a norm's": ("llama", {"target_modules": [*QV, "norm"]}, "it is no linear"),
     "an embedding's adapter": ("llama", {"target_modules": ["embed_tokens"]}, "a table of the vocabulary"),
 }
 """What is refused, by scenario: a family, its LoraConfig and what the message has."""
+
+
+ASKS_NOTHING: dict[str, tuple[str, dict[str, Any]]] = {
+    "names of other families": ("llama", {"target_modules": [*QV, "c_attn", "query_key_value"]}),
+    "modules to save of other families": ("llama", {"modules_to_save": ["norm", "wte", "score"]}),
+    "modules left out that are none": ("llama", {"exclude_modules": ["lm_head", "up_proj"]}),
+    "an expression that leaves out none": ("llama", {"exclude_modules": r".*\.mlp\..*"}),
+    "all layers": ("llama", {"layers_to_transform": [0, 1, 2, 3]}),
+    "all layers, by their pattern": (
+        "gpt2",
+        {"target_modules": ["c_attn"], "layers_to_transform": [0, 1, 2, 3, 9], "layers_pattern": ["h"]},
+    ),
+    "a layer, and whole names": (
+        "llama",
+        {"target_modules": ["model.layers.1.self_attn.q_proj"], "layers_to_transform": 0},
+    ),
+    "the same rank": ("llama", {"rank_pattern": {"q_proj": 4, r".*\.mlp\..*": 2}}),
+    "the same alpha": ("llama", {"alpha_pattern": {"zzz": 3, "layers.0.self_attn.(q|v)_proj": 12}}),
+    "the first pattern of the file counts": ("llama", {"alpha_pattern": {".*q_proj": 12, "q_proj": 3}}),
+}
+"""What sounds like an exception and is none, by scenario: a family, and its LoraConfig."""
+
+EXCEPTED: dict[str, dict[str, Any]] = {
+    "an expression": {"exclude_modules": r".*\.3\..*v_proj"},
+    "one layer too few": {"layers_to_transform": [0, 1, 2], "layers_pattern": "layers"},
+    "a pattern that names no layers": {"layers_to_transform": [0, 1, 2, 3], "layers_pattern": "h"},
+    "one rank": {"rank_pattern": {"q_proj": 4, "layers.2.self_attn.v_proj": 5}},
+    "one alpha": {"alpha_pattern": {"up_proj": 3, r"model\.layers\.1\..*": 3}},
+}
+"""Exceptions of single modules, by scenario."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +169,7 @@ def with_dsx(rank: int, world_size: int, jobs: list[tuple[Case, Path, Path]]) ->
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("bases")
-    families = {family for family, *_ in (*TRAINED.values(), *REFUSED.values())}
+    families = {family for family, *_ in (*TRAINED.values(), *REFUSED.values(), *ASKS_NOTHING.values())}
     return {family: oracle.save_model(family, folder / family) for family in sorted(families)}
 
 
@@ -188,8 +225,94 @@ def test_what_dsx_does_not_compute_is_refused_by_name(
     case = Case(family=family, adapter=(("path", str(tmp_path)),))
     with pytest.raises(ConfigError) as caught:
         dsx.load_config(dsx_run.config(case, bases[family]), world_size=1)
-    assert caught.value.where == f'dsx.adapter.path = "{tmp_path}"'
+    assert (caught.value.path, caught.value.value) == (("dsx", "adapter", "path"), str(tmp_path))
     assert said in str(caught.value)
+    assert "another model" not in str(caught.value)
+
+
+def resolved(base: Path, adapter: Path, family: str = "llama") -> Any:
+    """The run that goes on from a folder."""
+    case = Case(family=family, adapter=(("path", str(adapter)),))
+    return dsx.load_config(dsx_run.config(case, base), world_size=1)
+
+
+@pytest.mark.parametrize("name", ASKS_NOTHING)
+def test_what_asks_for_nothing_is_what_peft_makes_of_it(
+    bases: dict[str, Path], name: str, tmp_path: Path
+) -> None:
+    """The same tensors, and the same factor on each."""
+    family, options = ASKS_NOTHING[name]
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(bases[family]), settings(options))
+    model.save_pretrained(tmp_path)
+    run = resolved(bases[family], tmp_path, family)
+    with HfWeights(tmp_path, file=WEIGHTS) as weights:
+        weights.check(peft_specs(run.param_specs))
+    made = run.model.adapter
+    read = whole(bases[family], tmp_path)  # a folder has the patterns in another order
+    factors = {module.scaling["default"] for module in read.modules() if isinstance(module, LoraLayer)}
+    assert factors == {made.alpha / made.rank}
+
+
+@pytest.mark.parametrize("name", EXCEPTED)
+def test_an_exception_of_one_module_is_refused(bases: dict[str, Path], name: str, tmp_path: Path) -> None:
+    """What PEFT makes of it differs from what it makes of the same options without it."""
+    made = []
+    for options in (EXCEPTED[name], {}):
+        try:
+            model = get_peft_model(AutoModelForCausalLM.from_pretrained(bases["llama"]), settings(options))
+        except ValueError:  # no module is left
+            made.append({})
+            continue
+        linears = (each for each in model.named_modules() if isinstance(each[1], LoraLayer))
+        made.append({name: (each.r["default"], each.scaling["default"]) for name, each in linears})
+    assert made[0] != made[1]
+    settings(EXCEPTED[name]).save_pretrained(tmp_path)
+    (tmp_path / WEIGHTS).write_bytes(b"")
+    with pytest.raises(ConfigError, match=next(iter(EXCEPTED[name]))):
+        resolved(bases["llama"], tmp_path)
+
+
+def test_numbers_in_quotes_are_numbers(bases: dict[str, Path], tmp_path: Path) -> None:
+    settings({}).save_pretrained(tmp_path)
+    (tmp_path / WEIGHTS).write_bytes(b"")
+    file = tmp_path / SETTINGS
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"r": "4", "lora_alpha": "12"}))
+    made = resolved(bases["llama"], tmp_path).model.adapter
+    assert (made.rank, made.alpha) == (4, 12)
+
+
+def test_weights_as_old_releases_write_them_are_converted_by_the_command_that_is_given(
+    bases: dict[str, Path], tmp_path: Path
+) -> None:
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(bases["llama"]), settings({}))
+    model.save_pretrained(tmp_path, safe_serialization=False)
+    with pytest.raises(ConfigError, match=r"adapter_model\.bin") as caught:
+        resolved(bases["llama"], tmp_path)
+    words = shlex.split(str(caught.value).partition(" Fix: ")[2])
+    exec(words[words.index("-c") + 1], {})
+    with HfWeights(tmp_path, file=WEIGHTS) as weights:
+        weights.check(peft_specs(resolved(bases["llama"], tmp_path).param_specs))
+
+
+def test_resized_embeddings_are_named_and_the_fix_holds(bases: dict[str, Path], tmp_path: Path) -> None:
+    """PEFT saves the tables of a model whose vocabulary is not that of its base's config."""
+    model = AutoModelForCausalLM.from_pretrained(bases["llama"])
+    model.resize_token_embeddings(model.config.vocab_size + 8)
+    model = get_peft_model(model, settings({}))
+    with pytest.warns(UserWarning, match="resized"):
+        model.save_pretrained(tmp_path)
+    with (
+        HfWeights(tmp_path, file=WEIGHTS) as weights,
+        pytest.raises(CheckpointError, match="this adapter's folder carries resized embeddings"),
+    ):
+        weights.check(peft_specs(resolved(bases["llama"], tmp_path).param_specs))
+    with pytest.raises(CheckpointError, match="this adapter's folder carries resized embeddings"):
+        dsx.load_transformers(tmp_path, tokenizer="bytes")
+    model.save_pretrained(tmp_path / "again", save_embedding_layers=False)
+    model.unload().save_pretrained(tmp_path / "base")
+    run = resolved(tmp_path / "base", tmp_path / "again")
+    with HfWeights(tmp_path / "again", file=WEIGHTS) as weights:
+        weights.check(peft_specs(run.param_specs))
 
 
 @pytest.mark.parametrize(

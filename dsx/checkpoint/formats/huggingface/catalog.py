@@ -53,6 +53,7 @@ from dsx.checkpoint.pieces import clipped, whole_part
 from dsx.config.adapter import SETTINGS as ADAPTER_SETTINGS
 from dsx.config.adapter import WEIGHTS as ADAPTER_WEIGHTS
 from dsx.errors import CheckpointError
+from dsx.models.adapters import PREFIX, is_factor
 from dsx.models.param import Box, ParamSpec
 
 BIN_SINGLE = "pytorch_model.bin"
@@ -167,8 +168,17 @@ def as_dsx(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:
     roles = {entry.name: entry.role for entry in source.entries}
     unknown = [name for name in unknown if not is_buffer(name) and roles[name] != "buffer"]
     if unknown:
+        where = f"{_home(source, by_name[unknown[0]])}: tensor {unknown[0]}"
+        if unknown[0].startswith(PREFIX) and not is_factor(unknown[0]) and any(spec.adapts for spec in specs):
+            raise CheckpointError(
+                where,
+                "this adapter's folder carries resized embeddings, which PEFT saves unasked if the vocabulary "
+                "is not that of base_model_name_or_path",
+                "read it with PEFT, save it with save_embedding_layers=False, and then save what unload() "
+                "returns, for dsx.model.path",
+            )
         raise CheckpointError(
-            f"{_home(source, by_name[unknown[0]])}: tensor {unknown[0]}",
+            where,
             f"the model has no place for it (of {len(unknown)} such tensors)",
             "use the config of the model that the checkpoint is of",
         )
