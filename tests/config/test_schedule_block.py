@@ -89,7 +89,7 @@ def test_a_file_fixes_degrees_and_placement(written, name):
         ("2F1,", "", ["lacks", "2F1"]),
         ("2F1,", "2F1,2F1,", ["repeats", "2F1"]),
         ("0F0,0F1,2F0", "2F0,0F0,0F1", ["deadlocks", "rank 0 at 2F0"]),
-        ("0F0", "0G0", ["'0G0'", "not an action"]),
+        ("0F0", "0G0", ["'0G0'", "is no action"]),
         ("1F0", "0F0", ["rank 1", "lacks 1F0"]),
     ],
 )
