@@ -172,8 +172,8 @@ def as_dsx(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:
         if unknown[0].startswith(PREFIX) and not is_factor(unknown[0]) and any(spec.adapts for spec in specs):
             raise CheckpointError(
                 where,
-                "this adapter's folder carries resized embeddings, which PEFT saves unasked if the vocabulary "
-                "is not that of base_model_name_or_path",
+                "this adapter's folder carries resized embeddings, which PEFT saves unasked if the "
+                "vocabulary is not that of base_model_name_or_path",
                 "read it with PEFT, save it with save_embedding_layers=False, and then save what unload() "
                 "returns, for dsx.model.path",
             )
