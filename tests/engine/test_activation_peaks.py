@@ -86,7 +86,14 @@ def _counted(engine: Any, case: Case) -> int:
     def unpack(kept: Any) -> torch.Tensor:
         return kept.tensor if isinstance(kept, Kept) else kept
 
-    accumulate = split.accumulate
+    accumulate, keep = split.accumulate, split.keep
+
+    def kept_with_a_look(*args: Any, **named: Any) -> Any:
+        gave = keep(*args, **named)
+        look()
+        return gave
+
+    split.keep = kept_with_a_look  # type: ignore[method-assign]
     split.accumulate = lambda key: (look(), accumulate(key))[1]  # type: ignore[method-assign]
     with saved_tensors_hooks(pack, unpack):
         engine.train_batch(dsx_run.batches(case, 0, engine.groups.dp_rank))
