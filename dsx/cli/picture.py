@@ -43,8 +43,8 @@ def as_file(figure: Figure, style: str, *, title: str) -> str | bytes:
         figure.savefig(file, format=kind, dpi=dots, metadata=undated.get(kind))
     if kind != "svg":
         return file.getvalue()
-    text = file.getvalue().decode("utf-8")
-    return page(title, text[text.index("<svg") :]) if style == "html" else text
+    written = file.getvalue().decode("utf-8")
+    return page(title, written[written.index("<svg") :]) if style == "html" else written
 
 
 def picture_of(svg: str, style: str) -> str | bytes:

@@ -132,9 +132,11 @@ def main() -> int:
     from deepspeed.accelerator import get_accelerator
     from deepspeed.launcher import launch
 
-    if get_accelerator().device_name() == "cpu":
-        # The launcher tells the ranks which GPUs to see, by their numbers: those that hid all see them again.
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        # The launcher would name GPUs to the ranks by their numbers, also those that the user has hidden.
         os.environ["DS_ACCELERATOR"] = "cpu"
+        accelerator.visible_devices_envs = list
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -51,7 +51,8 @@ def test_ranks_get_the_words_and_the_exit_code_is_theirs(ended):
 SEES = """
 import os
 from deepspeed.accelerator import get_accelerator
-print(get_accelerator().device_name(), os.environ["DS_ACCELERATOR"], flush=True)
+print(get_accelerator().device_name(), repr(os.environ["CUDA_VISIBLE_DEVICES"]), flush=True)
+assert os.environ["DS_ACCELERATOR"] == "cpu"
 """
 
 
@@ -59,7 +60,7 @@ def test_ranks_on_cpus_stay_there(ended, tmp_path, monkeypatch):
     """The launcher names GPUs to them that whoever hid all GPUs does not want."""
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     (tmp_path / "program.py").write_text(SEES)
-    assert ended(gpus=2)[:2] == (0, ["cpu cpu"] * 2)
+    assert ended(gpus=2)[:2] == (0, ["cpu ''"] * 2)
 
 
 def test_a_rank_that_was_killed_is_named(ended):
