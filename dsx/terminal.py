@@ -17,9 +17,10 @@ from textwrap import fill, wrap
 from typing import Any
 
 # C0 without tab and newline, DEL and C1; a carriage return that ends no line; line and paragraph separators;
-# marks that change the direction of writing; halves of UTF-16 pairs, which cannot be encoded.
+# marks that change the direction of writing; halves of UTF-16 pairs, which cannot be encoded; two that no XML
+# may hold.
 _OBEYED = re.compile(
-    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]|\r(?!\n)"
+    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]|\r(?!\n)"
 )
 
 

@@ -27,6 +27,7 @@ def test_every_control_character_is_escaped_and_nothing_else():
             obeyed = False
         assert (printable(character) != character) is obeyed, hex(code)
     assert printable("tab\tline\nwindows\r\nnaïve 数 👩‍🚀") == "tab\tline\nwindows\r\nnaïve 数 👩‍🚀"
+    assert printable("\ud800\uffff\ufffe") == "\\ud800\\uffff\\ufffe"  # which no XML may hold
     assert printable("over\rwritten") == "over\\u000dwritten"
 
 

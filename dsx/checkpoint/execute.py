@@ -54,6 +54,7 @@ from dsx.checkpoint.pieces import PieceIndex, flat_offset, volume
 from dsx.checkpoint.read import DamagedError, Reader, within
 from dsx.checkpoint.staging import RESUMES, Record, Staging
 from dsx.errors import CheckpointError, ModelError
+from dsx.launch.entry import usable_cores
 from dsx.models.param import Box
 
 _REPORT = "report this, with the command: the target was removed again, the source is untouched"
@@ -150,8 +151,7 @@ Unit = tuple[int, int, Box]
 
 def default_workers() -> int:
     """One thread per core that this process may use; at least two, so that one can wait for the disk."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(2, min(8, cores))
+    return max(2, min(8, usable_cores()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

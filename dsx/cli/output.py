@@ -187,7 +187,7 @@ def write(content: str | bytes, output: Path) -> None:
     Raises:
         ConfigError: The file cannot be written.
     """
-    whole = content.encode("utf-8") if isinstance(content, str) else content
+    whole = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     try:
         if output.exists() and not output.is_file():
             output.write_bytes(whole)  # /dev/stdout or a pipe: nothing to rename over

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from dsx.errors import no_matplotlib
 from dsx.schedules.timeline import page
+from dsx.terminal import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,7 +28,13 @@ _MOST_PIXELS = 1 << 15  # a side, as matplotlib's renderer takes
 def as_file(figure: Figure, style: str, *, title: str) -> str | bytes:
     """A figure as ``svg``, ``html``, ``png`` or ``pdf``: the same bytes for the same figure."""
     from matplotlib import rc_context
+    from matplotlib.axis import Axis
+    from matplotlib.text import Text
 
+    ticks = {text for axis in figure.findobj(Axis) for text in axis.findobj(Text)}
+    for text in set(figure.findobj(Text)) - ticks:  # names of files, which are no formulas
+        text.set_text(printable(text.get_text()))
+        text.set_parse_math(False)
     kind = "svg" if style == "html" else style
     file = io.BytesIO()
     dots = min(_DOTS_PER_INCH, _WIDEST_PIXELS / figure.get_figwidth())
@@ -36,8 +43,8 @@ def as_file(figure: Figure, style: str, *, title: str) -> str | bytes:
         figure.savefig(file, format=kind, dpi=dots, metadata=undated.get(kind))
     if kind != "svg":
         return file.getvalue()
-    text = file.getvalue().decode("utf-8")
-    return page(title, text[text.index("<svg") :]) if style == "html" else text
+    written = file.getvalue().decode("utf-8")
+    return page(title, written[written.index("<svg") :]) if style == "html" else written
 
 
 def picture_of(svg: str, style: str) -> str | bytes:

@@ -15,6 +15,7 @@ from dsx.cli.options import OUTPUT, drawn
 from dsx.cli.output import deliver, judging, say, style_of, text_of, write
 from dsx.cli.picture import picture_of
 from dsx.errors import ConfigError, LayoutError, ScheduleError
+from dsx.models.config_values import MOST_LAYERS
 from dsx.planner.choose import Choice, Ranking, choose
 from dsx.planner.layout import Space
 from dsx.planner.profile import Profile
@@ -108,15 +109,17 @@ def _to_search(
     for word in str(times).split(","):
         count, _, length = word.rpartition("x")
         try:
-            each = [float(length)] * int(count or 1)
-            good = bool(each) and 0 < each[0] < float("inf")
+            number, each = int(count or 1), float(length)
+            good = number > 0 and 0 < each < float("inf")
         except ValueError:
             good = False
         if not good:
             raise ConfigError(
                 f"--times {times}", f"{word!r} is no time", "write 31x1,4.8: 31 of 1, one of 4.8"
             )
-        forwards += each
+        if len(forwards) + number > MOST_LAYERS:
+            raise ConfigError(f"--times {times}", f"more than {MOST_LAYERS:,} layers", "write fewer")
+        forwards += [each] * number
     return made_up(forwards, wire), (stages, micro_batches)
 
 

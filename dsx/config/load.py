@@ -6,7 +6,7 @@ import copy
 import difflib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from dsx.config.document import from_text, read_text, refuse, unusable
+from dsx.config.document import from_text, is_finite, read_text, refuse, unusable
 from dsx.config.keys import reference
 from dsx.config.schema import DsxConfig
 from dsx.config.wording import Path as KeyPath
@@ -255,14 +255,49 @@ def content_of(source: str | Path | Mapping[str, Any], overrides: Sequence[str] 
     content = copy.deepcopy(dict(source)) if isinstance(source, Mapping) else read(Path(source))
     for item in overrides:
         override(content, item)
+    block = content.get("dsx")
+    model = block.get("model") if isinstance(block, dict) else None
+    if isinstance(model, dict):
+        model.update({key: _words_for_floats(model[key]) for key in _HUGGING_FACE if key in model})
     return content
 
 
-def read(path: Path | Traversable) -> dict[str, Any]:
-    """The object in the JSON or HJSON file at ``path``. Raises ConfigError."""
+_HUGGING_FACE = ("config", "overrides")  # keys of dsx.model whose values are those of a config.json
+
+
+def _words_for_floats(node: Any) -> Any:
+    """``node`` with infinities and NaN as transformers 5 writes and reads them: {"__float__": "Infinity"}.
+
+    Published files (Mamba2's, Bamba's) have them as Python's json does, and these are no JSON.
+    """
+    if isinstance(node, dict):
+        return {key: _words_for_floats(value) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return [_words_for_floats(value) for value in node]
+    return {"__float__": json.dumps(node)} if isinstance(node, float) and not is_finite(node) else node
+
+
+def read_hf_config(path: Path) -> dict[str, Any]:
+    """The content of a model's config.json, infinities and NaN as above. Raises ConfigError."""
+    content: dict[str, Any] = _words_for_floats(read(path, infinite=lambda _value, _name: True))
+    return content
+
+
+def _may_be_infinite(value: float, name: str) -> bool:
+    is_model = name.startswith(tuple(f"dsx.model.{key}." for key in _HUGGING_FACE))
+    return is_model or reference().is_infinite(value, name)
+
+
+def read(
+    path: Path | Traversable, *, infinite: Callable[[float, str], bool] = _may_be_infinite
+) -> dict[str, Any]:
+    """The object in the JSON or HJSON file at ``path``. Raises ConfigError.
+
+    ``infinite`` says whether an infinity or NaN is allowed, by the value and its dotted key.
+    """
     where = str(path)
     source = from_text(read_text(path), where)
-    refuse(source, unusable(source.config, infinite=reference().is_infinite))
+    refuse(source, unusable(source.config, infinite=infinite))
     for twice, lines in source.twice():
         place = f" (lines {', '.join(map(str, lines))})" if len(set(lines)) > 1 else ""
         raise ConfigError(f"{where}: {dotted(twice)}", f"the key is written twice{place}", "keep one of them")

@@ -14,9 +14,8 @@ from typing import Any
 
 from dsx.config.batch import ACCUMULATION, MICRO, TRAIN
 from dsx.config.load import content_of
-from dsx.config.sources import find_model
+from dsx.config.sources import find_model, spec_of
 from dsx.errors import ConfigError
-from dsx.models.hf_config import model_spec
 
 _AUTO = "auto"
 SEQUENCE_LENGTH_KEYS = ("max_position_embeddings", "n_positions")
@@ -196,7 +195,7 @@ def _precision(out: dict[str, Any]) -> Iterator[Assumption]:
 
 
 def _hidden(hf_config: Mapping[str, Any]) -> int:
-    return model_spec(dict(hf_config)).hidden_size
+    return spec_of(hf_config).hidden_size
 
 
 def _at(content: Mapping[str, Any], key: str) -> Any:

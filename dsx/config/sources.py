@@ -18,7 +18,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, Final
 
-from dsx.config.load import read
+from dsx.config.load import read_hf_config
 from dsx.config.schema import NO_TOKENIZER, OWN, DataConfig, DsxConfig, ModelConfig
 from dsx.config.wording import at, either, suggest
 from dsx.errors import ConfigError, ModelError
@@ -194,6 +194,13 @@ def read_model(dsx: DsxConfig) -> ModelSource:
     )
 
 
+def spec_of(hf_config: Mapping[str, Any]) -> Model:
+    """The model that a config.json describes, of dsx's own modules where it has them. Raises ModelError."""
+    config = {key: value for key, value in hf_config.items() if key != "auto_map"}
+    own = config.get("model_type") in tuple(FAMILIES)
+    return model_spec(config) if own else _of_hub(config, {})[1]
+
+
 def _adapted(spec: Model, dsx: DsxConfig) -> Model:
     """The model with the adapter that the config asks for."""
     if dsx.adapter is None:
@@ -260,7 +267,7 @@ def _read(model: ModelConfig) -> tuple[str, dict[str, Any]]:
             where, f"there is no file {file}", "give a local Hugging Face model folder (download it first)"
         )
     try:
-        return str(file), read(file)
+        return str(file), read_hf_config(file)
     except ConfigError as error:
         what = f"its config.json cannot be read ({error.where}: {error.what})"
         raise ConfigError(where, what, "give a complete model folder") from None
@@ -307,9 +314,9 @@ def find_model(model: str) -> tuple[dict[str, Any], dict[str, Any]]:
             raise ConfigError(
                 where, "the folder has no config.json", "give a Hugging Face model folder, or a preset's name"
             )
-        return {"path": model, "weights": "random"}, read(file)
+        return {"path": model, "weights": "random"}, read_hf_config(file)
     if path.is_file():
-        config = read(path)
+        config = read_hf_config(path)
         if "model_type" not in config:
             raise ConfigError(where, "it has no model_type", "give a Hugging Face config.json")
         return {"config": config}, config

@@ -12,11 +12,10 @@ from dsx.config.load import content_of, read
 from dsx.config.ordinary import SEQUENCE_LENGTH_KEYS, Assumption, complete
 from dsx.config.resolve import resolve
 from dsx.config.run import RunConfig
-from dsx.config.sources import find_model, shipped, vocabulary_of
+from dsx.config.sources import find_model, shipped, spec_of, vocabulary_of
 from dsx.config.wording import at
 from dsx.errors import ConfigError
 from dsx.launch.spared import why_not_compiled
-from dsx.models.hf_config import model_spec
 from dsx.models.params import num_parameters
 
 _FIRST_MODEL = "llama/tiny"
@@ -133,7 +132,7 @@ def _begun(model: str) -> tuple[dict[str, Any], dict[str, Any]]:
         base = read(shipped(_FINE_TUNE))
         block = base.pop("dsx")
     else:
-        size = num_parameters(model_spec(dict(hf_config)))
+        size = num_parameters(spec_of(hf_config))
         base = read(shipped(next((name for most, name in _SIZES if size <= most), _LARGE)))
         block = small["dsx"]
         block["data"]["sequence_length"] = base.pop("dsx")["data"]["sequence_length"]

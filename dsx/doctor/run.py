@@ -54,10 +54,16 @@ def trainer_block(config: Mapping[str, Any]) -> list[Finding]:
 
 
 def _output(output: str) -> Iterator[ConfigError]:
-    """Find a folder for the run that nobody can make or write to; nothing is left in it."""
+    """Find a folder for the run that nobody can make or write to; nothing is left in it.
+
+    Where not even the folder around it is there, the config is another machine's, and only a file on the way
+    is wrong wherever it is.
+    """
     folder = there = File(output).absolute()
     try:
         there = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
+        if there.is_dir() and there not in (folder, folder.parent):
+            return
         with tempfile.TemporaryFile(dir=there):
             return
     except (OSError, ValueError) as error:

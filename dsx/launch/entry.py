@@ -12,12 +12,14 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from errno import EPIPE
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import Any, cast
 
 from dsx.config.wording import item_without_secrets
 from dsx.errors import ConfigError, DsxError
@@ -48,7 +50,7 @@ def lost_a_peer(error: BaseException | None) -> bool:
 
 def launched() -> bool:
     """Whether a launcher has started this process."""
-    return "LOCAL_RANK" in os.environ and "WORLD_SIZE" in os.environ
+    return bool(os.environ.get("LOCAL_RANK") and os.environ.get("WORLD_SIZE"))
 
 
 def boot_id() -> str:
@@ -61,12 +63,12 @@ def boot_id() -> str:
 
 def rank() -> int:
     """This process's rank as the launcher set it; 0 without a launcher."""
-    return int(os.environ.get("RANK", "0"))
+    return int(os.environ.get("RANK") or 0)
 
 
 def local_rank() -> int:
     """This process's index on its machine as the launcher set it; 0 without a launcher."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return int(os.environ.get("LOCAL_RANK") or 0)
 
 
 def local_world_size() -> int:
@@ -76,7 +78,12 @@ def local_world_size() -> int:
 
 def world_size() -> int:
     """How many ranks the launcher started; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return int(os.environ.get("WORLD_SIZE") or 1)
+
+
+def usable_cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,8 +215,15 @@ def _say_start() -> None:
     if rank() == 0 and program.is_file() and not {"-h", "--help"} & set(sys.argv):
         size = world_size()
         ranks = f" on {size} ranks" if size > 1 else ""
-        sys.stderr.write(f"... starting {printable(program.name)}{ranks}\n")
-        sys.stderr.flush()
+        announce(f"... starting {printable(program.name)}{ranks}")
+
+
+def announce(line: str) -> None:
+    """Tell rank 0's console; one that takes nothing (full, closed, none at all) stops nobody."""
+    if rank() == 0:
+        with suppress(OSError, ValueError, AttributeError):
+            sys.stderr.write(f"{line}\n")
+            sys.stderr.flush()
 
 
 _SLOW = {
@@ -220,6 +234,30 @@ _SLOW = {
 """Packages that take a second or more to be loaded: module -> name."""
 
 
+class _Speaking:
+    """A loader that has its module's loading said; all else is the loader's own."""
+
+    def __init__(self, loader: Any, package: str) -> None:
+        self._loader, self._package = loader, package
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_loader":  # of one that pickle or copy is making
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """See importlib. The module's loader is the other's from here on."""
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        announce(f"... loading {_SLOW[self._package]}")
+        self._loader.exec_module(module)
+        if self._package == "deepspeed":
+            from dsx.launch.spared import lean_on_cpu  # here: others need nothing of it
+
+            lean_on_cpu()
+
+
 class _Loading(MetaPathFinder):
     """Finds the slow packages where they are, and has their loading said by rank 0 before it begins."""
 
@@ -227,23 +265,17 @@ class _Loading(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """As of any other module, but that its loader speaks; who only asks for the spec hears nothing."""
-        spec = PathFinder.find_spec(fullname, path, target) if fullname in _SLOW else None
-        if spec is None or spec.loader is None:
+        if fullname not in _SLOW:
             return None
-        load = spec.loader.exec_module
-
-        def speaking(module: ModuleType) -> None:
-            if rank() == 0:
-                sys.stderr.write(f"... loading {_SLOW[fullname]}\n")
-                sys.stderr.flush()
-            load(module)
-            if fullname == "deepspeed":
-                from dsx.launch.spared import lean_on_cpu  # here: others need nothing of it
-
-                lean_on_cpu()
-
-        spec.loader.exec_module = speaking  # type: ignore[method-assign]  # of this one loader
-        return spec
+        behind = sys.meta_path.index(self) + 1 if self in sys.meta_path else 0
+        for finder in sys.meta_path[behind:]:
+            find = getattr(finder, "find_spec", None)
+            spec: ModuleSpec | None = find and find(fullname, path, target)
+            if spec is not None:
+                if hasattr(spec.loader, "exec_module"):
+                    spec.loader = cast("Loader", _Speaking(spec.loader, fullname))
+                return spec
+        return None
 
 
 def say_loading() -> None:

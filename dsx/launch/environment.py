@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 
 from dsx.errors import ConfigError
+from dsx.launch.entry import usable_cores
 from dsx.launch.extension_locks import extension_locks, extensions_folder
 from dsx.terminal import amount
 
@@ -85,7 +86,7 @@ def _versions() -> Iterator[tuple[str, str]]:
 def _devices() -> Iterator[tuple[str, str]]:
     import torch
 
-    yield "CPU", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores usable, {platform.machine()}"
+    yield "CPU", f"{usable_cores()} of {os.cpu_count()} cores usable, {platform.machine()}"
     memory = psutil.virtual_memory()
     yield "memory", f"{amount(memory.available)} of {amount(memory.total)} available"
     for place in ("/dev/shm", "."):  # noqa: S108 (NCCL's and the data loaders' shared memory)

@@ -27,7 +27,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from dsx.errors import ConfigError, DsxError
 from dsx.fault_tolerance.waits import clock, named
-from dsx.launch.entry import AGREED, local_rank, local_world_size, rank
+from dsx.launch.entry import AGREED, local_rank, local_world_size, rank, usable_cores
 from dsx.launch.spared import lean_on_cpu
 from dsx.parallel.groups import Groups, make_groups
 from dsx.parallel.islands import Islands
@@ -310,10 +310,12 @@ def share_cores() -> None:
 
     torch takes a thread for each core of the machine. Ranks that share the cores would wait for each other's
     threads in every matrix product: 4 ms in place of 10 us for small ones, 4 ranks on 2 cores.
-    ``OMP_NUM_THREADS``, which also DeepSpeed's ``--bind_cores_to_rank`` sets, is left as it is.
+    ``OMP_NUM_THREADS``, which also DeepSpeed's ``--bind_cores_to_rank`` sets, is left as it is, and so are
+    fewer threads, as a program of the user's may have set.
     """
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size()))
+        share = max(1, usable_cores() // local_world_size())
+        torch.set_num_threads(min(torch.get_num_threads(), share))
 
 
 _DYNAMO = "torch._dynamo"

@@ -16,9 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dsx.errors import ConfigError, DsxError
-from dsx.launch.entry import quiet
+from dsx.launch.entry import announce, launched, quiet
 
-_INTERRUPTED = 130  # 128 + SIGINT
 _LEAST_KILLED = 256 - 64
 """DeepSpeed's launcher ends with the return code of the rank that failed; of one that signal s ended, -s."""
 
@@ -31,13 +30,17 @@ def start(program: Path, words: Sequence[str], *, gpus: int | None) -> int:
 
     Returns:
         The exit code of the run: that of the rank that failed first, or 128 + the signal that ended it.
+
+    Raises:
+        ConfigError: A launcher has started several of this process.
     """
-    sys.stderr.write("... starting DeepSpeed's launcher\n")
-    sys.stderr.flush()
+    _refuse_many()
+    announce("... starting DeepSpeed's launcher")
     # Without the folder of the caller among the places of modules, which python -m would put first.
     command = [sys.executable, "-P", "-u", "-m", __name__, str(gpus or 0), str(program), *words]
     told = 0
-    with subprocess.Popen(command) as launcher:  # noqa: S603 - this interpreter and the caller's own words
+    # This interpreter and the caller's own words.
+    with subprocess.Popen(command, env=_environment()) as launcher:  # noqa: S603
 
         def pass_on(number: int, _: object) -> None:
             nonlocal told
@@ -62,6 +65,27 @@ def start(program: Path, words: Sequence[str], *, gpus: int | None) -> int:
         why = ", as the system does when memory is short" if killed == signal.SIGKILL else ""
         sys.stderr.write(f"dsx: a rank was ended by {name}{why}\n")
     return 128 + killed if killed else code
+
+
+def _refuse_many() -> None:
+    # Not SLURM_NTASKS, which a batch script has, too, before it starts any.
+    names = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+    for name in (*names, "WORLD_SIZE") if launched() else names:
+        count = os.environ.get(name, "")
+        if count.isdecimal() and int(count) > 1:
+            what = f"a launcher has started {count} of it ({name}), and each would start a whole run"
+            fix = "start it once, by itself; or give the launcher the recipe (dsx guide launching)"
+            raise ConfigError("dsx train", what, fix)
+
+
+def _environment() -> dict[str, str]:
+    """This process's, with the folder that dsx was imported from where only ``python -m`` names it."""
+    first, *others = map(os.path.realpath, sys.path)
+    root = os.path.realpath(Path(__file__).parents[2])
+    if root != first or root in others:
+        return dict(os.environ)
+    places = filter(None, (root, os.environ.get("PYTHONPATH")))
+    return os.environ | {"PYTHONPATH": os.pathsep.join(places)}
 
 
 def devices(gpus: int) -> list[str]:
@@ -96,6 +120,8 @@ def devices(gpus: int) -> list[str]:
 
 def main() -> int:
     """DeepSpeed's launcher, with a free port for the ranks to meet at."""
+    # Until the launcher sets handlers of its own: Ctrl-C while packages are loaded is told by no traceback.
+    signal.signal(signal.SIGINT, lambda number, _: os._exit(128 + number))
     gpus, program, *words = sys.argv[1:]
     quiet()
     try:
@@ -103,8 +129,14 @@ def main() -> int:
     except DsxError as error:
         sys.stderr.write(f"dsx: {error}\n")
         return 2
+    from deepspeed.accelerator import get_accelerator
     from deepspeed.launcher import launch
 
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        # The launcher would name GPUs to the ranks by their numbers, also those that the user has hidden.
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        accelerator.visible_devices_envs = list
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -19,7 +19,7 @@ from typing import Any
 from dsx.schedules.schedule import TRANSFERS, Action, Op, Schedule
 from dsx.schedules.simulate import Dependencies, Span, Timeline, peak_activations
 from dsx.schedules.trace import Comparison, Executed, computation
-from dsx.terminal import shortened
+from dsx.terminal import printable, shortened
 
 INK, FAINT, GRID = "#1f2937", "#6b7280", "#e5e7eb"
 """Text, lesser text, lines."""
@@ -59,7 +59,7 @@ def page(title: str, picture: str, *, rows: Sequence[str] = ()) -> str:
     """
     boxes = "".join(f'<label><input type="checkbox" value="{row}" checked> {row}</label>\n' for row in rows)
     hide = f'<p class="rows">show\n{boxes}</p>\n' if rows else ""
-    parts = {"title": escape(title), "picture": picture, "rows": hide, "font": FONT, "ink": INK}
+    parts = {"title": escape(printable(title)), "picture": picture, "rows": hide, "font": FONT, "ink": INK}
     template = (files("dsx.schedules") / "page.html").read_text(encoding="utf-8")
     return re.sub(f"@({'|'.join(parts)})@", lambda found: parts[found[1]], template)
 
@@ -316,7 +316,7 @@ def _fit(size: float, width: float, room: float) -> float:
 
 def _heading(frame: _Frame, picture: _Picture) -> Iterator[str]:
     room = frame.width - frame.left - 12
-    title = shortened(picture.title, _MOST_TITLE)
+    title = shortened(printable(picture.title), _MOST_TITLE)
     yield (
         f'<text x="{frame.left:.0f}" y="50" font-size="{_fit(27, _BOLD * len(title), room):.3g}" '
         f'font-weight="700" fill="{INK}">{escape(title)}</text>'

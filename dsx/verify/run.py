@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -151,7 +150,7 @@ def verify(request: Request) -> Verdict | None:
                 plan.job,
                 timeout_seconds=request.timeout_seconds,
                 use_gpus=use_gpus,
-                threads=max(1, len(os.sched_getaffinity(0)) // request.world_size),
+                threads=max(1, entry.usable_cores() // request.world_size),
                 preload=_PRELOAD,
             )[0]
         except RankError as failed:

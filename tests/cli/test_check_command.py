@@ -8,7 +8,9 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -233,6 +235,20 @@ def test_a_value_of_set_is_named_and_no_line_of_the_file(dsx):
     # What the file itself says has its line beside it.
     code, out, _ = dsx("check", config, QUIET, "--set", "dsx.train.stepz=3", "--set", "train_batch_size=0")
     assert "train_batch_size = 0 (--set)" in out
+
+
+def test_an_output_on_another_machine_is_no_mistake(dsx, tmp_path, monkeypatch):
+    """Where the folder or the one around it is here, it must take files; what is further off is elsewhere."""
+    config = Path(__file__).parents[2] / "configs/zero1.json"
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(tempfile, "TemporaryFile", no_room := Mock(side_effect=PermissionError(13, "Denied")))
+    for place, bad in {".": True, "runs": True, "me/runs": False, "me/runs/a": False}.items():
+        code, out, _ = dsx("check", config, QUIET, "--set", f"dsx.train.output={tmp_path / place}")
+        assert (code, "cannot be written to (Denied)" in out) == ((1, True) if bad else (0, False)), place
+    assert no_room.call_count == 2
+    monkeypatch.undo()
+    code, out, _ = dsx("check", config, QUIET, "--set", f"dsx.train.output={tmp_path / 'file/me/runs'}")
+    assert (code, f"{tmp_path / 'file'} cannot be written to" in out) == (1, True)
 
 
 def test_nan_and_infinity(dsx, tmp_path):

@@ -8,6 +8,11 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
+from dsx.cli.picture import as_file, picture_of
+from dsx.schedules.builders import build
+from dsx.schedules.simulate import Costs, simulate
+from dsx.schedules.timeline import page, svg
+from dsx.terminal import printable
 from dsx.train.curves import Run, Series, choose, draw
 
 COMMAND = ("plot",)
@@ -107,3 +112,28 @@ def test_curves_of_one_step_of_none_and_of_values_that_are_not_finite():
         assert tokens.get_ylim()[1] > steps[-1]
         looks = {(line.get_color(), line.get_linestyle()) for line in tokens.lines}
         assert len(looks) == len(runs)  # though there are seven colours
+
+
+ODD = "a\x1b\x00\x85\udc80\ufffe<$b^$_${.}"
+
+
+@pytest.mark.parametrize("style", ["svg", "html", "png", "pdf"])
+def test_names_of_files_may_hold_anything(style):
+    pytest.importorskip("matplotlib")
+    series = {"train/loss": Series((1, 2), (2.0, 1.0))}
+    for names in ([ODD], [ODD, "other"]):
+        runs = [Run(name, series) for name in names]
+        picture = as_file(draw(runs, choose(runs, [])), style, title=ODD)
+        if isinstance(picture, str):
+            picture.encode()
+            ET.fromstring(picture[picture.index("<svg") : picture.index("</svg>") + 6])
+            assert printable(ODD).replace("<", "&lt;") in picture
+
+
+def test_a_timelines_title_may_hold_anything():
+    schedule = build("1f1b", 2, 1, 2)
+    timeline = simulate(schedule, Costs())
+    drawn = svg(schedule, timeline, title=ODD)
+    assert printable(ODD) in {element.text for element in ET.fromstring(drawn).iter()}
+    assert picture_of(drawn, "png")[:4] == b"\x89PNG"
+    assert printable(ODD).replace("<", "&lt;") in page(ODD, drawn)

@@ -73,6 +73,8 @@ def test_json_says_when_nothing_is_gained(dsx):
     [
         (("--stages", 4, "--micro-batches", 4), "--times"),
         (("--times", "4xa", "--stages", 4, "--micro-batches", 4), "'4xa' is no time"),
+        (("--times", "9x1,99999999999x1", "--stages", 4, "--micro-batches", 4), "more than 2,048 layers"),
+        (("--times", "0x1", "--stages", 4, "--micro-batches", 4), "'0x1' is no time"),
         (("--times", "8x1"), "--stages and --micro-batches"),
         ((*UNEVEN, "--warmup", 2), "--warmup 2"),
         ((*UNEVEN, "--effort", "inf"), "--effort inf: not a finite number"),

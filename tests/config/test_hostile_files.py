@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from dsx.config.schema import DataConfig
 from dsx.config.starter import starter
 from dsx.data.corpus import Corpus, prepare
 from dsx.errors import DsxError
+from dsx.hub.anatomy import hf_config_of
 from dsx.models.config_values import MOST_LAYERS
 from dsx.planner.cluster import read_cluster
 from dsx.planner.profile import Profile
@@ -240,3 +242,27 @@ def test_a_config_json_is_read_like_every_config(tmp_path: Path, text: str, word
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(DsxError, match=words):
         config_json(tmp_path)
+
+
+def test_a_config_json_may_hold_infinities(tmp_path: Path) -> None:
+    """As published ones of Mamba2 do, which Python's json wrote: in a folder, a file, and written out."""
+    from transformers import Mamba2Config
+
+    sizes = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "n_groups": 1}
+    content = {"model_type": "mamba2", **sizes, "head_dim": 8, "num_heads": 8, "expand": 2, "chunk_size": 16}
+    wanted = Mamba2Config.from_dict(content | {"time_step_limit": [0.25, float("inf")]})
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(wanted.to_dict()))
+    assert "Infinity]" in file.read_text()
+    models = [
+        {"path": str(tmp_path), "weights": "random"},
+        {"config": json.loads(file.read_text())},
+        {"config": content, "overrides": {"time_step_limit": [0.25, math.inf]}},
+    ]
+    runs = [starter(model=str(name), gpus=1).run for name in (tmp_path, file)]
+    (tmp_path / "ds.json").write_text(json.dumps(run_config(models[1])))
+    sources = (*map(run_config, models), tmp_path / "ds.json")
+    runs += [resolve(source, world_size=1) for source in sources]
+    for run in runs:
+        json.dumps(run.hf_config, allow_nan=False)
+        assert hf_config_of(run.hf_config).time_step_limit == wanted.time_step_limit

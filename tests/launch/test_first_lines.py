@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import importlib.util
+import inspect
+import io
 import os
 import subprocess
 import sys
+import zipimport
+from importlib import resources
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
+
+from dsx.launch import entry
 
 ROOT = Path(__file__).parents[2]
 
@@ -115,3 +125,73 @@ def test_under_a_launcher_every_rank_spares_a_build_on_cpus(said, monkeypatch, r
     assert said(SPARED, rank=rank)[-1] == "{'deepspeed_shm_comm': False}"
     monkeypatch.delenv("LOCAL_RANK")
     assert said(SPARED, rank=rank)[-1] == "False"
+
+
+class Full(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(28, "No space left on device")
+
+
+@pytest.fixture
+def zipped(tmp_path, monkeypatch):
+    """Slow packages in an archive, whose modules share one loader."""
+    with ZipFile(tmp_path / "slow.zip", "w") as file:
+        file.writestr("slow_zipped/__init__.py", "LOADED = 1\n")
+        file.writestr("slow_zipped/data.txt", "data")
+        file.writestr("not_slow.py", "")
+    monkeypatch.syspath_prepend(tmp_path / "slow.zip")
+    monkeypatch.setattr(sys, "meta_path", [entry._Loading(), *sys.meta_path])
+    monkeypatch.setattr(entry, "_SLOW", {"slow_zipped": "Zipped", "slow_found": "Found"})
+    monkeypatch.setenv("RANK", "")
+    for name in ("slow_zipped", "not_slow", "slow_found"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield
+    for name in ("slow_zipped", "not_slow", "slow_found"):
+        sys.modules.pop(name, None)
+
+
+def test_a_loader_that_speaks_is_the_other_in_all_else(zipped, capsys):
+    copied = copy.copy(importlib.util.find_spec("slow_zipped"))
+    assert copied.loader.get_source("slow_zipped") == "LOADED = 1\n"
+    module, other = importlib.import_module("slow_zipped"), importlib.import_module("not_slow")
+    for loader in (module.__loader__, module.__spec__.loader):
+        assert type(loader) is type(other.__loader__) is zipimport.zipimporter
+    assert resources.files(module).joinpath("data.txt").read_text() == "data"
+    assert inspect.getsource(module) == "LOADED = 1\n"
+    assert capsys.readouterr().err == "... loading Zipped\n"
+    module.LOADED = 2
+    assert importlib.reload(module).LOADED == 1
+
+
+def test_finders_of_others_are_asked_in_their_order(zipped, capsys):
+    class Own:
+        @staticmethod
+        def find_spec(name, path, target=None):
+            return ModuleSpec(name, Own) if name.startswith("slow") else None
+
+        @staticmethod
+        def create_module(spec):
+            return None
+
+        @staticmethod
+        def exec_module(module):
+            module.own = True
+
+    sys.meta_path[1:1] = [object(), Own]
+    assert importlib.import_module("slow_found").own
+    assert importlib.import_module("slow_zipped").own
+    assert capsys.readouterr().err == "... loading Found\n... loading Zipped\n"
+
+
+@pytest.mark.parametrize("console", ["full", "closed", None])
+def test_a_console_that_takes_nothing_stops_no_import(zipped, monkeypatch, console):
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", {"full": Full(), "closed": closed}.get(console))
+    assert importlib.import_module("slow_zipped").LOADED == 1
+
+
+def test_an_empty_place_among_the_ranks_is_none(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "")
+    assert (entry.rank(), entry.local_rank(), entry.world_size(), entry.launched()) == (0, 0, 1, False)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -43,6 +46,21 @@ STARTING = "... starting DeepSpeed's launcher\n"
 def test_ranks_get_the_words_and_the_exit_code_is_theirs(ended):
     words = ["a.json", "--set", "dsx.train.steps=5", "stopped"]
     assert ended(*words, gpus=2) == (143, [f"{rank} 2 {words}" for rank in range(2)], STARTING)
+
+
+SEES = """
+import os
+from deepspeed.accelerator import get_accelerator
+print(get_accelerator().device_name(), repr(os.environ["CUDA_VISIBLE_DEVICES"]), flush=True)
+assert os.environ["DS_ACCELERATOR"] == "cpu"
+"""
+
+
+def test_ranks_on_cpus_stay_there(ended, tmp_path, monkeypatch):
+    """The launcher names GPUs to them that whoever hid all GPUs does not want."""
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    (tmp_path / "program.py").write_text(SEES)
+    assert ended(gpus=2)[:2] == (0, ["cpu ''"] * 2)
 
 
 def test_a_rank_that_was_killed_is_named(ended):
@@ -91,3 +109,56 @@ def test_weights_are_fine_tuned_and_anything_else_trained_from_the_beginning(tmp
     (tmp_path / "model.safetensors").touch()
     assert of(path=folder) == "finetune.py"
     assert of(path=folder, weights="random") == "gpt_3d.py"
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"LOCAL_RANK": "0", "WORLD_SIZE": "2"},
+        {"SLURM_STEP_NUM_TASKS": "8"},
+        {"OMPI_COMM_WORLD_SIZE": "2"},
+    ],
+)
+def test_under_another_launcher_it_is_refused(monkeypatch, tmp_path, told):
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"^dsx train: a launcher has started [28] of it"):
+        start.start(tmp_path / "none.py", [], gpus=1)
+
+
+def test_one_task_of_a_launcher_or_of_a_batch_script_may_start_ranks(monkeypatch):
+    one = {"LOCAL_RANK": "0", "WORLD_SIZE": "1", "SLURM_STEP_NUM_TASKS": "1"}
+    for name, value in (one | {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}).items():
+        monkeypatch.setenv(name, value)
+    start._refuse_many()
+
+
+def test_ranks_import_dsx_from_where_it_was(monkeypatch):
+    root, here = str(Path(start.__file__).parents[2]), sys.path
+    monkeypatch.setenv("PYTHONPATH", "/more")
+    monkeypatch.setattr(sys, "path", [root, *(place for place in here if place not in ("", root))])
+    assert start._environment()["PYTHONPATH"] == f"{root}{os.pathsep}/more"
+    monkeypatch.setattr(sys, "path", ["/bin", root, *here])
+    assert start._environment()["PYTHONPATH"] == "/more"
+
+
+INTERRUPTED = """
+import os, signal, sys
+from types import ModuleType
+from dsx.launch import start
+
+class Loads(ModuleType):
+    def __getattr__(self, name):
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError(name)
+
+sys.modules["deepspeed.accelerator"] = Loads("deepspeed.accelerator")
+sys.argv[1:] = ["0", "program.py"]
+start.main()
+"""
+
+
+def test_ctrl_c_while_packages_are_loaded_is_no_traceback():
+    command = [sys.executable, "-c", INTERRUPTED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from dsx.config.run import RunConfig
 from dsx.errors import DsxError
-from dsx.launch.entry import quiet
+from dsx.launch.entry import quiet, usable_cores
 from dsx.waiting import Waiting
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def trace_ranks(
         DsxError: A trace's own error, or a process was killed (for lack of memory).
     """
     quiet()
-    at_once = max(1, min(len(ranks), len(os.sched_getaffinity(0))))
+    at_once = max(1, min(len(ranks), usable_cores()))
     spawn = multiprocessing.get_context("spawn")
     with (
         ProcessPoolExecutor(at_once, mp_context=spawn, max_tasks_per_child=1) as pool,
