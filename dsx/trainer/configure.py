@@ -56,6 +56,7 @@ from dsx.trainer.as_given import require_as_made, require_classes_own_code, requ
 
 _MOST_TOKENS, _BLOCK = 2048, 64
 _OF_ADAPTER = re.compile(r"\.lora_|\.modules_to_save\.")  # in the names of PEFT's modules
+_AROUND = re.compile(r"\.(modules_to_save|original_module|base_layer)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,10 +176,27 @@ def _folder(name: str) -> str:
 
 
 def _adapter(model: Any, output: Path) -> str:
-    """The folder of a PEFT model's adapter, written by the first rank."""
+    """The folder of a PEFT model's adapter, written by the first rank.
+
+    Raises:
+        ModelError: The base's vocabulary is not that of its folder, so that PEFT would write a base's table into
+            the adapter's folder.
+    """
+    from peft import get_peft_model_state_dict
+
+    own = get_peft_model_state_dict(model, save_embedding_layers=False).keys()
+    for name in sorted(get_peft_model_state_dict(model).keys() - own):
+        if not _AROUND.search(name):
+            raise ModelError(
+                f"Trainer(model={type(model).__name__}): {name}",
+                "its vocabulary was resized and the adapter does not train it, so that neither the adapter nor "
+                "the model's folder would have its new rows",
+                "name it in the adapter's modules_to_save, or save the resized model, and make the adapter over "
+                "what is loaded from there",
+            )
     folder = output / "given_adapter"
     if not dist.is_initialized() or dist.get_rank() == 0:
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, save_embedding_layers=False)
     if dist.is_initialized():
         dist.barrier()
     return str(folder)
@@ -338,8 +356,10 @@ def _frozen(given: GivenModel) -> list[str]:
     """What ``dsx.train.freeze`` says of the parameters that the given model does not train."""
     if given.whole is None or given.adapter is not None:
         return []
-    names = [name for name, each in given.whole.named_parameters() if not each.requires_grad]
-    return [f"^({'|'.join(map(re.escape, names))})$"] if names else []
+    held = dict(given.whole.named_parameters())
+    head = names.head_of(next(iter(held)))  # as files call it
+    frozen = [head if name in names.OTHER_HEADS else name for name in held if not held[name].requires_grad]
+    return [f"^({'|'.join(map(re.escape, frozen))})$"] if frozen else []
 
 
 def require_trained_as_given(pipeline: nn.Module, given: GivenModel) -> None:
