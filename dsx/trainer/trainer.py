@@ -86,6 +86,19 @@ class _MissingNameError(ModelError, AttributeError):
     """A name of transformers' Trainer that is not there."""
 
 
+class _Processes:
+    """What scripts ask Accelerate's Accelerator after training: of the processes, not of the model."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and hasattr(self._state, name):
+            return getattr(self._state, name)
+        fix = "dsx's engine takes Accelerate's place: trainer.engine"
+        raise _MissingNameError(f"dsx.Trainer.accelerator.{name}", "it is not there", fix)
+
+
 class Trainer:
     """Trains as transformers' Trainer does, in tensor x pipeline x ZeRO data parallelism.
 
@@ -121,6 +134,7 @@ class Trainer:
 
     log_metrics, save_metrics = log_metrics, save_metrics
     metrics_format = staticmethod(metrics_format)
+    is_deepspeed_enabled, is_fsdp_enabled, is_model_parallel = True, False, False
 
     def __init__(  # noqa: PLR0917 - as transformers' Trainer takes them
         self,
@@ -226,6 +240,9 @@ class Trainer:
         """Name what transformers' Trainer has and this one has not."""
         if name in NOT_THERE:
             raise _MissingNameError(f"dsx.Trainer.{name}", "it is not there", NOT_THERE[name])
+        if "_made_of" not in vars(self) and type(self) is not Trainer and not name.startswith("__"):
+            what = "it is not set yet, and dsx.Trainer.__init__ calls methods such as get_train_dataloader()"
+            raise _MissingNameError(f"{type(self).__name__}.{name}", what, "set it before super().__init__()")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # Data
@@ -288,6 +305,21 @@ class Trainer:
         return mesh.tp if parallel.sequence_parallel else 1
 
     # The engine
+
+    @property
+    def deepspeed(self) -> PipelineEngine | None:
+        """The engine, under the name that transformers has for DeepSpeed's; None before it is needed."""
+        return self.engine
+
+    @property
+    def model_wrapped(self) -> Any:
+        """The engine; the model before there is one."""
+        return self.engine or self.model
+
+    @property
+    def accelerator(self) -> _Processes:
+        """What Accelerate knows of the processes: is_main_process, wait_for_everyone() and so on."""
+        return _Processes(self.args.distributed_state)
 
     def _build(self) -> PipelineEngine:
         """Make the engine, once. A collective call over all ranks."""
