@@ -213,6 +213,23 @@ It neither has nor calls them, so that a subclass that defines one is refused.
 """
 
 
+class MissingNameError(ModelError, AttributeError):
+    """A name of transformers' Trainer that is not there."""
+
+
+class Processes:
+    """What scripts ask Accelerate's Accelerator after training: of the processes, not of the model."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and hasattr(self._state, name):
+            return getattr(self._state, name)
+        fix = "dsx's engine takes Accelerate's place: trainer.engine"
+        raise MissingNameError(f"dsx.Trainer.accelerator.{name}", "it is not there", fix)
+
+
 def refusals(args: Any, given: Mapping[str, Any]) -> Sequence[ConfigError]:
     """Every argument that cannot be honoured, one error each.
 
