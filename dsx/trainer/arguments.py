@@ -94,9 +94,9 @@ REFUSED: Mapping[str, Refusal] = {
         "batches are dealt to data-parallel ranks by dsx, in one order for every layout", "leave it out"
     ),
     "activation_checkpointing_kwargs": Refusal(
-        "blocks are computed again by dsx, all of them and without reentrance",
+        "blocks are computed again by dsx, all of them and in one way",
         "leave it out; dsx.recompute has the kinds there are",
-        (None, {}, {"use_reentrant": False}),
+        (None, {}, {"use_reentrant": False}, {"use_reentrant": True}),
     ),
     "auto_find_batch_size": Refusal(
         "a layout's memory is estimated before the run",
@@ -113,9 +113,9 @@ REFUSED: Mapping[str, Refusal] = {
         "ZeRO is what partitions here", "use ZeRO-3 in the DeepSpeed JSON", (None, "", [], False)
     ),
     "gradient_checkpointing_kwargs": Refusal(
-        "blocks are computed again by dsx, all of them and without reentrance",
+        "blocks are computed again by dsx, all of them and in one way",
         "leave it out; dsx.recompute has the kinds there are",
-        (None, {}, {"use_reentrant": False}),
+        (None, {}, {"use_reentrant": False}, {"use_reentrant": True}),
     ),
     "label_smoothing_factor": Refusal("the loss is the plain cross entropy", "set it to 0", (0,)),
     "lr_scheduler_type": Refusal(
@@ -166,29 +166,68 @@ OF_TRAINER: Mapping[str, Refusal] = {
 }
 """Arguments of Trainer itself that are refused."""
 
+_OF_OTHERS: Mapping[str, str] = {
+    "tokenizer": "call it processing_class=",
+    "peft_config": 'give get_peft_model(model, peft_config) as model, or write "adapter" into the dsx block',
+}
+"""Arguments that older and other trainers have, and what is here in their place."""
+
 NOT_THERE: Mapping[str, str] = {
-    "accelerator": "dsx's engine takes Accelerate's place: trainer.engine",
+    "_get_eval_sampler": "samples come in order; get_eval_dataloader may give others",
+    "_get_train_sampler": "train_sampling_strategy orders samples; get_train_dataloader may give others",
+    "_inner_training_loop": "train() runs the pipeline's schedule",
+    "_prepare_inputs": "each rank takes its own part of a batch, which the collator makes",
+    "_save": "no rank has the whole model: save_model() writes it",
     "autocast_smart_context_manager": "the JSON's bf16 decides the precision",
+    "call_model_init": "hyperparameter search is not there: pass model=",
     "compute_loss": "the loss is the plain cross entropy over the trained tokens of the global batch",
     "compute_loss_context_manager": "the JSON's bf16 decides the precision",
     "create_accelerator_and_postprocess": "dsx's engine takes Accelerate's place",
     "create_optimizer": "the optimizer is made over layers that are cut: name it in the JSON",
     "create_optimizer_and_scheduler": "the optimizer is made over layers that are cut: name it in the JSON",
     "create_scheduler": "name the schedule by lr_scheduler_type, or in the JSON",
+    "current_flos": "state.total_flos has them at every log and save",
     "evaluation_loop": "evaluate() and predict() run the pipeline",
     "floating_point_ops": "they are counted from the model's parameters",
     "get_batch_samples": "a step reads its micro-batches at once",
     "get_decay_parameter_names": "biases and norms do not decay, as in transformers",
+    "get_cp_size": "trainer.config.mesh has all degrees",
+    "get_optimizer_cls_and_kwargs": "trainer.optimizer is there once the engine is",
+    "get_optimizer_group": "ZeRO partitions groups: trainer.optimizer.param_groups",
+    "get_sp_size": "trainer.config.mesh has all degrees",
+    "get_total_train_batch_size": "trainer.config.global_batch_size has it",
+    "get_tp_size": "trainer.config.mesh has all degrees",
     "hyperparameter_search": "start the script once for each trial",
     "init_hf_repo": "upload what save_model has written",
+    "loss_is_scaled_for_ga": "the engine divides by the trained tokens of the global batch",
+    "place_model_on_device": "each rank makes its own layers on its device",
     "prediction_step": "evaluate() and predict() run the pipeline",
     "push_to_hub": "upload what save_model has written",
+    "set_initial_training_values": "the length is computed once: state.max_steps, state.num_train_epochs",
+    "store_flos": "state.total_flos has them at every log and save",
     "training_step": "a step is one call of the engine: all its micro-batches, in the schedule's order",
 }
 """Names of transformers' Trainer that dsx.Trainer lacks, and what is there instead.
 
 It neither has nor calls them, so that a subclass that defines one is refused.
 """
+
+
+class MissingNameError(ModelError, AttributeError):
+    """A name of transformers' Trainer that is not there."""
+
+
+class Processes:
+    """What scripts ask Accelerate's Accelerator after training: of the processes, not of the model."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and hasattr(self._state, name):
+            return getattr(self._state, name)
+        fix = "dsx's engine takes Accelerate's place: trainer.engine"
+        raise MissingNameError(f"dsx.Trainer.accelerator.{name}", "it is not there", fix)
 
 
 def refusals(args: Any, given: Mapping[str, Any]) -> Sequence[ConfigError]:
@@ -199,6 +238,10 @@ def refusals(args: Any, given: Mapping[str, Any]) -> Sequence[ConfigError]:
         given: Further arguments that Trainer was called with, by name.
     """
     found = []
+    if any(each.__module__.startswith("trl.") for each in type(args).__mro__):
+        what = "they are TRL's, and what they ask of data and loss only its own trainers do"
+        fix = "pass TrainingArguments, and a data set that is tokenised and has labels"
+        return [ConfigError(f"dsx.Trainer(args={type(args).__name__}(...))", what, fix)]
     for each in fields(args):
         value, rule = getattr(args, each.name), REFUSED.get(each.name)
         known = rule is not None or each.name in HONOURED or each.name in NO_MATTER
@@ -211,7 +254,9 @@ def refusals(args: Any, given: Mapping[str, Any]) -> Sequence[ConfigError]:
     for name, value in given.items():
         rule = OF_TRAINER.get(name)
         if rule is None:
-            found.append(ConfigError(f"dsx.Trainer({name}=)", "no such argument", "leave it out"))
+            found.append(
+                ConfigError(f"dsx.Trainer({name}=)", "no such argument", _OF_OTHERS.get(name, "leave it out"))
+            )
         elif value not in rule.fine:
             found.append(ConfigError(f"dsx.Trainer({name}=)", rule.why, rule.fix))
     return found

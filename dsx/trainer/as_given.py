@@ -23,11 +23,12 @@ from dsx.errors import ModelError
 from dsx.terminal import shortened
 
 _OF_TORCH = frozenset(vars(nn.Module()))
-# What has a meaning of its own elsewhere, and what changes no figure: where a model came from, and whether
-# its blocks are computed again.
+# What has a meaning of its own elsewhere, as PEFT's settings, which are read of the adapter's folder, and
+# what changes no figure: where a model came from, and whether its blocks are computed again.
 _NEUTRAL = frozenset({
     "config", "generation_config", "gradient_checkpointing", "_gradient_checkpointing_func", "hf_device_map",
-    "_is_hf_initialized", "is_parallelizable", "kwargs", "model_parallel", "name_or_path", "warnings_issued",
+    "_is_hf_initialized", "is_parallelizable", "kwargs", "model_parallel", "name_or_path", "peft_config",
+    "warnings_issued",
 })  # fmt: skip
 _READ_WHEN_MADE = frozenset({"padding_idx", "vocab_size"})  # of whole models: their tables have what counts
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

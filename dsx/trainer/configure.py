@@ -15,7 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    StrictDataclassError,
+)
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -38,6 +43,7 @@ from dsx.checkpoint.formats.huggingface import names
 from dsx.checkpoint.formats.huggingface import weights as hf
 from dsx.checkpoint.run.export import fill_base
 from dsx.checkpoint.run.names import spec_of
+from dsx.config.adapter import SETTINGS
 from dsx.config.batch import ACCUMULATION, MICRO, TRAIN
 from dsx.config.load import content_of, raise_all
 from dsx.config.resolve import resolve
@@ -49,13 +55,19 @@ from dsx.errors import ConfigError, ModelError
 from dsx.hub.anatomy import parameters_on_meta
 from dsx.models.param import ParamSpec
 from dsx.models.params import stored_specs
-from dsx.models.quiet_transformers import quiet_transformers
+from dsx.models.quiet_transformers import first_line, quiet_transformers
 from dsx.models.spec import HubModel, Model
 from dsx.parallel.groups import Groups
 from dsx.trainer.as_given import require_as_made, require_classes_own_code, require_no_code_of_its_own
 
 _MOST_TOKENS, _BLOCK = 2048, 64
 _OF_ADAPTER = re.compile(r"\.lora_|\.modules_to_save\.")  # in the names of PEFT's modules
+# What transformers raises of configs that it cannot use.
+_OF_CONFIGS = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError),
+    StrictDataclassError,
+)
+_AROUND = re.compile(r"\.(modules_to_save|original_module|base_layer)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +100,7 @@ class GivenModel:
         """
         if isinstance(model, str | Path):
             folder = _folder(str(model))
-            config = AutoConfig.from_pretrained(folder)
+            config = _config_of(folder)
             skeleton = _skeleton(config)
             if (Path(folder) / GENERATION_CONFIG_NAME).is_file():
                 skeleton.generation_config = GenerationConfig.from_pretrained(folder)
@@ -174,11 +186,41 @@ def _folder(name: str) -> str:
         raise ConfigError(at("model", name), what, "download it first, and give the folder") from None
 
 
+def _config_of(folder: str) -> PreTrainedConfig:
+    """The config in a model folder."""
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (*_OF_CONFIGS, OSError) as error:
+        what = f"transformers reads no config there ({first_line(error)})"
+        fix = "give the folder of a model of transformers"
+        if (Path(folder) / SETTINGS).is_file():
+            what = "it is the folder of an adapter, not of a model"
+            fix = 'give its model\'s, and write "adapter": {"path": ...} with this one into the dsx block'
+        raise ConfigError(at("model", folder), what, fix) from None
+
+
 def _adapter(model: Any, output: Path) -> str:
-    """The folder of a PEFT model's adapter, written by the first rank."""
+    """The folder of a PEFT model's adapter, written by the first rank.
+
+    Raises:
+        ModelError: The vocabulary is not that of the model's folder, so that PEFT would write the model's own
+            tables into the adapter's.
+    """
+    from peft import get_peft_model_state_dict
+
+    own = get_peft_model_state_dict(model, save_embedding_layers=False).keys()
+    for name in sorted(get_peft_model_state_dict(model).keys() - own):
+        if not _AROUND.search(name):
+            raise ModelError(
+                f"Trainer(model={type(model).__name__}): {name}",
+                "its vocabulary was resized and the adapter does not train it: neither the adapter's folder "
+                "nor the model's would have the new rows",
+                "name it in the adapter's modules_to_save, or save the resized model and make the adapter of "
+                "what is loaded from there",
+            )
     folder = output / "given_adapter"
     if not dist.is_initialized() or dist.get_rank() == 0:
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, save_embedding_layers=False)
     if dist.is_initialized():
         dist.barrier()
     return str(folder)
@@ -256,7 +298,7 @@ def _made(model: PreTrainedModel, config: PreTrainedConfig) -> PreTrainedModel:
     torch.set_default_dtype(model.dtype)  # as from_pretrained does
     try:
         with quiet_transformers(), parameters_on_meta():
-            return type(model)(deepcopy(config))
+            return _of_config(type(model), config)
     finally:
         torch.set_default_dtype(usual)
 
@@ -267,7 +309,21 @@ def _skeleton(config: PreTrainedConfig) -> PreTrainedModel:
             at("model_type", config.model_type), "dsx trains causal language models", "give another model"
         )
     with torch.device("meta"):
-        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](deepcopy(config))
+        return _of_config(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
+
+
+def _of_config(
+    kind: Callable[[PreTrainedConfig], PreTrainedModel], config: PreTrainedConfig
+) -> PreTrainedModel:
+    try:
+        return kind(deepcopy(config))
+    except _OF_CONFIGS as error:
+        raise ModelError(
+            "Trainer(model=)",
+            f"transformers makes no model of its config ({first_line(error)})",
+            "set in the config what the model is made of; a pad_token_id is a row of the word embedding, to "
+            "which resize_token_embeddings adds some",
+        ) from None
 
 
 def configure(
@@ -338,8 +394,10 @@ def _frozen(given: GivenModel) -> list[str]:
     """What ``dsx.train.freeze`` says of the parameters that the given model does not train."""
     if given.whole is None or given.adapter is not None:
         return []
-    names = [name for name, each in given.whole.named_parameters() if not each.requires_grad]
-    return [f"^({'|'.join(map(re.escape, names))})$"] if names else []
+    held = dict(given.whole.named_parameters())
+    head = names.head_of(next(iter(held)))  # as files call it
+    frozen = [head if name in names.OTHER_HEADS else name for name in held if not held[name].requires_grad]
+    return [f"^({'|'.join(map(re.escape, frozen))})$"] if frozen else []
 
 
 def require_trained_as_given(pipeline: nn.Module, given: GivenModel) -> None:

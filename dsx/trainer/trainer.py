@@ -52,11 +52,19 @@ from dsx.config.run import RunConfig
 from dsx.config.wording import at
 from dsx.engine.engine import PipelineEngine
 from dsx.engine.initialize import initialize
-from dsx.errors import CheckpointError, ConfigError, DataError, ModelError, RunError
+from dsx.errors import CheckpointError, ConfigError, DataError, RunError
 from dsx.launch.entry import local_rank, rank, world_size
 from dsx.launch.processes import agree, distributed
 from dsx.train import recipe
-from dsx.trainer.arguments import NOT_THERE, OF_TRAINER, refuse, refuse_means_by_rank, require_called
+from dsx.trainer.arguments import (
+    NOT_THERE,
+    OF_TRAINER,
+    MissingNameError,
+    Processes,
+    refuse,
+    refuse_means_by_rank,
+    require_called,
+)
 from dsx.trainer.batches import (
     Loading,
     default_collator,
@@ -80,10 +88,6 @@ from dsx.trainer.length import Length
 from dsx.trainer.saving import keep_best, keep_newest, load, save, write_model
 
 _LOG = logging.getLogger(__name__)
-
-
-class _MissingNameError(ModelError, AttributeError):
-    """A name of transformers' Trainer that is not there."""
 
 
 class Trainer:
@@ -121,6 +125,7 @@ class Trainer:
 
     log_metrics, save_metrics = log_metrics, save_metrics
     metrics_format = staticmethod(metrics_format)
+    is_deepspeed_enabled, is_fsdp_enabled, is_model_parallel = True, False, False
 
     def __init__(  # noqa: PLR0917 - as transformers' Trainer takes them
         self,
@@ -225,7 +230,10 @@ class Trainer:
     def __getattr__(self, name: str) -> Any:
         """Name what transformers' Trainer has and this one has not."""
         if name in NOT_THERE:
-            raise _MissingNameError(f"dsx.Trainer.{name}", "it is not there", NOT_THERE[name])
+            raise MissingNameError(f"dsx.Trainer.{name}", "it is not there", NOT_THERE[name])
+        if "_made_of" not in vars(self) and type(self) is not Trainer and not name.startswith("__"):
+            what = "it is not set yet, and dsx.Trainer.__init__ calls methods such as get_train_dataloader()"
+            raise MissingNameError(f"{type(self).__name__}.{name}", what, "set it before super().__init__()")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # Data
@@ -288,6 +296,21 @@ class Trainer:
         return mesh.tp if parallel.sequence_parallel else 1
 
     # The engine
+
+    @property
+    def deepspeed(self) -> PipelineEngine | None:
+        """The engine, under the name that transformers has for DeepSpeed's; None before it is needed."""
+        return self.engine
+
+    @property
+    def model_wrapped(self) -> Any:
+        """The engine; the model before there is one."""
+        return self.engine or self.model
+
+    @property
+    def accelerator(self) -> Processes:
+        """What Accelerate knows of the processes: is_main_process, wait_for_everyone() and so on."""
+        return Processes(self.args.distributed_state)
 
     def _build(self) -> PipelineEngine:
         """Make the engine, once. A collective call over all ranks."""

@@ -86,7 +86,7 @@ REFUSED_VALUES = {
     "debug": ["underflow_overflow"],
     "enable_jit_checkpoint": True,
     "fsdp": "full_shard",
-    "gradient_checkpointing_kwargs": {"use_reentrant": True},
+    "gradient_checkpointing_kwargs": {"preserve_rng_state": False},
     "label_smoothing_factor": 0.1,
     "lr_scheduler_type": "reduce_lr_on_plateau",
     "neftune_noise_alpha": 5.0,
@@ -114,7 +114,14 @@ def test_each_refusal_names_its_argument(args, name):
     assert error.fix == REFUSED[name].fix
 
 
-@pytest.mark.parametrize(("name", "value"), [("optim", "sgd"), ("train_sampling_strategy", "sequential")])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("optim", "sgd"),
+        ("train_sampling_strategy", "sequential"),
+        ("gradient_checkpointing_kwargs", {"use_reentrant": True}),
+    ],
+)
 def test_values_that_are_fine(args, name, value):
     assert refusals(changed(args, **{name: value}), {}) == []
 
@@ -125,6 +132,16 @@ def test_all_refusals_come_together_before_anything_is_built(args):
         dsx.Trainer(model(), changed(args, fsdp="full_shard", neftune_noise_alpha=5.0), **given)
     for name in ("fsdp", "neftune_noise_alpha", "compute_loss_func", "optimizers", "tokenizer"):
         assert name in str(caught.value)
+    assert "tokenizer=): no such argument. Fix: call it processing_class=" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["SFTConfig", "DPOConfig"])
+def test_arguments_of_trl_are_refused_as_such(args, name):
+    kind = type(name, (TrainingArguments,), {"__module__": "trl.trainer.of_it"})
+    other = object.__new__(type("Mine", (kind,), {}))
+    other.__dict__.update(args.__dict__)
+    with pytest.raises(ConfigError, match=r"args=Mine\(...\)\): they are TRL's.*pass TrainingArguments"):
+        dsx.Trainer(model(), other)
 
 
 def test_an_argument_of_a_subclass(args):
@@ -158,6 +175,45 @@ def test_names_that_are_not_there(args):
             getattr(trainer, name)
     with pytest.raises(AttributeError, match="no attribute 'tran'"):
         trainer.tran  # noqa: B018
+
+
+def test_every_public_name_of_transformers_trainer_has_a_place(args):
+    trainer = dsx.Trainer(model(), changed(args, deepspeed=ALONE))
+    for name in (name for name in vars(Trainer) if not name.startswith("_")):
+        assert (name in NOT_THERE) != hasattr(trainer, name), name
+
+
+def test_what_scripts_ask_after_training(args):
+    trainer = dsx.Trainer(
+        model(), changed(args, deepspeed=ALONE), train_dataset=scripts.Texts(4, seed=1, longest=8)
+    )
+    assert (trainer.is_deepspeed_enabled, trainer.is_fsdp_enabled, trainer.is_model_parallel) == (
+        True,
+        False,
+        False,
+    )
+    assert trainer.model_wrapped is trainer.model
+    trainer.engine = engine = object()
+    assert trainer.deepspeed is trainer.model_wrapped is engine
+    trainer.accelerator.wait_for_everyone()
+    assert trainer.accelerator.is_main_process
+    assert (trainer.accelerator.process_index, trainer.accelerator.num_processes) == (0, 1)
+    with pytest.raises(DsxError, match=r"accelerator.unwrap_model: it is not there.*trainer.engine"):
+        trainer.accelerator.unwrap_model(trainer.model)
+
+
+def test_a_loader_that_reads_what_is_set_later(args):
+    class Mine(dsx.Trainer):
+        def __init__(self, *given, **named):
+            super().__init__(*given, **named)
+            self.late = 1
+
+        def get_train_dataloader(self):
+            assert self.late
+            return super().get_train_dataloader()
+
+    with pytest.raises(ModelError, match=r"Mine.late: it is not set yet.*set it before super\(\).__init__"):
+        Mine(model(), changed(args, deepspeed=ALONE), train_dataset=scripts.Texts(4, seed=1, longest=8))
 
 
 def resolved(args, world_size=4, shares=2, **values):
@@ -371,7 +427,8 @@ def test_blocks_that_shall_and_shall_not_be_computed_again(args):
     ("name", "why"),
     [
         ("training_step", "a step is one call of the engine"),
-        ("_get_train_sampler", "it is not there"),
+        ("_get_train_sampler", "train_sampling_strategy orders samples; get_train_dataloader may"),
+        ("_move_model_to_device", "it is not there"),
         ("_save_checkpoint", "its own method of this name does something else"),
         ("_report", "its own method of this name does something else"),
     ],

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import nn
 from transformers import (
     AttentionInterface,
@@ -18,7 +19,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import dsx
-from dsx.errors import DsxError, ModelError
+from dsx.errors import ConfigError, DsxError, ModelError
 from dsx.trainer.configure import GivenModel
 from trainer import scripts_of_both as scripts
 
@@ -161,6 +162,62 @@ def test_what_changes_no_figure_is_taken(tmp_path, name):
     changed = TAKEN[name](whole)
     given = GivenModel.of(changed if hasattr(changed, "peft_config") else whole, tmp_path)
     assert given.whole is whole
+
+
+@pytest.mark.parametrize("start", [False, "gaussian", "olora", "pissa", "orthogonal"])
+def test_adapters_of_any_start_are_taken(tmp_path, start):
+    assert GivenModel.of(scripts.with_adapter(made(), start), tmp_path).adapter is not None
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_adapters_of_a_longer_vocabulary_have_its_rows_or_are_refused(tmp_path, tied):
+    """PEFT would write the model's own tables into the adapter's folder."""
+    from peft import LoraConfig, get_peft_model
+
+    def given(**more):
+        made(tie_word_embeddings=tied).save_pretrained(tmp_path / "model")
+        whole = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+        whole.resize_token_embeddings(140)
+        lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], ensure_weight_tying=tied, **more)
+        return get_peft_model(whole, lora)
+
+    with pytest.raises(ModelError, match=r"lm_head.weight: its vocabulary was resized"):
+        GivenModel.of(given(), tmp_path)
+    whole = given(modules_to_save=["embed_tokens", "lm_head"])
+    json = {"zero_optimization": {"stage": 0}, "dsx": {"parallel": {"tensor": 1, "pipeline": 1}}}
+    args = TrainingArguments(str(tmp_path / "out"), deepspeed=json, use_cpu=True, report_to="none")
+    trainer = dsx.Trainer(whole, args)
+    assert trainer.get_num_trainable_parameters() == sum(
+        each.numel() for each in whole.parameters() if each.requires_grad
+    )
+    with safe_open(tmp_path / "out/given_adapter/adapter_model.safetensors", "pt") as saved:
+        tables = {name for name in saved.keys() if "lora" not in name}  # noqa: SIM118
+        assert {saved.get_tensor(name).shape for name in tables} == {(140, 32)}
+    assert tables <= {f"base_model.model.{name}.weight" for name in ("lm_head", "model.embed_tokens")}
+
+
+def test_a_frozen_head_of_gpt_neox(tmp_path):
+    """Files call it otherwise than transformers' module does."""
+    sizes = {key: value for key, value in LLAMA.items() if key != "max_position_embeddings"}
+    whole = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_neox", **sizes))
+    whole.get_output_embeddings().requires_grad_(False)
+    json = {"zero_optimization": {"stage": 0}, "dsx": {"parallel": {"tensor": 1, "pipeline": 1}}}
+    args = TrainingArguments(str(tmp_path), deepspeed=json, use_cpu=True, report_to="none")
+    trained = sum(each.numel() for each in whole.parameters() if each.requires_grad)
+    assert dsx.Trainer(whole, args).get_num_trainable_parameters() == trained
+
+
+def test_a_config_or_folder_of_which_no_model_is_made(tmp_path):
+    whole, config = made(), made().config
+    whole.config.pad_token_id = config.pad_token_id = LLAMA["vocab_size"]
+    for given in (whole, config):
+        with pytest.raises(ModelError, match=r"makes no model of its config.*resize_token_embeddings"):
+            GivenModel.of(given, tmp_path)
+    with pytest.raises(ConfigError, match=r"transformers reads no config there.*the folder of a model"):
+        GivenModel.of(tmp_path, tmp_path)
+    scripts.with_adapter(made()).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r'it is the folder of an adapter.*"adapter": {"path"'):
+        GivenModel.of(tmp_path, tmp_path)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma2", "mixtral", "qwen3"])

@@ -22,7 +22,7 @@ _LARGEST_JSON_BYTES = 1 << 26
 # Hub files of the bare model (openai-community/gpt2) lack the language model's prefix.
 _PREFIXES = ("transformer.", "model.", "gpt_neox.")
 # transformers 5 calls GPT-NeoX's head as everybody's, and files have the old name (conversion_mapping.py).
-_OTHER_HEADS = {"embed_out.weight": "lm_head.weight", "lm_head.weight": "embed_out.weight"}
+OTHER_HEADS = {"embed_out.weight": "lm_head.weight", "lm_head.weight": "embed_out.weight"}
 # Buffers that older transformers wrote as tensors: causal masks of GPT-2 and GPT-NeoX, rotary frequencies.
 _BUFFER = re.compile(
     r".*(\.attn\.bias|\.attn\.masked_bias|\.rotary_emb\.inv_freq|layers\.\d+\.attention\.(masked_)?bias)"
@@ -88,8 +88,8 @@ def stored_names(spec: ParamSpec, name: str) -> Iterator[str]:
     for prefix in _PREFIXES:
         if name.startswith(prefix):
             yield name.removeprefix(prefix)
-    if name in _OTHER_HEADS:
-        yield _OTHER_HEADS[name]
+    if name in OTHER_HEADS:
+        yield OTHER_HEADS[name]
     yield from tied_names(spec)
 
 
@@ -98,7 +98,7 @@ def tied_names(spec: ParamSpec) -> tuple[str, ...]:
     if spec.hf_copies or spec.tie is None:
         return spec.hf_copies
     head = head_of(spec.hf[0])
-    return head, _OTHER_HEADS[head]
+    return head, OTHER_HEADS[head]
 
 
 def in_memory(spec: ParamSpec) -> ParamSpec:
