@@ -63,6 +63,7 @@ _WINDOWS = (
     "sliding_window", "sliding_window_size", "attention_window_size", "window_size", "attention_chunk_size",
 )  # fmt: skip
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+_ROPES = ("rope_scaling", "rope_parameters")
 _VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input")
 _FAMILIES = {"mamba2": {"head_dim": 2 * HEAD}, "longcat_flash": {"head_dim": HEAD // 2}}
 """What keys alone do not tell."""
@@ -104,7 +105,7 @@ def _shrunk(text: str, layers: int, tensor: int, vocab_size: int, window: int) -
     if sum(parameter.numel() for parameter in anatomy.model.parameters()) <= _SMALL_ENOUGH:
         return text
     own = json.loads(text)
-    given = hf_config_of(own).to_dict()
+    given = {**{key: own.get(key) for key in _ROPES}, **hf_config_of(own).to_dict()}
     kinds = _kinds(anatomy)
     most = {**dict.fromkeys(_VOCABULARIES, vocab_size), **dict.fromkeys(_WINDOWS, window)}
     told = "its layers are of too many kinds"
@@ -227,6 +228,10 @@ def _sizes(given: Mapping[str, Any], tensor: int, most: Mapping[str, int]) -> di
         found |= {key: found[heads] for key, heads in _PAIRS.items() if key in found}
     if isinstance(given.get("initializer_range"), float):
         found["initializer_range"] = max(given["initializer_range"], _INIT)
+    whole, part = _rotated(given), _rotated({**given, **found})
+    for key in _ROPES:
+        if isinstance(given.get(key), dict) and whole and part:
+            found[key] = _with_factors(given[key], whole, part)
     for key, value in given.items():
         if key.endswith("_token_id"):
             rows = most["vocab_size"]  # numbers below zero count from the end
@@ -235,4 +240,21 @@ def _sizes(given: Mapping[str, Any], tensor: int, most: Mapping[str, int]) -> di
             )
         elif key.endswith("_config") and isinstance(value, dict):
             found[key] = {**value, **_sizes({"n_heads": given.get("n_heads"), **value}, tensor, most)}
+    return found
+
+
+def _rotated(sizes: Mapping[str, Any]) -> int:
+    """Size of the heads that are rotated, or of the part of them that has a key of its own; 0 if not told."""
+    own = next((sizes[key] for key in ("qk_rope_head_dim", "rotary_dim", "head_dim") if sizes.get(key)), None)
+    return int(own or (sizes.get("hidden_size") or 0) // (sizes.get("num_attention_heads") or 1))
+
+
+def _with_factors(rope: Mapping[str, Any], whole: int, part: int) -> dict[str, Any]:
+    """Rotary parameters, of each type of layer too, with as many factors as ``part`` of ``whole`` has."""
+    found = dict(rope)
+    for key, value in rope.items():
+        if isinstance(value, dict):
+            found[key] = _with_factors(value, whole, part)
+        elif key in ("short_factor", "long_factor") and isinstance(value, list):
+            found[key] = value[: len(value) * part // whole]
     return found

@@ -63,6 +63,31 @@ def test_a_small_config_keeps_kinds_of_layers_and_what_ranks_share() -> None:
     assert experts.shape[0] > json.loads(small.config)["num_experts_per_tok"]
 
 
+@pytest.mark.parametrize(
+    ("rope_key", "config"),
+    [  # as published: Phi-4-mini, Phi-3.5-MoE and MiniCPM3
+        ("rope_scaling", {"model_type": "phi3", "num_attention_heads": 24, "partial_rotary_factor": 0.75}),
+        ("rope_parameters", {"model_type": "phimoe", "num_attention_heads": 24, "num_key_value_heads": 8}),
+        ("rope_scaling", {"model_type": "minicpm3", "num_attention_heads": 24, "qk_rope_head_dim": 32}),
+    ],
+)
+def test_a_small_config_has_as_many_rotary_factors_as_its_heads_have_pairs(
+    rope_key: str, config: dict[str, Any]
+) -> None:
+    pairs = {"phi3": 48, "phimoe": 64, "minicpm3": 16}[config["model_type"]]
+    factors = {key: [1.0 + n for n in range(pairs)] for key in ("short_factor", "long_factor")}
+    given = {**config, "hidden_size": 3072, "max_position_embeddings": 8192}
+    given["original_max_position_embeddings"] = 4096
+    given[rope_key] = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
+    if rope_key == "rope_parameters":
+        given[rope_key] |= {"original_max_position_embeddings": 4096, "factor": 2.0}
+        given[rope_key] |= {"short_mscale": 1.2, "long_mscale": 1.2}
+    small = shrunk(given)
+    random_model(small)(input_ids=torch.zeros(1, 4, dtype=torch.int64), use_cache=False)
+    kept = {"phi3": 6, "phimoe": 8, "minicpm3": 4}[config["model_type"]]
+    assert [len(small[rope_key][key]) for key in factors] == [kept, kept]
+
+
 def test_a_config_that_is_small_stays_as_it_is() -> None:
     config = {"model_type": "olmo2", **TINY}
     assert shrunk(config) == config
