@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dsx.hub.anatomy import BlockCall, without_storage
 from dsx.hub.tensor_plan import COLUMN, GATHERS, ROW, SPLITS, SUMMED, BlockPlan, children, divide, is_region
+from dsx.models.quiet_transformers import torch_forms
 
 RANKS = (2, 3, 5, 7)
 """Numbers of ranks that a region is looked at with: the first that its heads, which may be odd, divide by."""
@@ -255,7 +256,7 @@ def _seen(
         (call.hidden, call.arguments, call.named),
     )
     there = BlockCall(hidden, arguments, named, by_name=call.by_name)
-    with torch.no_grad(), watch:
+    with torch.no_grad(), torch_forms(), watch:
         watch.mark(there.hidden, _GIVEN)
         with suppress(Exception):  # what comes behind the child is of no interest
             there.make(small, there.hidden)

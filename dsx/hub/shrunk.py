@@ -18,7 +18,7 @@ import torch
 from dsx.errors import ModelError
 from dsx.hub.anatomy import Anatomy, anatomy_of, hf_config_of
 from dsx.models.config_values import at
-from dsx.models.quiet_transformers import first_line, quiet_transformers
+from dsx.models.quiet_transformers import first_line, quiet_transformers, torch_forms
 
 HEADS, HEAD = 4, 16
 
@@ -148,6 +148,7 @@ def random_model(config: Mapping[str, Any]) -> Any:
     return made.float().train()  # a few modules make theirs in bf16, which from_pretrained changes
 
 
+@torch_forms()
 def _tried(small: str) -> list[Hashable]:
     """The kinds of a small model's blocks, after its forward has run once."""
     anatomy = anatomy_of(small)
@@ -202,9 +203,9 @@ def _attempts(given: Mapping[str, Any], tensor: int, most: Mapping[str, int]) ->
     sizes = _sizes(given, tensor, most)
     for kept in _AS_THEY_ARE:
         if not kept or not sizes.keys().isdisjoint(kept):
-            yield {key: value for key, value in sizes.items() if key not in kept}
+            yield _with_ropes(given, {key: value for key, value in sizes.items() if key not in kept})
     if tensor > 2:
-        yield _sizes(given, 2, most)
+        yield _with_ropes(given, _sizes(given, 2, most))
 
 
 def _sizes(given: Mapping[str, Any], tensor: int, most: Mapping[str, int]) -> dict[str, Any]:
@@ -228,10 +229,6 @@ def _sizes(given: Mapping[str, Any], tensor: int, most: Mapping[str, int]) -> di
         found |= {key: found[heads] for key, heads in _PAIRS.items() if key in found}
     if isinstance(given.get("initializer_range"), float):
         found["initializer_range"] = max(given["initializer_range"], _INIT)
-    whole, part = _rotated(given), _rotated({**given, **found})
-    for key in _ROPES:
-        if isinstance(given.get(key), dict) and whole and part:
-            found[key] = _with_factors(given[key], whole, part)
     for key, value in given.items():
         if key.endswith("_token_id"):
             rows = most["vocab_size"]  # numbers below zero count from the end
@@ -243,10 +240,19 @@ def _sizes(given: Mapping[str, Any], tensor: int, most: Mapping[str, int]) -> di
     return found
 
 
+def _with_ropes(given: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Overrides of a config with rotary parameters that fit its heads."""
+    ropes = {key: given[key] for key in _ROPES if isinstance(given.get(key), dict)}
+    return {**sizes, **_with_factors(ropes, _rotated(given), _rotated({**given, **sizes}))}
+
+
 def _rotated(sizes: Mapping[str, Any]) -> int:
-    """Size of the heads that are rotated, or of the part of them that has a key of its own; 0 if not told."""
-    own = next((sizes[key] for key in ("qk_rope_head_dim", "rotary_dim", "head_dim") if sizes.get(key)), None)
-    return int(own or (sizes.get("hidden_size") or 0) // (sizes.get("num_attention_heads") or 1))
+    """Size of the heads that are rotated, or of the part of them that has a key of its own; 1 if not told."""
+    for key in ("qk_rope_head_dim", "rotary_dim", "head_dim"):
+        if type(size := sizes.get(key)) is int:
+            return size or 1
+    width, heads = sizes.get("hidden_size"), sizes.get("num_attention_heads")
+    return width // heads if type(width) is int and type(heads) is int and 0 < heads <= width else 1
 
 
 def _with_factors(rope: Mapping[str, Any], whole: int, part: int) -> dict[str, Any]:

@@ -137,13 +137,18 @@ def test_a_region_is_left_whole_where_a_rank_would_use_other_parts_or_give_other
 @pytest.mark.parametrize(
     "options",
     [
-        {"model_type": "glm4_moe", "num_key_value_heads": 3, "use_qk_norm": True, "moe_intermediate_size": 48},
+        {"model_type": "glm4_moe", "num_key_value_heads": 3, "use_qk_norm": True},
         {"model_type": "phi", "num_key_value_heads": 9, "qk_layernorm": True},
     ],
 )
 def test_a_region_of_an_odd_number_of_heads_is_cut_for_three_ranks(options: dict[str, Any]) -> None:
     sizes = {"vocab_size": 96, "hidden_size": 144, "head_dim": 16, "intermediate_size": 96}
-    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 9, "n_routed_experts": 4}
+    sizes |= {
+        "num_hidden_layers": 1,
+        "num_attention_heads": 9,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 48,
+    }
     model = hub_model(sizes | options)
     assert model.heads == (9, options["num_key_value_heads"])
     assert not [path for path, _ in model.whole if "self_attn" in path]

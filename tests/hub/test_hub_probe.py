@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
+from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
+from transformers.models.falcon_mamba import modeling_falcon_mamba
 
 from dsx.config.resolve import resolve
 from dsx.errors import ConfigError, ModelError
@@ -172,6 +177,41 @@ def test_a_sequence_that_cannot_be_cut_is_refused_where_it_would_be(
         require_probed(model, sequence=True, documents=False)
     with pytest.raises(ConfigError, match=r"dsx.data.documents = 'apart'.*sees others.*joined"):
         require_probed(model, sequence=False, documents=True)
+
+
+def test_what_cannot_be_tried_is_let_through_but_not_cut_nor_kept_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    model = hub_model({"model_type": "olmo2", **TINY})
+    sees = type(random_model({"model_type": "olmo2", **TINY}))
+
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("expected a CUDA tensor")
+
+    monkeypatch.setattr(sees, "forward", fails)
+    require_probed(model, sequence=False, documents=False)
+    with pytest.raises(ConfigError, match=r"sequence_parallel.*not known.*expected a CUDA tensor"):
+        require_probed(model, sequence=True, documents=False)
+    with pytest.raises(ConfigError, match=r"dsx.data.documents.*not known.*expected a CUDA tensor"):
+        require_probed(model, sequence=False, documents=True)
+    assert not [*tmp_path.rglob("*.json")]
+
+
+def test_a_trial_computes_in_torch_whatever_kernels_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_gpus_only(*_: object, **__: object) -> None:
+        raise RuntimeError("expected a CUDA tensor")
+
+    package = ModuleType("conv1d_of_gpus")
+    vars(package)["causal_conv1d_fn"] = on_gpus_only
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    chosen = use_kernel_func_from_hub_with_fallback("causal_conv1d_fn", package.__name__)
+    in_torch = inspect.unwrap(modeling_falcon_mamba.causal_conv1d_fn)
+    monkeypatch.setattr(modeling_falcon_mamba, "causal_conv1d_fn", chosen(in_torch))
+    config = {"model_type": "falcon_mamba", "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 1}
+    with pytest.raises(RuntimeError, match="expected a CUDA tensor"):
+        random_model(config)(input_ids=torch.zeros(1, 4, dtype=torch.int64), use_cache=False)
+    assert probe(config).differs is None
 
 
 class RunningSum(nn.Linear):
