@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map
 
 from dsx.errors import ModelError
 from dsx.models.config_values import at
-from dsx.models.quiet_transformers import quiet_transformers
+from dsx.models.quiet_transformers import quiet_transformers, torch_forms
 from dsx.nn.documents import Last
 from dsx.terminal import shortened
 
@@ -667,7 +667,7 @@ def _extras(block: nn.Module, call: BlockCall) -> tuple[int | None, list[str]]:
     places = {**{str(place): value for place, value in enumerate(there.arguments, 1)}, **there.named}
     before = {name: list(leaves(value)) for name, value in places.items()}
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch_forms():
             gave = there.make(copy.deepcopy(block).to("meta", torch.bfloat16), there.hidden)
     except Exception:  # noqa: BLE001 - as above
         function = getattr(type(block).forward, "__wrapped__", type(block).forward)

@@ -1,8 +1,9 @@
 """What a tensor plan does not say, found out by what a block computes with the sizes of one rank.
 
-The block runs on the meta device, its linears and parameters cut as for one of two ranks. Operators are
+The block runs on the meta device, its linears and parameters cut as for one of a few ranks. Operators are
 watched: what comes of a cut linear's outputs or of a cut parameter is one rank's own, until a row-parallel
-linear sums it. A parameter that meets such values has a part of its gradient on each rank.
+linear sums it. A parameter that meets such values has a part of its gradient on each rank, and so has what
+the region is given.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dsx.hub.anatomy import BlockCall, without_storage
-from dsx.hub.tensor_plan import COLUMN, GATHERS, ROW, SPLITS, SUMMED, BlockPlan, children, divide
+from dsx.hub.tensor_plan import COLUMN, GATHERS, ROW, SPLITS, SUMMED, BlockPlan, children, divide, is_region
+from dsx.models.quiet_transformers import torch_forms
 
-RANKS = 2
+RANKS = (2, 3, 5, 7)
+"""Numbers of ranks that a region is looked at with: the first that its heads, which may be odd, divide by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +65,13 @@ class UnnamedUses:
         used: Those that were used at all.
         partial: Those that met values of one rank by themselves: their gradients are partial.
         lost: Those that met them in another way: what is given to them gets a wrong gradient too.
+        given: Whether what the region is given met them by itself: its gradient is partial.
     """
 
     used: set[str] = field(default_factory=set)
     partial: set[str] = field(default_factory=set)
     lost: set[str] = field(default_factory=set)
+    given: bool = False
 
 
 class _Watch(TorchDispatchMode):
@@ -74,7 +79,7 @@ class _Watch(TorchDispatchMode):
 
     def __init__(self, unnamed: Mapping[int, str], sliced: set[int], rows: set[int]) -> None:
         super().__init__()
-        self.seen = UnnamedUses()
+        self.seen, self.inside = UnnamedUses(), False
         self._unnamed, self._sliced, self._rows = unnamed, sliced, rows
         self._kinds: dict[int, tuple[Tensor, Kind]] = {}
         """With the tensor, so that its identity is not another's later."""
@@ -87,6 +92,10 @@ class _Watch(TorchDispatchMode):
             return Kind(own=True)
         held = self._kinds.get(id(tensor))
         return _PLAIN if held is None else held[1]
+
+    def stand(self, *, inside: bool) -> None:
+        """Say whether it is the region that computes."""
+        self.inside = inside
 
     def mark(self, tensor: Tensor, kind: Kind) -> None:
         """Say what a tensor is."""
@@ -106,9 +115,11 @@ class _Watch(TorchDispatchMode):
             total |= _SUMMAND
         if total.own:
             # Nothing that one rank has for itself may be made of a value that all ranks share.
-            for kind in (kind for kind in kinds if not kind.own):
-                into = self.seen.lost if kind.of_input or total.summand else self.seen.partial
-                into |= kind.parameters
+            for each, kind in zip(given, kinds, strict=True):
+                if not kind.own:
+                    into = self.seen.lost if kind.of_input or total.summand else self.seen.partial
+                    into |= kind.parameters
+                    self.seen.given |= self.inside and kind.of_input and each.is_floating_point()
             total = Kind(own=True, summand=total.summand, of_input=total.of_input)
         for each in tree_leaves(result):
             if isinstance(
@@ -150,16 +161,32 @@ def completed(block: nn.Module, plan: BlockPlan, call: BlockCall) -> BlockPlan:
             if any(name.startswith(experts) for name in unnamed):
                 plan = replace(plan, styles=left)
             continue
+        plan = _right(block, plan, call, unnamed, path, whole.used) or replace(plan, styles=left)
+    return plan
+
+
+def _right(
+    block: nn.Module, plan: BlockPlan, call: BlockCall, unnamed: list[str], path: str, used: set[str]
+) -> BlockPlan | None:
+    """The plan with the first of the candidates that is right, at the fewest ranks with which any runs."""
+    for ranks in RANKS:
+        runs = False
         for more in _candidates(block, unnamed):
             tried = replace(plan, styles={**plan.styles, **dict.fromkeys(more, "colwise")})
             rest = [name for name in unnamed if not _is_named(name, tried)]
-            seen = seen_in(block, tried, call, rest, path)
-            if seen is not None and seen.used == whole.used & {*rest} and not seen.lost:
-                plan = replace(tried, styles={**tried.styles, **dict.fromkeys(seen.partial, SUMMED)})
-                break
-        else:
-            plan = replace(plan, styles=left)
-    return plan
+            seen = seen_in(block, tried, call, rest, path, ranks)
+            if seen is None:
+                continue
+            runs = True
+            found = replace(tried, styles={**tried.styles, **dict.fromkeys(seen.partial, SUMMED)})
+            # Only a region's ends sum the gradient of what it is given, and with fewer key/value heads than
+            # ranks, as one more than there are, it may be none.
+            summed = not seen.given or is_region(block.get_submodule(path), path, found, plan.pairs + 1)
+            if seen.used == used & {*rest} and not seen.lost and summed:
+                return found
+        if runs:
+            return None
+    return None
 
 
 def _is_named(path: str, plan: BlockPlan) -> bool:
@@ -185,7 +212,7 @@ def seen_in(
     call: BlockCall,
     unnamed: Sequence[str],
     within: str,
-    ranks: int = RANKS,
+    ranks: int,
 ) -> UnnamedUses | None:
     """What parameters of a block meet that its plan does not name; None if such a block does not run.
 
@@ -220,19 +247,22 @@ def _seen(
     ended: list[bool] = []
     for path, module in small.named_modules():
         _listen(path, module, plan, watch, ranks)
-    small.get_submodule(within).register_forward_hook(lambda *_: ended.append(True))
+    region = small.get_submodule(within)
+    region.register_forward_pre_hook(lambda *_: watch.stand(inside=True))
+    region.register_forward_hook(lambda *_: watch.stand(inside=False))
+    region.register_forward_hook(lambda *_: ended.append(True))
     hidden, arguments, named = tree_map(
         lambda each: without_storage(each, dtype) if isinstance(each, Tensor) else each,
         (call.hidden, call.arguments, call.named),
     )
     there = BlockCall(hidden, arguments, named, by_name=call.by_name)
-    with torch.no_grad(), watch:
+    with torch.no_grad(), torch_forms(), watch:
         watch.mark(there.hidden, _GIVEN)
         with suppress(Exception):  # what comes behind the child is of no interest
             there.make(small, there.hidden)
         if not ended:  # what stands in front of it may not run without values: it may run by itself
             watch.seen = UnnamedUses()
-            small.get_submodule(within)(there.hidden)
+            region(there.hidden)
     return watch.seen
 
 

@@ -31,7 +31,7 @@ from dsx.models import families
 from dsx.models.config_values import at
 from dsx.models.param import ParamSpec
 from dsx.models.params import param_specs
-from dsx.models.quiet_transformers import first_line
+from dsx.models.quiet_transformers import first_line, torch_forms
 from dsx.models.spec import HubModel
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.parameters import regions
@@ -60,6 +60,7 @@ class Probe:
     parameters: int
 
 
+@torch_forms()
 def probe(config: Mapping[str, Any], tensor_plan: Mapping[str, str | None] | None = None) -> Probe:
     """Try a small model of a config's family and structure.
 
@@ -68,7 +69,7 @@ def probe(config: Mapping[str, Any], tensor_plan: Mapping[str, str | None] | Non
         tensor_plan: As of :func:`dsx.hub.read.hub_model`.
 
     Raises:
-        ModelError: dsx cannot cut the model, or transformers makes no small one.
+        ModelError: dsx cannot cut the model, or transformers makes no small one, or does not run it.
     """
     small = shrunk(config, window=_TOKENS // 2)
     small |= dict.fromkeys(random_keys(small), 0.0)
@@ -92,7 +93,8 @@ def require_probed(model: HubModel, *, sequence: bool, documents: bool) -> None:
 
     What a probe showed is kept in the user's cache, by the config and the versions.
 
-    One of which no small model can be made is let through: its structure alone has been looked at.
+    One of which no small model can be tried here is let through, as its structure has been looked at, but
+    not with a cut sequence or with documents apart.
 
     Raises:
         ConfigError: The sequence cannot be cut, or documents not be kept apart.
@@ -104,9 +106,12 @@ def require_probed(model: HubModel, *, sequence: bool, documents: bool) -> None:
     except (OSError, ValueError, TypeError):
         try:
             found = probe(json.loads(model.config), dict(model.tensor_plan))
-        except ModelError:
-            return  # no small model can be made of it, and its own size is not for a trial
-        keep(place, json.dumps({name: getattr(found, name) for name in Probe.__slots__}))
+        except Exception as error:  # noqa: BLE001 - whatever the family's code does on this machine
+            what = error.what if isinstance(error, ModelError) else first_line(error)
+            told = f"whether that is right is not known, as no small model of it could be tried ({what})"
+            found = Probe(differs=None, no_sequence=told, no_documents=told, blocks=0, parameters=0)
+        else:
+            keep(place, json.dumps({name: getattr(found, name) for name in Probe.__slots__}))
     if found.differs is not None:
         raise ModelError(
             at("model_type", model.family),
@@ -143,7 +148,11 @@ def _difference(model: HubModel, whole: Any) -> str | None:
         logits, loss = loss_of(whole, inputs, labels)
         loss.backward()
     except Exception as error:  # noqa: BLE001 - whatever the family's code does
-        return f"transformers itself does not run a small model of it ({first_line(error)})"
+        raise ModelError(
+            at("model_type", model.family),
+            f"transformers itself does not run a small model of it ({first_line(error)})",
+            "use its own size",
+        ) from None
     value: Any = inputs
     try:
         calls, parameters = layers_of(model, whole)

@@ -18,7 +18,7 @@ import torch
 from dsx.errors import ModelError
 from dsx.hub.anatomy import Anatomy, anatomy_of, hf_config_of
 from dsx.models.config_values import at
-from dsx.models.quiet_transformers import first_line, quiet_transformers
+from dsx.models.quiet_transformers import first_line, quiet_transformers, torch_forms
 
 HEADS, HEAD = 4, 16
 
@@ -63,6 +63,7 @@ _WINDOWS = (
     "sliding_window", "sliding_window_size", "attention_window_size", "window_size", "attention_chunk_size",
 )  # fmt: skip
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+_ROPES = ("rope_scaling", "rope_parameters")
 _VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input")
 _FAMILIES = {"mamba2": {"head_dim": 2 * HEAD}, "longcat_flash": {"head_dim": HEAD // 2}}
 """What keys alone do not tell."""
@@ -104,7 +105,7 @@ def _shrunk(text: str, layers: int, tensor: int, vocab_size: int, window: int) -
     if sum(parameter.numel() for parameter in anatomy.model.parameters()) <= _SMALL_ENOUGH:
         return text
     own = json.loads(text)
-    given = hf_config_of(own).to_dict()
+    given = {**{key: own.get(key) for key in _ROPES}, **hf_config_of(own).to_dict()}
     kinds = _kinds(anatomy)
     most = {**dict.fromkeys(_VOCABULARIES, vocab_size), **dict.fromkeys(_WINDOWS, window)}
     told = "its layers are of too many kinds"
@@ -147,6 +148,7 @@ def random_model(config: Mapping[str, Any]) -> Any:
     return made.float().train()  # a few modules make theirs in bf16, which from_pretrained changes
 
 
+@torch_forms()
 def _tried(small: str) -> list[Hashable]:
     """The kinds of a small model's blocks, after its forward has run once."""
     anatomy = anatomy_of(small)
@@ -201,9 +203,9 @@ def _attempts(given: Mapping[str, Any], tensor: int, most: Mapping[str, int]) ->
     sizes = _sizes(given, tensor, most)
     for kept in _AS_THEY_ARE:
         if not kept or not sizes.keys().isdisjoint(kept):
-            yield {key: value for key, value in sizes.items() if key not in kept}
+            yield _with_ropes(given, {key: value for key, value in sizes.items() if key not in kept})
     if tensor > 2:
-        yield _sizes(given, 2, most)
+        yield _with_ropes(given, _sizes(given, 2, most))
 
 
 def _sizes(given: Mapping[str, Any], tensor: int, most: Mapping[str, int]) -> dict[str, Any]:
@@ -235,4 +237,30 @@ def _sizes(given: Mapping[str, Any], tensor: int, most: Mapping[str, int]) -> di
             )
         elif key.endswith("_config") and isinstance(value, dict):
             found[key] = {**value, **_sizes({"n_heads": given.get("n_heads"), **value}, tensor, most)}
+    return found
+
+
+def _with_ropes(given: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Overrides of a config with rotary parameters that fit its heads."""
+    ropes = {key: given[key] for key in _ROPES if isinstance(given.get(key), dict)}
+    return {**sizes, **_with_factors(ropes, _rotated(given), _rotated({**given, **sizes}))}
+
+
+def _rotated(sizes: Mapping[str, Any]) -> int:
+    """Size of the heads that are rotated, or of the part of them that has a key of its own; 1 if not told."""
+    for key in ("qk_rope_head_dim", "rotary_dim", "head_dim"):
+        if type(size := sizes.get(key)) is int:
+            return size or 1
+    width, heads = sizes.get("hidden_size"), sizes.get("num_attention_heads")
+    return width // heads if type(width) is int and type(heads) is int and 0 < heads <= width else 1
+
+
+def _with_factors(rope: Mapping[str, Any], whole: int, part: int) -> dict[str, Any]:
+    """Rotary parameters, of each type of layer too, with as many factors as ``part`` of ``whole`` has."""
+    found = dict(rope)
+    for key, value in rope.items():
+        if isinstance(value, dict):
+            found[key] = _with_factors(value, whole, part)
+        elif key in ("short_factor", "long_factor") and isinstance(value, list):
+            found[key] = value[: len(value) * part // whole]
     return found

@@ -164,7 +164,7 @@ def apply_plan(
             inside |= {f"{path}.{name}" for name, _ in child.named_parameters()} if style else set()
     for path, child in list(mixing_children(block, plan)):
         inside |= {f"{path}.{name}" for name, _ in child.named_parameters()}
-        tight = tp.size > 1 and _is_region(child, path, plan, tp)
+        tight = tp.size > 1 and is_region(child, path, plan, tp.size)
         within = tp if tight else replace(tp, sequence_parallel=False)
         _set_linears(child, path, plan, within, split, tight=tight)
         summed |= _wrap(child, path, plan, within)
@@ -203,13 +203,13 @@ def _mixes(child: nn.Module, path: str, plan: BlockPlan) -> bool:
     return planned or any(parameter.ndim > 1 for parameter in child.parameters())
 
 
-def _is_region(child: nn.Module, path: str, plan: BlockPlan, tp: TensorParallel) -> bool:
+def is_region(child: nn.Module, path: str, plan: BlockPlan, ranks: int) -> bool:
     """Whether it consists of column-parallel linears that end in one row-parallel one."""
     rows = 0
     for name, inner in child.named_modules(prefix=path):
         style = plan.styles.get(name)
         if style in ("colwise", "packed_colwise") and type(inner) is nn.Linear:
-            if plan.keeps(name, tp.size):
+            if plan.keeps(name, ranks):
                 return False
         elif style in ("rowwise", "packed_rowwise") and type(inner) is nn.Linear:
             rows += 1

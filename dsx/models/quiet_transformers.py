@@ -22,6 +22,22 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+@contextmanager
+def torch_forms() -> Iterator[None]:
+    """Have transformers compute in torch inside the block, whatever kernels for GPUs are installed.
+
+    It chooses kernels by package, not by device, and passes them over only where a model is exported.
+    """
+    from transformers.integrations import hub_kernels
+
+    asks = getattr(hub_kernels, "is_torchdynamo_exporting", None)
+    hub_kernels.is_torchdynamo_exporting = lambda: True
+    try:
+        yield
+    finally:
+        hub_kernels.is_torchdynamo_exporting = asks
+
+
 def first_line(error: BaseException) -> str:
     """The type of an error that is not dsx's, and the first line of its message."""
     lines = str(error).strip().splitlines()

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dsx.hub.anatomy import BlockCall
 from dsx.hub.cut_regions import completed
+from dsx.hub.read import hub_model
 from dsx.hub.tensor_plan import SUMMED, BlockPlan
 
 HEADS, HEAD = 4, 6
@@ -44,6 +46,8 @@ class Region(nn.Module):
         elif kind == "a gate":
             self.e = nn.Linear(WIDTH, 1, bias=False)
             del self.d
+        elif kind == "a gate per head":
+            self.d = nn.Parameter(torch.randn(HEADS, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "before":
@@ -59,6 +63,10 @@ class Region(nn.Module):
             y = y * self.e(x).unflatten(-1, (-1, HEAD))
         elif self.kind == "a gate":
             y = y * self.e(x).unsqueeze(-1)
+        elif self.kind == "a gate per head":
+            y = y * F.linear(x, self.d).sigmoid().unsqueeze(-1)
+        elif self.kind == "a mean beside":
+            y = (y + self.d) * x.mean(-1)[..., None, None]
         y = self.c(y.tanh().flatten(-2))
         return y * self.d.sum() if self.kind == "behind" else y
 
@@ -121,9 +129,29 @@ def test_what_a_plan_does_not_name_is_cut_or_summed_by_what_it_meets(kind: str) 
         assert torch.allclose(found, parameter.grad, atol=1e-5), path
 
 
-@pytest.mark.parametrize("kind", ["a list", "a gate"])
+@pytest.mark.parametrize("kind", ["a list", "a gate", "a gate per head", "a mean beside"])
 def test_a_region_is_left_whole_where_a_rank_would_use_other_parts_or_give_other_gradients(kind: str) -> None:
     assert styles_of(Block(kind)) == {}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"model_type": "glm4_moe", "num_key_value_heads": 3, "use_qk_norm": True},
+        {"model_type": "phi", "num_key_value_heads": 9, "qk_layernorm": True},
+    ],
+)
+def test_a_region_of_an_odd_number_of_heads_is_cut_for_three_ranks(options: dict[str, Any]) -> None:
+    sizes = {"vocab_size": 96, "hidden_size": 144, "head_dim": 16, "intermediate_size": 96}
+    sizes |= {
+        "num_hidden_layers": 1,
+        "num_attention_heads": 9,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 48,
+    }
+    model = hub_model(sizes | options)
+    assert model.heads == (9, options["num_key_value_heads"])
+    assert not [path for path, _ in model.whole if "self_attn" in path]
 
 
 def test_an_entry_of_the_user_counts() -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
+from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
+from transformers.models.falcon_mamba import modeling_falcon_mamba
 
 from dsx.config.resolve import resolve
 from dsx.errors import ConfigError, ModelError
@@ -61,6 +66,31 @@ def test_a_small_config_keeps_kinds_of_layers_and_what_ranks_share() -> None:
     assert small.uncut(4) is None
     experts = next(spec for spec in small.params if "experts.gate_up_proj" in spec.name)
     assert experts.shape[0] > json.loads(small.config)["num_experts_per_tok"]
+
+
+@pytest.mark.parametrize(
+    ("rope_key", "config"),
+    [  # as published: Phi-4-mini, Phi-3.5-MoE and MiniCPM3
+        ("rope_scaling", {"model_type": "phi3", "num_attention_heads": 24, "partial_rotary_factor": 0.75}),
+        ("rope_parameters", {"model_type": "phimoe", "num_attention_heads": 24, "num_key_value_heads": 8}),
+        ("rope_scaling", {"model_type": "minicpm3", "num_attention_heads": 24, "qk_rope_head_dim": 32}),
+    ],
+)
+def test_a_small_config_has_as_many_rotary_factors_as_its_heads_have_pairs(
+    rope_key: str, config: dict[str, Any]
+) -> None:
+    pairs = {"phi3": 48, "phimoe": 64, "minicpm3": 16}[config["model_type"]]
+    factors = {key: [1.0 + n for n in range(pairs)] for key in ("short_factor", "long_factor")}
+    given = {**config, "hidden_size": 3072, "max_position_embeddings": 8192}
+    given["original_max_position_embeddings"] = 4096
+    given[rope_key] = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
+    if rope_key == "rope_parameters":
+        given[rope_key] |= {"original_max_position_embeddings": 4096, "factor": 2.0}
+        given[rope_key] |= {"short_mscale": 1.2, "long_mscale": 1.2}
+    small = shrunk(given)
+    random_model(small)(input_ids=torch.zeros(1, 4, dtype=torch.int64), use_cache=False)
+    kept = {"phi3": 6, "phimoe": 8, "minicpm3": 4}[config["model_type"]]
+    assert [len(small[rope_key][key]) for key in factors] == [kept, kept]
 
 
 def test_a_config_that_is_small_stays_as_it_is() -> None:
@@ -147,6 +177,41 @@ def test_a_sequence_that_cannot_be_cut_is_refused_where_it_would_be(
         require_probed(model, sequence=True, documents=False)
     with pytest.raises(ConfigError, match=r"dsx.data.documents = 'apart'.*sees others.*joined"):
         require_probed(model, sequence=False, documents=True)
+
+
+def test_what_cannot_be_tried_is_let_through_but_not_cut_nor_kept_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    model = hub_model({"model_type": "olmo2", **TINY})
+    sees = type(random_model({"model_type": "olmo2", **TINY}))
+
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("expected a CUDA tensor")
+
+    monkeypatch.setattr(sees, "forward", fails)
+    require_probed(model, sequence=False, documents=False)
+    with pytest.raises(ConfigError, match=r"sequence_parallel.*not known.*expected a CUDA tensor"):
+        require_probed(model, sequence=True, documents=False)
+    with pytest.raises(ConfigError, match=r"dsx.data.documents.*not known.*expected a CUDA tensor"):
+        require_probed(model, sequence=False, documents=True)
+    assert not [*tmp_path.rglob("*.json")]
+
+
+def test_a_trial_computes_in_torch_whatever_kernels_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_gpus_only(*_: object, **__: object) -> None:
+        raise RuntimeError("expected a CUDA tensor")
+
+    package = ModuleType("conv1d_of_gpus")
+    vars(package)["causal_conv1d_fn"] = on_gpus_only
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    chosen = use_kernel_func_from_hub_with_fallback("causal_conv1d_fn", package.__name__)
+    in_torch = inspect.unwrap(modeling_falcon_mamba.causal_conv1d_fn)
+    monkeypatch.setattr(modeling_falcon_mamba, "causal_conv1d_fn", chosen(in_torch))
+    config = {"model_type": "falcon_mamba", "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 1}
+    with pytest.raises(RuntimeError, match="expected a CUDA tensor"):
+        random_model(config)(input_ids=torch.zeros(1, 4, dtype=torch.int64), use_cache=False)
+    assert probe(config).differs is None
 
 
 class RunningSum(nn.Linear):
