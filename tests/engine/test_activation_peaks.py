@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -86,14 +88,15 @@ def _counted(engine: Any, case: Case) -> int:
     def unpack(kept: Any) -> torch.Tensor:
         return kept.tensor if isinstance(kept, Kept) else kept
 
-    accumulate, keep = split.accumulate, split.keep
+    accumulate, deferring = split.accumulate, split.deferring
 
-    def kept_with_a_look(*args: Any, **named: Any) -> Any:
-        gave = keep(*args, **named)
-        look()
-        return gave
+    @contextmanager
+    def deferred(key: Any) -> Iterator[None]:
+        with deferring(key):
+            yield
+        look()  # an input's backward is done, and what its weights' gradients need is kept
 
-    split.keep = kept_with_a_look  # type: ignore[method-assign]
+    split.deferring = deferred  # type: ignore[method-assign]
     split.accumulate = lambda key: (look(), accumulate(key))[1]  # type: ignore[method-assign]
     with saved_tensors_hooks(pack, unpack):
         engine.train_batch(dsx_run.batches(case, 0, engine.groups.dp_rank))
@@ -137,4 +140,5 @@ def test_peak_of_a_real_step() -> None:
     for seen in ranks.run(peaks, 2, CASES):
         for case, (counted, predicted) in zip(CASES, seen, strict=True):
             # Token ids are views of one tensor here, and one tensor each where they are measured.
-            assert counted == pytest.approx(predicted, rel=0.01), str(case)
+            # The ids of a first stage are 1.8 % of these tiny activations.
+            assert counted == pytest.approx(predicted, rel=0.02), str(case)
