@@ -42,10 +42,12 @@ def run(
 
 
 def _unproved(rank: int, world_size: int, fn: Callable[..., Any], *args: Any) -> Any:
-    stand_in = SimpleNamespace(known_proof=lambda _config: SimpleNamespace(words="not: tests/ranks.py"))
+    proof = SimpleNamespace(words="not: tests/ranks.py")
+    stand_in = SimpleNamespace(known_proof=lambda _config: proof, is_proved=lambda _config: False)
     sys.modules["dsx.train.proof"] = stand_in  # type: ignore[assignment]
     if recipe := sys.modules.get("dsx.train.recipe"):
         recipe.known_proof = stand_in.known_proof  # type: ignore[attr-defined]
+        recipe.is_proved = stand_in.is_proved  # type: ignore[attr-defined]
     return fn(rank, world_size, *args)
 
 
