@@ -46,7 +46,7 @@ FIXED = {
     "hidden_size_per_layer_input state_size ssm_state_size mamba_d_state": HEAD // 2,
     "num_experts num_local_experts n_routed_experts moe_num_experts": 4,
     "num_experts_per_tok num_experts_per_token moe_topk moe_top_k moe_k top_k_experts zero_expert_num": 2,
-    "n_group mamba_n_groups n_groups": 2,
+    "n_group num_expert_group mamba_n_groups n_groups": 2,
     "n_shared_experts num_shared_experts moe_num_shared_experts topk_group first_k_dense_replace": 1,
 }
 """Sizes for any number of ranks."""

@@ -93,6 +93,11 @@ def test_a_small_config_has_as_many_rotary_factors_as_its_heads_have_pairs(
     assert [len(small[rope_key][key]) for key in factors] == [kept, kept]
 
 
+def test_a_small_config_has_more_experts_than_groups_of_them() -> None:
+    small = shrunk(published("bailing_hybrid"))
+    assert small["num_experts"] // small["num_expert_group"] == 2
+
+
 def test_a_config_that_is_small_stays_as_it_is() -> None:
     config = {"model_type": "olmo2", **TINY}
     assert shrunk(config) == config
