@@ -123,6 +123,7 @@ def test_schedules_and_estimates(method, monkeypatch, capsys):
 
     commands, shown = METHODS[method]
     monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "200")  # a terminal that breaks no line of the guide
     for command in commands:
         if command[0] == "dsx":
             monkeypatch.setattr(sys, "argv", command)

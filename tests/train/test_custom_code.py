@@ -21,6 +21,7 @@ from data.test_data_tokenizers import train_bpe
 from dsx.data.tokenizers import load_tokenizer
 from dsx.errors import DataError, DsxError
 from often import often
+from said import own_words
 
 GENERATE = Path(__file__).parents[2] / "recipes" / "generate.py"
 CODE = """
@@ -28,6 +29,7 @@ from pathlib import Path
 Path(__file__)  # transformers copies this file into its cache before it imports it
 Path({mark!r}).touch()
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from said import own_words
 class Config(LlamaConfig):
     model_type = "own"
 class Model(LlamaForCausalLM):
@@ -181,7 +183,7 @@ def generate(folder: Path, *arguments: object, answer: bytes | None) -> tuple[in
         check=False,
         timeout=120,
     )
-    return done.returncode, (done.stdout + done.stderr).decode()
+    return done.returncode, own_words((done.stdout + done.stderr).decode())
 
 
 def test_the_recipe_runs_it_if_told_to(tmp_path):
