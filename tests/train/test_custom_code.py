@@ -29,7 +29,6 @@ from pathlib import Path
 Path(__file__)  # transformers copies this file into its cache before it imports it
 Path({mark!r}).touch()
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from said import own_words
 class Config(LlamaConfig):
     model_type = "own"
 class Model(LlamaForCausalLM):
