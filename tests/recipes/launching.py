@@ -206,7 +206,7 @@ def started(
         command += ["--set", f"{key}={value if isinstance(value, str | Path) else json.dumps(value)}"]
     if (
         signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    ):  # of a job in the background; children would have it
+    ):  # as of a job in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         command,
