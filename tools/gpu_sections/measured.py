@@ -67,6 +67,7 @@ def memory(place: Place, *, config: Json, peer: bool) -> Json:
     from dsx.memory.job import job_of
 
     content = settings(**config)
+    content["dsx"]["proof"] = "off"  # of another, small model, which is gone before the run's own is built
     run = resolved(content)
     estimate = estimate_run(job_of(run, device="cpu" if place.dry else "cuda", capacity_bytes=_room(place)))
     phases = {phase.name: phase.peak_bytes for phase in estimate.highest.estimate.phases}
