@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -313,9 +313,9 @@ def _changed(config: RunConfig, changes: Mapping[str, Mapping[str, Any]]) -> Ver
     return replace(changed, distinct=_distinct(after.mesh))
 
 
+_CUDNN, _ONEDNN = cast("Any", torch.backends.cudnn), cast("Any", torch.backends.mkldnn)
 _PRODUCTS: tuple[Any, ...] = (
-    torch.backends, torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.cudnn.conv,
-    torch.backends.cudnn.rnn, torch.backends.mkldnn, torch.backends.mkldnn.matmul,
+    torch.backends, torch.backends.cuda.matmul, _CUDNN, _CUDNN.conv, _CUDNN.rnn, _ONEDNN, _ONEDNN.matmul,
 )  # fmt: skip
 """What may compute fp32's products in TF32 or bf16, as TrainingArguments(tf32=True) asks for."""
 
