@@ -204,9 +204,7 @@ def started(
     # Tests compare runs with one process themselves; tests/verify/test_proof.py proves at start.
     for key, value in {"dsx.proof": "off", **settings}.items():
         command += ["--set", f"{key}={value if isinstance(value, str | Path) else json.dumps(value)}"]
-    if (
-        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    ):  # as of a job in the background
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of a job in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         command,

@@ -335,3 +335,42 @@ def test_layers_of_ones_own_are_proved_or_said_to_be_unproved(tmp_path: Path) ->
     assert "the layers over pipeline 2: the layers do not train here as in one process" in str(
         failed.value.error
     )
+
+
+def test_products_are_exact_inside_however_a_program_has_them() -> None:
+    from dsx.verify.small_step import _undisturbed
+
+    switch = torch.backends.cuda.matmul
+    before = switch.fp32_precision
+    switch.fp32_precision = "tf32"  # as TrainingArguments(tf32=True) does
+    try:
+        with _undisturbed():
+            assert switch.fp32_precision == "ieee"
+        assert switch.fp32_precision == "tf32"
+    finally:
+        switch.fp32_precision = before
+
+
+def test_a_proof_is_kept_by_the_rows_of_a_schedules_file(tmp_path: Path) -> None:
+    from dsx.train.proof import _place
+
+    places = []
+    for rows in ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n", "0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0\n"):
+        (tmp_path / "s.csv").write_text(rows)
+        block = {"parallel": {"pipeline": 2}, "schedule": {"file": str(tmp_path / "s.csv")}}
+        given = content(tmp_path, **block) | {"gradient_accumulation_steps": 2}
+        places.append(_place(resolve(given, world_size=2)))
+    assert places[0] != places[1]
+
+
+def test_labels_of_chats_and_of_a_programs_own_samples_are_masked_in_a_trial(tmp_path: Path) -> None:
+    from dsx.verify.shrunk import trial
+    from dsx.verify.subject import random_tokens
+
+    chats = {"source": "x.jsonl", "format": "chat", "tokenizer": "bytes", "documents": "joined"}
+    masked = {}
+    for name, data in {"chats": chats, "text": {"source": "x.txt"}, "own": {"source": "own"}}.items():
+        given = content(tmp_path, data={**data, "sequence_length": 32}) | {"gradient_accumulation_steps": 2}
+        small = resolve(trial(resolve(given, world_size=1)).content, world_size=1)
+        masked[name] = any(bool((random_tokens(small, 0, n)[1] == -100).any()) for n in range(4))
+    assert masked == {"chats": True, "text": False, "own": True}
