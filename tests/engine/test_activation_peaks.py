@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import dsx
 import ranks
+from dsx.models.params import layer_kinds
 from dsx.nn.split import WeightGradients
 from dsx.parallel.groups import make_groups
 from dsx.planner.partition_search import peak_bytes
@@ -60,10 +59,18 @@ def _peak(case: Case) -> tuple[int, int]:
     profile = measure_model(replace(config, dsx=fast), engine.groups)
     schedule = config.program.build(case.pp, case.chunks, case.accumulation)
     costs = stage_costs(profile.layers[config.dsx.recompute], config.stage_map.bounds)
+    # Rotary tables, which a profile counts in each block unless attention is recomputed, are the same in all.
+    model, tables = config.model, 0
+    if model.rope is not None and config.dsx.recompute == "none":
+        tables = 2 * config.sequence_length * model.rotary_size * torch.float32.itemsize
+    blocks = [
+        sum(layer_kinds(model)[layer] == "Block" for layer in config.stage_map.layers(stage))
+        for stage in range(schedule.num_stages)
+    ]
+    kept = tuple(bytes_ - tables * count for bytes_, count in zip(costs.kept_bytes, blocks, strict=True))
     # Recomputed tensors are kept where no hook sees them.
-    predicted = peak_bytes(schedule, replace(costs, working_bytes=(0,) * schedule.num_stages))
-
-    return _counted(engine, case), predicted[engine.groups.pp_rank]
+    costs = replace(costs, kept_bytes=kept, working_bytes=(0,) * schedule.num_stages)
+    return _counted(engine, case), peak_bytes(schedule, costs)[engine.groups.pp_rank] + tables
 
 
 def _counted(engine: Any, case: Case) -> int:
@@ -88,15 +95,7 @@ def _counted(engine: Any, case: Case) -> int:
     def unpack(kept: Any) -> torch.Tensor:
         return kept.tensor if isinstance(kept, Kept) else kept
 
-    accumulate, deferring = split.accumulate, split.deferring
-
-    @contextmanager
-    def deferred(key: Any) -> Iterator[None]:
-        with deferring(key):
-            yield
-        look()  # an input's backward is done, and what its weights' gradients need is kept
-
-    split.deferring = deferred  # type: ignore[method-assign]
+    accumulate = split.accumulate
     split.accumulate = lambda key: (look(), accumulate(key))[1]  # type: ignore[method-assign]
     with saved_tensors_hooks(pack, unpack):
         engine.train_batch(dsx_run.batches(case, 0, engine.groups.dp_rank))
@@ -140,5 +139,4 @@ def test_peak_of_a_real_step() -> None:
     for seen in ranks.run(peaks, 2, CASES):
         for case, (counted, predicted) in zip(CASES, seen, strict=True):
             # Token ids are views of one tensor here, and one tensor each where they are measured.
-            # The ids of a first stage are 1.8 % of these tiny activations.
-            assert counted == pytest.approx(predicted, rel=0.02), str(case)
+            assert counted == pytest.approx(predicted, rel=0.01), str(case)
