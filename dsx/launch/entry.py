@@ -6,8 +6,10 @@ import argparse
 import logging
 import os
 import re
+import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -33,6 +35,7 @@ ALONE = "this rank alone raises this error"
 
 
 _SPEAKER_SECONDS = 5.0
+_FINALIZER_SECONDS = 0.05
 
 _PEER_GONE = re.compile(
     r"(gloo/|TCPStore|ProcessGroupNCCL|DistBackendError|recvValue|sendBytes).*"
@@ -201,6 +204,7 @@ def run(main: Callable[[], int | None]) -> None:
     quiet()
     say_loading()
     _say_start()
+    _keep_interrupts()
     try:
         code = _outcome(main)
     except KeyboardInterrupt:
@@ -216,6 +220,21 @@ def _say_start() -> None:
         size = world_size()
         ranks = f" on {size} ranks" if size > 1 else ""
         announce(f"... starting {printable(program.name)}{ranks}")
+
+
+def _keep_interrupts() -> None:
+    """Raise Ctrl-C again where Python drops it: in finalizers, which may run at any time and cannot raise."""
+    report = sys.unraisablehook
+
+    def look(unraisable: sys.UnraisableHookArgs) -> None:
+        if isinstance(unraisable.exc_value, KeyboardInterrupt):
+            # A moment later, when the finalizer has returned.
+            main = threading.main_thread().ident
+            threading.Timer(_FINALIZER_SECONDS, signal.pthread_kill, (main, signal.SIGINT)).start()
+        else:
+            report(unraisable)
+
+    sys.unraisablehook = look
 
 
 def announce(line: str) -> None:

@@ -63,6 +63,18 @@ def test_ctrl_c_is_silent():
     assert ended("raise KeyboardInterrupt") == (130, "", "")
 
 
+def test_ctrl_c_in_a_finalizer_ends_the_run_as_well():
+    body = (
+        "import signal, threading, weakref\n"
+        "class Resource: pass\n"
+        "held = Resource()\n"
+        "weakref.finalize(held, signal.raise_signal, signal.SIGINT)\n"
+        "del held\n"
+        "threading.Event().wait()\n"
+    )
+    assert ended(body) == (130, "", "")
+
+
 RUN = """
 import dsx, sys
 from dsx.train.progress import Progress
