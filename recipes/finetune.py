@@ -63,7 +63,7 @@ def main() -> int:
         # A checkpoint in the output folder precedes the model folder: it is this run, further on.
         state = dsx.recipe.resume(config, engine, corpus)
         batches = dsx.recipe.training_batches(
-            config, corpus, dp_rank=groups.dp_rank, cursor=state.get("data_cursor", 0)
+            config, corpus, dp_rank=groups.share, cursor=state.get("data_cursor", 0)
         )
         monitor = dsx.recipe.Monitor(config, engine, corpus, state)
         guard.follow(engine, state)
@@ -81,7 +81,7 @@ def main() -> int:
             # checkpoint; the data then continues after the bad batch.
             if guard.rolled_back(monitor):
                 batches = dsx.recipe.training_batches(
-                    config, corpus, dp_rank=groups.dp_rank, cursor=guard.data_cursor
+                    config, corpus, dp_rank=groups.share, cursor=guard.data_cursor
                 )
                 continue
 

@@ -58,7 +58,7 @@ def main() -> int:
         engine = dsx.recipe.build_engine(config, groups)
         state = dsx.recipe.resume(config, engine, corpus)
         cursor = state.get("data_cursor", 0)
-        batches = dsx.recipe.training_batches(config, corpus, dp_rank=groups.dp_rank, cursor=cursor)
+        batches = dsx.recipe.training_batches(config, corpus, dp_rank=groups.share, cursor=cursor)
         monitor = dsx.recipe.Monitor(config, engine, corpus, state)
         guard.follow(engine, state)
         while engine.global_steps < train.steps and not guard.must_stop:
@@ -66,7 +66,7 @@ def main() -> int:
             monitor.step(engine.train_batch(batches))
             if guard.rolled_back(monitor):
                 cursor = guard.data_cursor
-                batches = dsx.recipe.training_batches(config, corpus, dp_rank=groups.dp_rank, cursor=cursor)
+                batches = dsx.recipe.training_batches(config, corpus, dp_rank=groups.share, cursor=cursor)
                 continue
             step = engine.global_steps
             if dsx.recipe.is_due(step, every=train.eval_every, last=train.steps):

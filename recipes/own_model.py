@@ -165,10 +165,10 @@ def main() -> int:
     )
     with dsx.distributed(mesh, sequence_parallel=given.sequence_parallel) as groups:
         model = build(groups, chunks=given.chunks, schedule=given.schedule)
-        engine, *_ = dsx.initialize(model=model, config=settings(given.zero, mesh.dp))
+        engine, *_ = dsx.initialize(model=model, config=settings(given.zero, mesh.num_shares))
         if given.output and (given.output / "latest").exists():
             engine.load_checkpoint(given.output)
-        data = batches(mesh.dp, groups.dp_rank)
+        data = batches(mesh.num_shares, groups.share)
         for _ in range(engine.global_steps * engine.micro_batches):
             next(data)  # trained on before
         while engine.global_steps < given.steps:

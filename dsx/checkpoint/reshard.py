@@ -38,6 +38,7 @@ from dsx.models.param import ParamSpec
 from dsx.models.params import stored_specs
 from dsx.models.spec import Model
 from dsx.parallel.layout import Layout
+from dsx.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
     from dsx.config.run import RunConfig
@@ -342,7 +343,7 @@ def _stock(source: Catalog, root: Path, wanted: WantedTarget) -> _Written:
     told = int(source.facts.get("zero_stage", 0))
     least = 1 if wanted.format == "universal" else 0
     layout = StockLayout(
-        dp=degrees.data or mesh.get("dp", 1),
+        dp=degrees.data or Mesh.of(**mesh).num_replicas,
         zero_stage=max(least, told) if degrees.zero is None else degrees.zero,
         precision=wanted.precision or str(source.facts.get("precision", "fp32")),
         groups=merged_groups(source) if wanted.names == "hf" else (),

@@ -667,7 +667,7 @@ class PipelineEngine:
         total = torch.zeros(4, dtype=torch.float32, device=self.pipeline.device)
         if run.losses and self.groups.speaks:
             losses = torch.stack([loss.float() for loss in run.losses])
-            total[0] = losses.sum() / (count * self.groups.mesh.num_shares)
+            total[0] = losses.sum() / (count * self.groups.mesh.num_replicas)
             if run.tokens is not None:
                 counts = run.tokens.counts()
                 total[2] = counts.sum()

@@ -120,15 +120,15 @@ class TrainedTokens:
         return torch.stack(self._counts).to(self._device)
 
     def share(self, count: int) -> torch.Tensor:
-        """The tokens of an average micro-batch of all data-parallel ranks: a float32 scalar.
+        """The tokens that one rank has of an average micro-batch: a float32 scalar.
 
-        The mean over micro-batches and ranks of their sums divided by it is the sum over the global batch
+        The mean over micro-batches and replicas of their sums divided by it is the sum over the global batch
         divided by its tokens. At least one token counts, so that a batch without any has the loss 0.
         """
         if self._share is None:
             total = self.counts().sum()
             dist.all_reduce(total, group=self._groups.data)
-            mean = total.clamp(min=1).double() / (count * self._groups.mesh.num_shares)
+            mean = total.clamp(min=1).double() / (count * self._groups.mesh.num_replicas)
             self._share = mean.float()
         return self._share
 

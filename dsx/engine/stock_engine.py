@@ -52,7 +52,7 @@ class AdditionalLosses:
             total[-1] = 1
         elif self._is_last and groups.speaks and self._names:
             values = torch.stack([self._sums[name] for name in self._names])
-            total[:-1] = values / (micro_batches * groups.mesh.num_shares)
+            total[:-1] = values / (micro_batches * groups.mesh.num_replicas)
         dist.all_reduce(total)
         if total[-1]:
             raise ModelError(

@@ -150,7 +150,7 @@ def list_job(
     require_learned(config, settings)
     states = state_settings(config, settings, declared_bytes, device)
     name = ("interleaved" if chunks > 1 else "1f1b") if schedule == "auto" else schedule
-    program, batch = Program(name=name), resolve_batch(config, mesh.dp)
+    program, batch = Program(name=name), resolve_batch(config, mesh.num_shares)
     if batch.micro != recorded.samples:
         raise ConfigError(
             at(MICRO, batch.micro),

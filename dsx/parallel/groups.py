@@ -238,8 +238,10 @@ class Grid:
 
     def stage_to_global(self, stage_id: int, *, data: int | None = None, model: int | None = None) -> int:
         """Global rank of pipeline coordinate ``stage_id``; the other coordinates default to this rank's."""
-        others = {name: at for name, at in (("dp", data), ("tp", model)) if at is not None}
-        return self._mesh.rank(**{**self._mesh.coords(self._groups.rank), "pp": stage_id, **others})
+        tensor = self._groups.tp_rank if model is None else model
+        at = self._mesh.coords(self._groups.rank) | {"pp": stage_id, "tp": tensor}
+        same = self._mesh.group_of(self._mesh.rank(**at), *self._mesh.replica_axes)
+        return same[self._groups.replica if data is None else data]
 
     # PipelineParallelGrid's attributes.
     stage_id = property(get_stage_id)

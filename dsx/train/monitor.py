@@ -99,8 +99,9 @@ class Monitor:
 
     def _rows(self, last: int) -> list[tuple[str, str]]:
         """Rows of the header about the proof at start, and about the data."""
-        proof, micro = self._engine.pipeline.proof, self._config.micro_batch_size * self._config.mesh.dp
-        rows = self._corpus.rows(last * self._config.global_batch_size, micro)
+        config, proof = self._config, self._engine.pipeline.proof
+        micro = config.micro_batch_size * config.mesh.num_shares
+        rows = self._corpus.rows(last * config.global_batch_size, micro)
         return rows if proof is None else [("proved", proof), *rows]
 
     @property

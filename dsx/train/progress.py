@@ -302,7 +302,7 @@ def start_rows(
         training += ", compiled blocks"
     batch = (
         f"{run.global_batch_size} sequences x {run.sequence_length} = {compact(run.tokens_per_step)} tokens "
-        f"a step (micro-batch {run.micro_batch_size} x {run.accumulation} x data {mesh.dp})"
+        f"a step (micro-batch {run.micro_batch_size} x {run.accumulation} x data {mesh.num_shares})"
     )
     weights = ", fresh weights" if run.weights is None else f", weights from {run.weights}"
     described = f"{model.family}, {compact(run.num_parameters)} parameters"

@@ -214,7 +214,7 @@ def training_batches(
     A thread makes ``dsx.data.prefetch`` of them ahead, once the first is asked for. A streamed text continues
     from where :func:`resume` has put it, or where earlier batches have left it.
     """
-    ahead, shared = config.dsx.data.prefetch, config.micro_batch_size * config.mesh.dp
+    ahead, shared = config.dsx.data.prefetch, config.micro_batch_size * config.mesh.num_shares
     samples: Samples = as_text(corpus, config.dsx.data).samples(cursor=cursor, in_flight=(ahead + 2) * shared)
     if config.islands is not None:
         samples = OfIsland(samples, config.islands, config.global_batch_size)
@@ -222,7 +222,7 @@ def training_batches(
         samples,
         micro_batch_size=config.micro_batch_size,
         accumulation=config.accumulation,
-        dp=config.mesh.dp,
+        dp=config.mesh.num_shares,
         dp_rank=dp_rank,
         cursor=cursor,
     )
@@ -236,7 +236,7 @@ def evaluate(config: RunConfig, engine: PipelineEngine, corpus: RunData) -> floa
     """
     losses, text = {}, as_text(corpus, config.dsx.data)
     for part in text.held_out:
-        batches = _evaluation_batches(config, text, part, dp_rank=engine.groups.dp_rank)
+        batches = _evaluation_batches(config, text, part, dp_rank=engine.groups.share)
         total, mute = len(batches), engine.groups.mute
         with Waiting("evaluating", total=total, unit="micro-batches", quiet=mute) as waiting:
             losses[part.name] = float(engine.eval_batch(waiting.counts(batches), num_micro_batches=total))
@@ -403,7 +403,7 @@ def _evaluation_batches(
     return EvaluationBatches(
         part.sequences,
         micro_batch_size=config.micro_batch_size,
-        dp=config.mesh.dp,
+        dp=config.mesh.num_shares,
         dp_rank=dp_rank,
         max_tokens=round(config.dsx.train.eval_tokens * share),
     )

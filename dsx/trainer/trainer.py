@@ -536,11 +536,12 @@ class Trainer:
         return self._total(mine)
 
     def _total(self, mine: float) -> int:
-        """The sum of a count over data-parallel ranks. Collective."""
+        """The sum over the shares of a batch of what each counts in its samples. Collective."""
         assert self.engine is not None
+        groups = self.engine.groups
         total = torch.tensor([mine], dtype=torch.float64, device=self.engine.pipeline.device)
-        dist.all_reduce(total, group=self.engine.groups.data)
-        return int(total)
+        dist.all_reduce(total, group=groups.data)
+        return int(total) * groups.mesh.num_shares // groups.mesh.num_replicas
 
     def _step(self, batches: list[Mapping[str, Any]], guard: recipe.Guard) -> float:
         """One optimizer step; the gradient norm before clipping."""

@@ -107,7 +107,7 @@ def gradient_facts(
     )
     replicated = places.replicated(name)
     shards = whole.shards if replicated else whole.shards[:1]
-    shares, left = shares_of(whole.values, parts, places.degrees.mesh.dp)
+    shares, left = shares_of(whole.values, parts, places.degrees.mesh.num_shares)
     return diagnosis.GradientFacts(
         name=name,
         error=error,

@@ -319,7 +319,7 @@ def _scaled(first: GradientFacts, degrees: AxisSizes, *, everywhere: bool) -> Sa
     """Causes for one factor on the whole tensor."""
     if first.fit.residual >= _CLOSE or near(first.fit.factor, 1.0):
         return None
-    factor, dp, m = first.fit.factor, degrees.mesh.dp, degrees.micro_batches
+    factor, dp, m = first.fit.factor, degrees.mesh.num_shares, degrees.micro_batches
     found: list[Said] = []
     if dp > 1 and near(factor, dp):
         found.append((DATA_SUMMED, f"summed over {dp} data-parallel ranks instead of averaged"))
@@ -345,9 +345,9 @@ def _shares(first: GradientFacts, degrees: AxisSizes, *, loss_equal: bool) -> Sa
         return None
     columns = list(zip(*shares, strict=True))
     present = [d for d, column in enumerate(columns) if any(not near(c, 0.0) for c in column)]
-    if degrees.mesh.dp > 1 and len(present) == 1:
+    if degrees.mesh.num_shares > 1 and len(present) == 1:
         return _one_replica(present[0], degrees, loss_equal=loss_equal)
-    if degrees.mesh.dp > 1 and any(not near(c, row[0]) for row in shares for c in row):
+    if degrees.mesh.num_shares > 1 and any(not near(c, row[0]) for row in shares for c in row):
         return (
             DATA_ORDER,
             f"replicas and micro-batches weigh {show(shares)}: other data than it should",
@@ -359,11 +359,11 @@ def _one_replica(replica: int, degrees: AxisSizes, *, loss_equal: bool) -> Said:
     if loss_equal:
         return DATA_NOT_AVERAGED, (
             f"it is the gradient of data-parallel rank {replica} alone: it is not averaged over the "
-            f"{degrees.mesh.dp} ranks, which so drift apart"
+            f"{degrees.mesh.num_shares} ranks, which so drift apart"
         )
     return SAME_DATA, (
-        f"all {degrees.mesh.dp} data-parallel ranks have computed on rank {replica}'s micro-batches: they "
-        "read the same data"
+        f"all {degrees.mesh.num_shares} data-parallel ranks have computed on rank {replica}'s micro-batches: "
+        "they read the same data"
     )
 
 
@@ -460,18 +460,18 @@ def _supposed(facts: LossFacts, degrees: AxisSizes) -> Iterator[tuple[Said, floa
         BIAS_PER_RANK: "a bias is added on every tensor-parallel rank and then summed: "
         f"{degrees.mesh.tp} times the bias",
         PADDING: "rows that only pad the vocabulary take part in the softmax",
-        SAME_DATA: f"all {degrees.mesh.dp} data-parallel ranks read the same micro-batches",
+        SAME_DATA: f"all {degrees.mesh.num_shares} data-parallel ranks read the same micro-batches",
         DOCUMENTS: "tokens attend to the documents before theirs: the mask is of the row, not of documents",
         JOINED: "a pack is computed as one document: neither masks nor positions begin again in each",
         MEAN_OF_MEANS: "each micro-batch's mean counts alike, however many of its tokens are trained: "
         "sums are to be divided by the tokens of the global batch",
-        MEAN_PER_REPLICA: f"each of {degrees.mesh.dp} data-parallel ranks divides by its own number of "
-        "trained tokens: they are to be counted over all ranks",
+        MEAN_PER_REPLICA: f"each of {degrees.mesh.num_shares} data-parallel ranks divides by its own number "
+        "of trained tokens: they are to be counted over all ranks",
     }
     for cause, value in facts.supposed.items():
         yield (cause, words[cause]), value
     for number, of_what in (
-        (degrees.mesh.dp, "data-parallel ranks"),
+        (degrees.mesh.num_shares, "data-parallel ranks"),
         (degrees.micro_batches, "micro-batches"),
         (degrees.mesh.tp, "tensor-parallel ranks"),
     ):

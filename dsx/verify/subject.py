@@ -60,7 +60,7 @@ def observe(subject: Subject, batches: Batches, steps: int) -> RankSeen:
     weights, seen = [watch.weights()], []
     outputs: dict[str, Tensor] = {}
     for step in range(steps):
-        with watch.outputs(outputs) if step == 0 and subject.groups.dp_rank == 0 else nullcontext():
+        with watch.outputs(outputs) if step == 0 and subject.groups.replica == 0 else nullcontext():
             seen.append(watch.step(batches(step)))
         weights.append(watch.weights())
     known = {
@@ -114,7 +114,7 @@ class _Watch:
                 own = None if gradient is None else gradient[at]
                 if not self._partitioned:
                     spread[name] = self._spread(after[at] if own is None else own)
-                if self._partitioned or subject.groups.dp_rank == 0:
+                if self._partitioned or subject.groups.replica == 0:
                     pieces.append(
                         SeenPiece(
                             name=name, start=span.start, before=before[at], after=after[at], gradient=own
@@ -132,7 +132,7 @@ class _Watch:
             with gathered:
                 values = parameter.detach().float().cpu().clone()
             spread = self._spread(values)
-            if self._subject.groups.dp_rank == 0:
+            if self._subject.groups.replica == 0:
                 found[name] = Weight(values=values, spread=spread)
         return found
 
@@ -217,7 +217,7 @@ class VerifyJob:
 
     def batch(self) -> Batch:
         """The sizes of a step."""
-        return resolve_batch(self.content, dict(self.mesh().axes)["dp"])
+        return resolve_batch(self.content, self.mesh().num_shares)
 
     @property
     def sequence_parallel(self) -> bool:
@@ -341,7 +341,7 @@ def _prepare(names: Mapping[str, nn.Parameter], groups: Groups, *, fresh: bool) 
                 moved.dsx_spec = spec  # type: ignore[attr-defined]  # as the parameter's: says how it is cut
                 put(moved, noise, tp=groups.mesh.tp, tp_rank=groups.tp_rank)
                 parameter.add_(moved.to(parameter))
-    return built if groups.dp_rank == 0 else {}
+    return built if groups.replica == 0 else {}
 
 
 def random_tokens(config: RunConfig, step: int, index: int) -> tuple[Any, Tensor]:
@@ -391,8 +391,6 @@ def masks_of(config: RunConfig, groups: Groups) -> dict[str, Mask]:
     for name, module in engine.module.named_modules():
         if isinstance(module, Dropout):
             module.register_forward_hook(hook(name))
-    mesh = groups.mesh
-    engine.train_batch(
-        random_tokens(config, 0, index * mesh.dp + groups.dp_rank) for index in range(config.accumulation)
-    )
+    numbers = range(groups.share, config.accumulation * groups.mesh.num_shares, groups.mesh.num_shares)
+    engine.train_batch(random_tokens(config, 0, number) for number in numbers)
     return found

@@ -1,0 +1,122 @@
+"""An axis that divides the sequence, as a mesh will have it: what is no layer's business is right already.
+
+Each rank has a slice of every sequence and layers that look at one token at a time, so that only losses,
+gradients, norms, ZeRO and checkpoints meet the axis. Ranks have different numbers of labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ranks
+from engine.test_token_mean import ACCUMULATION, LENGTH, ROWS, layers, mean_of, micro_batch
+
+CLIP, RATE, STEPS = 0.05, 0.5, (0, 2, 3)
+
+
+class Run:
+    """An engine over such a mesh, whose ranks read slices."""
+
+    def __init__(self, stage: int, degrees: dict[str, int]) -> None:
+        from deepspeed import init_distributed
+
+        import dsx
+        from dsx.parallel import mesh
+        from dsx.parallel.groups import make_groups
+
+        context = mesh.Axis("cp", "context", None, divides="sequence")
+        mesh.AXES = (*mesh.AXES[:2], context, *mesh.AXES[2:])
+        init_distributed()
+        self.mesh = dsx.Mesh.of(**degrees)
+        groups = make_groups(self.mesh)
+        self.at = self.mesh.coords(groups.rank)["cp"]
+        self.share = groups.share
+        loss = dsx.nn.TokenMean(mean_of)
+        model = dsx.PipelineModule(layers(), groups=groups, loss_fn=loss, partition_method="uniform")
+        config = {
+            "train_micro_batch_size_per_gpu": ROWS,
+            "gradient_accumulation_steps": ACCUMULATION,
+            "gradient_clipping": CLIP,
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            "optimizer": {"type": "SGD", "params": {"lr": RATE}},
+            "zero_allow_untested_optimizer": True,
+        }
+        self.engine, *_ = dsx.initialize(model=model, config=config)
+
+    def data(self, step: int) -> Iterator[tuple[Tensor, ...]]:
+        """This rank's slices of its micro-batches."""
+        size = LENGTH // self.mesh.degree("cp")
+        mine = slice(self.at * size, (self.at + 1) * size)
+        numbers = [index * self.mesh.num_shares + self.share for index in range(ACCUMULATION)]
+        return iter([tuple(rows[:, mine] for rows in micro_batch(step, number)) for number in numbers])
+
+    def steps(self, steps: tuple[int, ...]) -> list[list[float]]:
+        """Loss, gradient norm and trained tokens of each step; the loss of an evaluation."""
+        seen = []
+        for step in steps:
+            loss = float(self.engine.train_batch(self.data(step)))
+            seen.append([loss, self.engine.get_global_grad_norm(), self.engine.trained_tokens])
+        return [*seen, [float(self.engine.eval_batch(self.data(2)))]]
+
+
+def train(rank: int, world_size: int, stage: int, degrees: dict[str, int], folder: str) -> list[list[float]]:
+    run = Run(stage, degrees)
+    seen = run.steps(STEPS[:2])
+    run.engine.save_checkpoint(folder)
+    return seen + run.steps(STEPS[2:])
+
+
+def go_on(rank: int, world_size: int, stage: int, degrees: dict[str, int], folder: str) -> list[list[float]]:
+    run = Run(stage, degrees)
+    run.engine.load_checkpoint(folder)
+    return run.steps(STEPS[2:])
+
+
+def one_process(shares: int) -> list[list[float]]:
+    """torch's own loop over whole sequences."""
+    model, seen = nn.Sequential(*layers()), []
+
+    def loss_of(step: int) -> tuple[Tensor, int]:
+        batches = [micro_batch(step, number) for number in range(ACCUMULATION * shares)]
+        count = sum(int((labels != -100).sum()) for _, labels in batches)
+        return sum(mean_of(model(i), y, num_tokens=torch.tensor(count)) for i, y in batches), count
+
+    for step in STEPS:
+        model.zero_grad()
+        loss, count = loss_of(step)
+        loss.backward()
+        norm = float(nn.utils.clip_grad_norm_(model.parameters(), CLIP))
+        torch.optim.SGD(model.parameters(), lr=RATE).step()
+        seen.append([loss.item(), norm, count])
+        if step != STEPS[0]:  # where the engine evaluates
+            seen.append([loss_of(2)[0].item()])
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("stage", "degrees"),
+    [
+        (0, {"cp": 2}),
+        (1, {"pp": 2, "cp": 2}),
+        (2, {"dp": 2, "cp": 2}),
+        (3, {"cp": 3}),
+    ],
+)
+def test_a_slice_of_each_sequence_trains_as_the_whole(
+    stage: int, degrees: dict[str, int], tmp_path: Path
+) -> None:
+    size, folder = torch.Size(degrees.values()).numel(), str(tmp_path)
+    shares = degrees.get("dp", 1)
+    wanted = one_process(shares)
+    for seen in ranks.run(train, size, stage, degrees, folder):
+        for row, expected in zip(seen, wanted, strict=True):
+            assert row == pytest.approx(expected, rel=2e-5)
+    # The checkpoint of slices is one of whole sequences.
+    for seen in ranks.run(go_on, shares, 1, {"dp": shares}, folder):
+        for row, expected in zip(seen, wanted[3:], strict=True):
+            assert row == pytest.approx(expected, rel=2e-5)
