@@ -109,9 +109,6 @@ def reshard(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be done, and check what can be checked.")
     ] = False,
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Begin anew, even if an interrupted conversion could continue.")
-    ] = False,
     latest: Annotated[
         bool | None,
         typer.Option(
@@ -124,8 +121,7 @@ def reshard(
     """Convert a checkpoint to another layout or format, byte for byte.
 
     The layout is given by --to and the degrees, or by CONFIG on --gpus ranks. TARGET appears whole or not at
-    all; what is written beside it is said first. After an interruption the same command continues where it
-    stopped.
+    all; what is written beside it is said first.
     """
     from dsx.checkpoint.execute import ConversionOptions, default_workers
     from dsx.checkpoint.formats.huggingface.names import read_config
@@ -155,7 +151,6 @@ def reshard(
     options = ConversionOptions(
         memory_bytes=parse_bytes(memory),
         workers=workers or default_workers(),
-        restart=restart,
         point_latest=point if latest is None else latest and conversion.target.is_tag,
     )
     outline = conversion.outline(options)
@@ -179,12 +174,8 @@ def reshard(
 def _copied(conversion: Conversion, options: ConversionOptions) -> ConversionReport:
     from dsx.waiting import Waiting
 
-    try:
-        with Waiting("copying", total=conversion.plan.write_bytes, unit="bytes") as waiting:
-            return conversion.run(replace(options, progress=waiting.advance))
-    except KeyboardInterrupt:
-        say("dsx: interrupted; the same command goes on from here", err=True)
-        raise typer.Exit(130) from None
+    with Waiting("copying", total=conversion.plan.write_bytes, unit="bytes") as waiting:
+        return conversion.run(replace(options, progress=waiting.advance))
 
 
 def _asked(to: list[str]) -> tuple[str, str]:
@@ -245,17 +236,15 @@ def _layout_text(layout: dict[str, Any]) -> str:
 
 def _report_text(report: ConversionReport) -> str:
     seconds = max(report.seconds, 1e-9)
-    new_bytes = report.written_bytes - report.resumed_bytes
     checked = []
     if report.tiles_checked:
         checked.append(f"{report.tiles_checked:,} tiles had the checksum of the source's manifest")
     if report.sums_checked:
         checked.append(f"{report.sums_checked:,} other checksums of the source's files were right")
-    resumed = f", {amount(report.resumed_bytes)} were there" if report.resumed_bytes else ""
     what = f"{report.states} states of {report.tensors} tensors, {report.elements:,} elements"
     lines = [
         f"written    {report.target}: {what}",
-        f"time       {seconds:.1f} s, {amount(int(new_bytes / seconds))}/s{resumed}",
+        f"time       {seconds:.1f} s, {amount(int(report.written_bytes / seconds))}/s",
         f"checked    {'; '.join(checked) or 'the source has no checksums: nothing'}",
     ]
     return "\n".join(lines)
