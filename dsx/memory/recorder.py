@@ -20,10 +20,10 @@ from torch.utils.flop_counter import flop_registry
 
 from dsx.errors import ModelError
 from dsx.hub.anatomy import anatomy_of
+from dsx.memory import device as paper
 from dsx.memory.ledger import Label
+from dsx.memory.meter import ADD, would_be_in_place
 from dsx.memory.module_gathers import GATHERED, ModuleGathers, TiedCall
-from dsx.memory.paper import device as paper
-from dsx.memory.paper.meter import ADD, would_be_in_place
 from dsx.memory.record import (
     LOSS,
     Event,
