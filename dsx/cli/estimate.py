@@ -346,6 +346,7 @@ def _advice(
     from dsx.planner.cluster import preset
     from dsx.planner.fit import what_would_fit
     from dsx.planner.predicted import Judge
+    from dsx.terminal import amount
 
     where = cluster or preset("H100")
     judge = Judge.of(where, capacity)
@@ -360,5 +361,5 @@ def _advice(
     for fit in found:
         flags = " ".join(f"--set {item}" for item in fit.items)
         step = "waiting for the host besides" if fit.seconds is None else f"{fit.seconds / now:.2f}x the step"
-        lines.append(f"  {fit.saving.words}: {fit.peak_bytes / _GIB:.2f} GiB, {step} ({flags})")
+        lines.append(f"  {fit.saving.words}: {amount(fit.peak_bytes)}, {step} ({flags})")
     return "\n".join(lines)

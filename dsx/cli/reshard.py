@@ -23,7 +23,7 @@ from dsx.cli.options import (
 from dsx.cli.output import one_a_line, parse_bytes, say, say_json
 from dsx.errors import ConfigError
 from dsx.parallel.mesh import AXES, Mesh
-from dsx.terminal import amount
+from dsx.terminal import amount, seconds
 
 if TYPE_CHECKING:
     from dsx.checkpoint.execute import ConversionOptions, ConversionReport
@@ -235,7 +235,7 @@ def _layout_text(layout: dict[str, Any]) -> str:
 
 
 def _report_text(report: ConversionReport) -> str:
-    seconds = max(report.seconds, 1e-9)
+    rate = amount(report.written_bytes / max(report.seconds, 1e-9))
     checked = []
     if report.tiles_checked:
         checked.append(f"{report.tiles_checked:,} tiles had the checksum of the source's manifest")
@@ -244,7 +244,7 @@ def _report_text(report: ConversionReport) -> str:
     what = f"{report.states} states of {report.tensors} tensors, {report.elements:,} elements"
     lines = [
         f"written    {report.target}: {what}",
-        f"time       {seconds:.1f} s, {amount(int(report.written_bytes / seconds))}/s",
+        f"time       {seconds(report.seconds)}, {rate}/s",
         f"checked    {'; '.join(checked) or 'the source has no checksums: nothing'}",
     ]
     return "\n".join(lines)
