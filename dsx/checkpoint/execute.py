@@ -20,16 +20,7 @@ from time import monotonic
 
 import numpy as np
 
-from dsx.checkpoint.catalog import (
-    ITEM_BYTES,
-    Catalog,
-    Checksum,
-    Entry,
-    Piece,
-    Target,
-    Written,
-    check_files,
-)
+from dsx.checkpoint.catalog import Catalog, Checksum, Entry, Piece, Target, Written, check_files
 from dsx.checkpoint.claims import model_of, specs_of_model
 from dsx.checkpoint.copy_plan import TILE_ELEMENTS, CopyPlan, check_cover, region
 from dsx.checkpoint.file_io import (
@@ -53,7 +44,7 @@ from dsx.checkpoint.read import Reader, within
 from dsx.checkpoint.staging import AGAIN, Staging
 from dsx.errors import CheckpointError, ModelError
 from dsx.launch.entry import usable_cores
-from dsx.models.param import Box
+from dsx.models.param import ITEM_BYTES, Box
 
 _REPORT = "report this, with the command: the target was removed again, the source is untouched"
 

@@ -29,8 +29,6 @@ from safetensors import SafetensorError, deserialize
 
 from dsx.checkpoint import store
 from dsx.checkpoint.catalog import (
-    ITEM_BYTES,
-    PRECISIONS,
     SAVE_AGAIN,
     USE_ANOTHER,
     Catalog,
@@ -51,7 +49,7 @@ from dsx.checkpoint.formats import safetensors_file
 from dsx.checkpoint.json_text import parsed
 from dsx.checkpoint.pieces import Part, local_parts
 from dsx.errors import CheckpointError, LayoutError
-from dsx.models.param import Init, ParamSpec
+from dsx.models.param import ITEM_BYTES, PRECISIONS, Init, ParamSpec
 from dsx.parallel.layout import Layout
 from dsx.parallel.mesh import Mesh
 from dsx.parallel.stages import StageMap
