@@ -90,6 +90,22 @@ def unit_of(size_bytes: int) -> tuple[str, int]:
     return next(((name, unit) for name, unit in _UNITS[1:] if size_bytes >= unit), _UNITS[-1])
 
 
+def seconds(duration: float) -> str:
+    """A duration in the unit that suits it.
+
+    >>> [seconds(d) for d in (0.0123, 0.66, 12.34, 75.2, 7384)]
+    ['12 ms', '0.66 s', '12.3 s', '1 min 15 s', '2 h 03 min']
+    """
+    if duration < 0.1:
+        return f"{1000 * duration:.0f} ms"
+    if duration < 60:
+        return f"{duration:.2f} s" if duration < 10 else f"{duration:.1f} s"
+    minutes, rest = divmod(round(duration), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02} s"
+    return f"{minutes // 60} h {minutes % 60:02} min"
+
+
 NARROWEST = 80
 """Columns of a line where no terminal says how many it has, as in a pipe or a file."""
 

@@ -13,8 +13,8 @@ from typing import Self, TextIO, TypeVar
 from rich.console import Console
 from rich.text import Text
 
-from dsx.terminal import amount, printable
-from dsx.train.progress import Lines, seconds
+from dsx.terminal import amount, printable, seconds
+from dsx.train.progress import Lines
 
 T = TypeVar("T")
 

@@ -76,8 +76,9 @@ def test_what_needs_no_tensors_loads_nothing_heavy():
     light = set(modules("models", "schedules", "parallel", "planner", "memory", "config", "doctor"))
     light -= {"dsx.models.families", "dsx.parallel.groups", "dsx.planner.profiler", "dsx.memory.watch"}
     light -= {"dsx.planner.own_layers"}
-    light -= {f"dsx.memory.{name}" for name in ("recorder", "module_gathers", "layer_list")}
-    light = {name for name in light if not name.startswith("dsx.memory.paper.")}
+    light -= {
+        f"dsx.memory.{name}" for name in ("recorder", "module_gathers", "layer_list", "device", "meter")
+    }
     light |= {
         "dsx.verify.diagnosis",
         "dsx.verify.shrunk",
@@ -95,7 +96,7 @@ RECORDING = {
     "hub.anatomy",
     "hub.values",
     "memory.module_gathers",
-    "memory.paper.device",
+    "memory.device",
     "memory.recorder",
 }
 

@@ -264,7 +264,7 @@ def _peak(_rank: int, _world_size: int, table: Table, engine: str, sizes: Sizes,
     """Most bytes in tensors at once during the second step, which is like all that follow."""
     import torch
 
-    from dsx.memory.paper.meter import StorageMeter
+    from dsx.memory.meter import StorageMeter
 
     torch.autograd.set_multithreading_enabled(False)  # else backwards escape the meter
     meter = StorageMeter("cpu")

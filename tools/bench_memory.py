@@ -9,7 +9,7 @@
     python tools/bench_memory.py --hub --only name=mixtral-8x7b
 
 Each case is one rank of one layout: estimated without torch (dsx.memory) and traced through the real
-engine on fake tensors (dsx.memory.paper), in a process of its own. Prints the error of the peak of each case
+engine on fake tensors (tests/oracle), in a process of its own. Prints the error of the peak of each case
 and its distribution, and for bad ones the lines of both ledgers.
 """
 
@@ -30,7 +30,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 Case = dict[str, Any]
 
@@ -248,7 +249,7 @@ def _both(case: Case, *, labels: bool = True) -> dict[str, Any]:
     from dsx.errors import DsxError
     from dsx.memory.estimate import estimate
     from dsx.memory.job import job_of
-    from dsx.memory.paper.run import trace
+    from oracle.run import trace
 
     # What a launcher would tell DeepSpeed.
     os.environ.update(RANK=str(case["rank"]), LOCAL_RANK="0", DS_ACCELERATOR="cpu")
@@ -289,7 +290,7 @@ def _caller() -> str:
     while frame is not None and len(found) < 3:
         name = frame.f_code.co_filename
         ours = "/dsx/" in name or "/deepspeed/" in name or "torch/optim" in name
-        if ours and "/paper/" not in name and "nvtx" not in name and "profiling" not in name:
+        if ours and "/oracle/" not in name and "nvtx" not in name and "profiling" not in name:
             found.append(f"{Path(name).name}:{frame.f_lineno}")
         frame = frame.f_back  # type: ignore[assignment]
     return " < ".join(found)
@@ -341,7 +342,7 @@ def list_grid(count: int, seed: int) -> list[Case]:
 
 def _run_list(case: Case, connection: Any, _: bool) -> None:
     """Estimate and trace of a list."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "memory"))
+    sys.path.insert(0, str(ROOT / "tests" / "memory"))
     try:
         from own_lists import both
 
@@ -384,7 +385,7 @@ def main() -> int:
     os.environ.update(LOCAL_RANK="0", DS_ACCELERATOR="cpu")
     import deepspeed  # noqa: F401 (once, before the forks)
 
-    import dsx.memory.paper.run  # noqa: F401
+    import oracle.run  # noqa: F401
 
     if args.real:
         from tools.memory_bench.real import compare

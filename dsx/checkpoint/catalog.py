@@ -60,7 +60,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from dsx.errors import CheckpointError
-from dsx.models.param import Box, ParamSpec
+from dsx.models.param import ITEM_BYTES, Box, ParamSpec
 from dsx.models.spec import HubModel, Model
 
 
@@ -134,29 +134,9 @@ def _one(by_name: Mapping[str, float]) -> Mapping[str, float] | float | None:
 NO_SETTINGS = ("names", "step", "numbers")
 """Keys of ``param_groups`` that are no hyperparameters."""
 
-ITEM_BYTES: Mapping[str, int] = {
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
-}
-"""Bytes per element of every dtype that a catalog may name, by torch's name."""
-
-
 Role = Literal["trained", "frozen", "buffer"]
 """A trained parameter, a frozen one (no optimizer state), or a buffer."""
 
-
-PRECISIONS: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""dtype of the weights of a run, by the word that its facts have for it."""
 
 USE_ANOTHER = "use another checkpoint"
 SAVE_AGAIN = f"{USE_ANOTHER}, or save this one again"

@@ -17,21 +17,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
-from typing import Any
 
 import numpy as np
 
-from dsx.checkpoint.catalog import (
-    ITEM_BYTES,
-    Catalog,
-    Checksum,
-    Entry,
-    Piece,
-    Target,
-    Written,
-    check_files,
-    locate,
-)
+from dsx.checkpoint.catalog import Catalog, Checksum, Entry, Piece, Target, Written, check_files
 from dsx.checkpoint.claims import model_of, specs_of_model
 from dsx.checkpoint.copy_plan import TILE_ELEMENTS, CopyPlan, check_cover, region
 from dsx.checkpoint.file_io import (
@@ -51,11 +40,11 @@ from dsx.checkpoint.formats.deepspeed.order import TIED
 from dsx.checkpoint.formats.huggingface import catalog
 from dsx.checkpoint.open import open_checkpoint
 from dsx.checkpoint.pieces import PieceIndex, flat_offset, volume
-from dsx.checkpoint.read import DamagedError, Reader, within
-from dsx.checkpoint.staging import RESUMES, Record, Staging
+from dsx.checkpoint.read import Reader, within
+from dsx.checkpoint.staging import AGAIN, Staging
 from dsx.errors import CheckpointError, ModelError
 from dsx.launch.entry import usable_cores
-from dsx.models.param import Box
+from dsx.models.param import ITEM_BYTES, Box
 
 _REPORT = "report this, with the command: the target was removed again, the source is untouched"
 
@@ -143,8 +132,6 @@ def _wrong(wanted: Catalog, entry: Entry, what: str) -> CheckpointError:
 
 DEFAULT_MEMORY_BYTES = 512 << 20
 _INTERPRETER_BYTES = 80 << 20  # Python, numpy and the plan's own objects
-_BATCHES = 48  # of work between two flushes: what a machine that goes down can cost is two of them
-_LEAST_BATCH_BYTES = 256 << 20
 _WORTH_STARTING_BYTES = 1 << 18
 Unit = tuple[int, int, Box]
 
@@ -161,14 +148,12 @@ class ConversionOptions:
     Attributes:
         memory_bytes: Private memory that the process may take.
         workers: Threads; fewer are used if the memory is for fewer.
-        restart: Whether to begin anew where an interrupted conversion could be continued.
         point_latest: Whether ``latest`` beside the new checkpoint shall name it.
         progress: Called with the bytes written since the last call, from any thread.
     """
 
     memory_bytes: int = DEFAULT_MEMORY_BYTES
     workers: int = field(default_factory=default_workers)
-    restart: bool = False
     point_latest: bool = False
     progress: Callable[[int], None] = lambda _: None
 
@@ -182,9 +167,8 @@ class ConversionReport:
         tensors: Logical tensors.
         states: States of tensors (entries).
         elements: Elements of all of them.
-        read_bytes: Bytes of tensors read, this time and before an interruption.
-        written_bytes: Bytes of tensors written, likewise.
-        resumed_bytes: Written bytes that were there when this run began.
+        read_bytes: Bytes of tensors read.
+        written_bytes: Bytes of tensors written.
         tiles_checked: Tiles whose bytes had the digest that the source's manifest has.
         sums_checked: Other checksums of the source's files that were right: CRC32s of members, mostly.
         seconds: Time that this run took.
@@ -197,7 +181,6 @@ class ConversionReport:
     elements: int
     read_bytes: int
     written_bytes: int
-    resumed_bytes: int
     tiles_checked: int
     sums_checked: int
     seconds: float
@@ -214,8 +197,6 @@ def execute(
 ) -> ConversionReport:
     """Make ``target`` from ``source``. It appears whole or not at all.
 
-    If it was interrupted and is called again with the same arguments, it continues where it stopped.
-
     Args:
         source: What to copy from.
         target: What to make.
@@ -231,27 +212,17 @@ def execute(
     """
     began = monotonic()
     workers = _num_workers(plan, options)
-    with (
-        Reader(source, plan.tile_elements) as reader,
-        Staging(target, _about(source, target, plan), restart=options.restart) as staging,
-    ):
+    with Reader(source, plan.tile_elements) as reader, Staging(target) as staging:
         run = _Run(reader, target, plan, staging, options)
         try:
             run.work(workers)
             checked = reader.check_rest(job.source for job in plan.jobs)
             run.fill_crc32()
-        except DamagedError:
-            staging.discard()
-            raise
         finally:
             run.writes.close()
-        with blamed(staging.data, "what ends the checkpoint", "writing", RESUMES):
+        with blamed(staging.data, "what ends the checkpoint", "writing", AGAIN):
             target.finish(staging.data, run.written())
-        try:
-            check(staging.data, target.catalog)
-        except CheckpointError:
-            staging.discard()
-            raise
+        check(staging.data, target.catalog)
         staging.commit(point_latest=options.point_latest)
     return ConversionReport(
         target=target.catalog.root,
@@ -260,7 +231,6 @@ def execute(
         elements=sum(entry.numel for entry in target.catalog.entries),
         read_bytes=plan.read_bytes,
         written_bytes=plan.write_bytes,
-        resumed_bytes=run.resumed_bytes,
         tiles_checked=reader.tiles_checked,
         sums_checked=checked,
         seconds=monotonic() - began,
@@ -288,22 +258,6 @@ def _num_workers(plan: CopyPlan, options: ConversionOptions) -> int:
     return max(1, min(options.workers, fits))
 
 
-def _about(source: Catalog, target: Target, plan: CopyPlan) -> dict[str, Any]:
-    """What must be the same for a conversion to be continued."""
-    files = []
-    for name, entry in sorted(source.files.items()):
-        status = locate(source, name, str(entry)).stat()
-        files.append((name, status.st_size, status.st_mtime_ns))
-    places = [(str(e), e.shape, e.dtype, e.pieces) for e in target.catalog.entries]
-    sizes = [(skeleton.file, skeleton.num_bytes) for skeleton in target.skeletons]
-    what = [(str(job.source), job.source.dtype) for job in plan.jobs]
-    return {
-        "the source": digest(repr((str(source.root.resolve()), files)).encode()),
-        "the target": digest(repr((target.catalog.format, places, sizes, what)).encode()),
-        "the size of tiles": plan.tile_elements,
-    }
-
-
 class _Run:
     """A conversion under way, with what its threads share."""
 
@@ -316,32 +270,20 @@ class _Run:
         self.writes = FilePool(staging.path_of, os.O_RDWR)
         self._crc32_files = {s.file for s in target.skeletons if s.crc32_fields}
         self._crc32 = Crc32Parts()
-        self._lock, self._flushing = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
         self._stopped = False
-        self._done: dict[tuple[int, int], Record] = {}
-        self._unflushed: set[str] = set()
-        self._unflushed_bytes = 0
-        self._batch_bytes = max(plan.write_bytes // _BATCHES, _LEAST_BATCH_BYTES)
-        self.resumed_bytes = 0
-        for record in staging.journal.records:
-            self._take(record)
-            self._reader.note([(*part,) for part in record["read"]], checked=record["checked"])
-            self.resumed_bytes += _written_bytes(record)
+        self._regions: list[tuple[str, int, int, str]] = []
+        self._digests: dict[tuple[int, int], str] = {}
 
     def work(self, workers: int) -> None:
-        """Do every unit that is not done. What is done when this raises is in the journal."""
-        self._progress(self.resumed_bytes)
-        already = frozenset(self._done)
-        left = (unit for unit in self._plan.units() if unit[:2] not in already)
-        try:
-            with ThreadPoolExecutor(workers, thread_name_prefix="reshard") as pool:
-                try:
-                    for future in as_completed([pool.submit(self._worker, left) for _ in range(workers)]):
-                        future.result()
-                finally:
-                    self._stopped = True  # on an error or Ctrl-C the others end after their tile
-        finally:
-            self._flush()
+        """Do every unit."""
+        units = self._plan.units()
+        with ThreadPoolExecutor(workers, thread_name_prefix="reshard") as pool:
+            try:
+                for future in as_completed([pool.submit(self._worker, units) for _ in range(workers)]):
+                    future.result()
+            finally:
+                self._stopped = True  # on an error or Ctrl-C the others end after their tile
 
     def _worker(self, units: Iterator[Unit]) -> None:
         try:
@@ -350,23 +292,13 @@ class _Run:
                     unit = next(units, None)
                 if unit is None:
                     return
-                record = self._unit(*unit)
-                done_bytes = _written_bytes(record)
-                with self._lock:
-                    self._take(record)
-                    self._staging.journal.append(record)
-                    self._unflushed |= {region[0] for region in record["regions"]}
-                    self._unflushed_bytes += done_bytes
-                    due = self._unflushed_bytes >= self._batch_bytes
-                self._progress(done_bytes)
-                if due:
-                    self._flush()
+                self._progress(self._unit(*unit))
         except BaseException:
             self._stopped = True
             raise
 
-    def _unit(self, at: int, number: int, tile: Box) -> Record:
-        """Read one tile, convert it, write it to every place that it has."""
+    def _unit(self, at: int, number: int, tile: Box) -> int:
+        """Read one tile, convert it, write it to every place that it has; gives the bytes written."""
         job = self._plan.jobs[at]
         read = self._reader.read(job.source, tile, number)
         if job.change is None:
@@ -379,46 +311,25 @@ class _Run:
         parts: list[Summed] = []
         for piece, box in job.writes.overlaps(tile):
             path = self._staging.path_of(piece.file)
-            with blamed(path, str(job.target), "writing", RESUMES), self.writes.lend(piece.file) as file:
+            with blamed(path, str(job.target), "writing", AGAIN), self.writes.lend(piece.file) as file:
                 for start, stop, data in write_box(file, piece, box, values[within(box, tile)]):
                     regions.append((piece.file, start, stop, digest(data)))
                     if stop - start >= _WORTH_STARTING_BYTES:
                         start_writeback(file, start, stop)
                     if piece.file in self._crc32_files:
                         parts.append((piece.file, start, stop, zlib.crc32(data)))
-        return {
-            "unit": [at, number],
-            "digest": name,
-            "regions": regions,
-            "crc32": parts,
-            "read": read.parts,
-            "checked": read.checked,
-        }
-
-    def _take(self, record: Record) -> None:
-        at, number = record["unit"]
-        self._done[at, number] = record
-        self._crc32.add((*part,) for part in record["crc32"])
-
-    def _flush(self) -> None:
-        """Bring what was written to the disk, then say so in the journal."""
-        with self._flushing:
-            with self._lock:
-                names, count = sorted(self._unflushed), self._staging.journal.count
-                self._unflushed, self._unflushed_bytes = set(), 0
-            for name in names:
-                path = self._staging.path_of(name)
-                with blamed(path, "its tensors", "flushing", RESUMES), self.writes.lend(name) as file:
-                    os.fdatasync(file)
-            with self._lock:
-                self._staging.journal.seal(count)
+        self._crc32.add(parts)
+        with self._lock:
+            self._regions += regions
+            self._digests[at, number] = name
+        return sum(stop - start for _, start, stop, _ in regions)
 
     def fill_crc32(self) -> None:
         """Write the CRC32s that the target's files keep of their own members."""
         for skeleton in self._target.skeletons:
             path = self._staging.path_of(skeleton.file)
             for place in skeleton.crc32_fields:
-                with blamed(path, "its CRC32", "writing", RESUMES), self.writes.lend(skeleton.file) as file:
+                with blamed(path, "its CRC32", "writing", AGAIN), self.writes.lend(skeleton.file) as file:
                     crc = 0
                     for start, stop, part in self._crc32.stretches(skeleton.file, place.start, place.stop):
                         # What nothing was written to is zero.
@@ -430,18 +341,14 @@ class _Run:
 
     def written(self) -> Written:
         """What there is to know about the new checkpoint's bytes."""
-        regions = sorted((*region,) for record in self._done.values() for region in record["regions"])
         digests: dict[tuple[str, str], list[str]] = defaultdict(list)
-        for (at, _), record in sorted(self._done.items()):
-            digests[self._plan.jobs[at].target.key].append(record["digest"])
+        for (at, _), name in sorted(self._digests.items()):
+            digests[self._plan.jobs[at].target.key].append(name)
         return Written(
             checksums=tuple(
-                Checksum(file, start, stop, "xxh3_128", name) for file, start, stop, name in regions
+                Checksum(file, start, stop, "xxh3_128", name)
+                for file, start, stop, name in sorted(self._regions)
             ),
             tile_elements=self._plan.tile_elements,
             tile_digests={key: tuple(names) for key, names in digests.items()},
         )
-
-
-def _written_bytes(record: Record) -> int:
-    return sum(stop - start for _, start, stop, _ in record["regions"])

@@ -22,7 +22,7 @@ from dsx.checkpoint.pieces import whole_part
 from dsx.checkpoint.read import Reader
 from dsx.config.adapter import peft_settings
 from dsx.errors import CheckpointError
-from dsx.models.adapters import PREFIX, is_targeted_stack, peft_specs, targeted
+from dsx.models.adapters import PREFIX, combined, is_targeted_stack, peft_specs, targeted
 from dsx.models.param import Box, ParamSpec
 from dsx.models.params import stored_specs
 from dsx.models.spec import Adapter, Model
@@ -88,17 +88,21 @@ class Merge:
         """A tile of the merged matrix."""
         outputs, inputs = (slice(*span) for span in (reversed(tile) if product.turned else tile))
         a, b = (read(f"{product.module}.lora_{which}.weight") for which in "AB")
-        b = b[product.rows]
-        base = tile_RC.T if product.turned else tile_RC
-        whole: Floats = base + np.float32(self.adapter.scale) * (b[outputs] @ a[:, inputs])
+        b = b[product.rows][outputs]
+        base, dora = tile_RC.T if product.turned else tile_RC, None
         if self.adapter.type == "dora":
-            if (inputs.start, inputs.stop) == (0, a.shape[1]):
-                rows = whole
-            else:  # of a tensor with its outputs last, or with rows longer than a tile
-                matrix = read(name).T if product.turned else read(name)
-                rows = matrix[outputs] + np.float32(self.adapter.scale) * (b[outputs] @ a)
             magnitude = read(f"{product.module}.lora_magnitude_vector")[product.rows][outputs]
-            whole = whole * (magnitude / np.linalg.norm(rows, axis=1))[:, None]
+
+            def norms(whole: Floats) -> Floats:
+                if (inputs.start, inputs.stop) != (0, a.shape[1]):
+                    # Of a tensor with its outputs last, or with rows longer than a tile.
+                    matrix = read(name).T if product.turned else read(name)
+                    whole = combined(self.adapter.scale, matrix[outputs], a, b)
+                found: Floats = np.linalg.norm(whole, axis=1)
+                return found
+
+            dora = magnitude, norms
+        whole: Floats = combined(self.adapter.scale, base, a[:, inputs], b, dora)
         return np.ascontiguousarray(whole.T if product.turned else whole)
 
 

@@ -59,14 +59,10 @@ class Tile:
     Attributes:
         values: Array of the tile's shape, in the numpy dtype that holds the entry's.
         digest: xxh3_128 of its bytes, row-major.
-        checked: Whether the checkpoint's manifest has that digest.
-        parts: CRC32s of the stretches that were read from files that have such checksums.
     """
 
     values: Array
     digest: str
-    checked: bool
-    parts: tuple[Summed, ...]
 
 
 class Reader:
@@ -176,9 +172,10 @@ class Reader:
         found = digest(out.reshape(-1).view(np.uint8).data)
         if known is not None and (number >= len(known) or known[number] != found):
             raise self._damage(entry, tile)
-        checked = known is not None or 0 < regions == stretches
-        self.note(parts, checked=checked)
-        return Tile(out, found, checked, tuple(parts))
+        self._parts.add(parts)
+        with self._lock:
+            self.tiles_checked += known is not None or 0 < regions == stretches
+        return Tile(out, found)
 
     def _index(self, entry: Entry) -> PieceIndex:
         """An index of the pieces of an entry that are read."""
@@ -213,12 +210,6 @@ class Reader:
                     raise _damaged(path, "its header", head)
                 self._right.add((file, head.start))
         return path
-
-    def note(self, parts: list[Summed], *, checked: bool) -> None:
-        """Count a tile as read, by this reader or by an earlier one."""
-        self._parts.add(parts)
-        with self._lock:
-            self.tiles_checked += checked
 
     def check_rest(self, entries: Iterable[Entry]) -> int:
         """Compare the checksums that could not be compared while tiles were read.

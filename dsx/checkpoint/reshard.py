@@ -127,7 +127,9 @@ class Conversion:
     def _beside(self, home: Path, options: ConversionOptions) -> list[str]:
         """What is written in the target's folder, ``home``, besides the target."""
         partial = partial_of(self.target.catalog.root)
-        kept = f"{partial}, with the files and a journal: renamed and removed at the end, kept if interrupted"
+        kept = (
+            f"{partial}, with the files: renamed at the end; what a kill leaves, the next conversion removes"
+        )
         made = [] if home.exists() else [f"{home}, which is not there yet"]
         return [*made, kept, *([f"{home / LATEST}, which will name the target"] * options.point_latest)]
 

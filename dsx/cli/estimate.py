@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from dsx.memory.estimate import RunMemory
     from dsx.memory.layer_list import LayerList
     from dsx.memory.ledger import Label
-    from dsx.memory.paper.device import Device
     from dsx.memory.record import DeviceKind
     from dsx.planner.cluster import Cluster, GpuMemory
 
@@ -62,14 +61,6 @@ def estimate(
     layers: Annotated[str | None, LAYERS] = None,
     chunks: Annotated[int | None, CHUNKS] = None,
     schedule: Annotated[str | None, typer.Option("--schedule", help="The schedule, by name.")] = None,
-    trace: Annotated[
-        bool,
-        typer.Option(
-            "--trace",
-            help="Also run the real engine on tensors without storage, a rank of each pipeline stage, and "
-            "count what is alive: seconds per stage.",
-        ),
-    ] = False,
     style: Annotated[
         _Style | None, drawn("A table, everything as JSON, or a chart (needs matplotlib).")
     ] = None,
@@ -121,7 +112,6 @@ def estimate(
                 "--model": model,
                 "--tensor": tensor,
                 "--micro-batch": micro_batch,
-                "--trace": trace or None,
                 **{f"--set {item}": item for item in overrides or () if item.startswith("dsx.")},
             },
             items,
@@ -139,8 +129,7 @@ def estimate(
     gpu = gpu and _on_sites(gpu, run, gpus)
     capacity = None if room is None else room.usable_bytes
     memory = _memory(run, gpu, capacity)
-    traced = _traced(run, memory, gpu, capacity) if trace else None
-    deliver_as(kind, run, memory, traced, room, output, whole.assumed)
+    deliver_as(kind, run, memory, room, output, whole.assumed)
     if room is not None and memory.peak_bytes > room.usable_bytes:
         say(_advice(source, items, run, room.usable_bytes, gpu), err=True)
         raise typer.Exit(BAD)
@@ -184,10 +173,10 @@ def _of_layers(
     if style in _PICTURES:
         _draw(style, memory, title, room, output)
     elif style == "json":
-        facts = {"layers": source, **_figures(memory, None, room)}
+        facts = {"layers": source, **_figures(memory, room)}
         deliver(json.dumps(facts, indent=2) + "\n", output)
     else:
-        deliver(_text([title], memory, None, room), output)
+        deliver(_text([title], memory, room), output)
     if room is not None and memory.peak_bytes > room.usable_bytes:
         raise typer.Exit(BAD)
 
@@ -205,7 +194,6 @@ def deliver_as(
     style: str,
     run: RunConfig,
     memory: RunMemory,
-    traced: Mapping[int, int] | None,
     room: GpuMemory | None,
     output: Path | None,
     assumed: Sequence[Assumption],
@@ -214,14 +202,14 @@ def deliver_as(
     if style in _PICTURES:
         _draw(style, memory, _title(run), room, output)
     elif style == "json":
-        deliver(json.dumps(_facts(run, memory, traced, room, assumed), indent=2) + "\n", output)
+        deliver(json.dumps(_facts(run, memory, room, assumed), indent=2) + "\n", output)
     else:
         heading = [
             _title(run),
             f"{run.accumulation} micro-batches of {run.micro_batch_size} x {run.sequence_length} tokens",
             *_assumptions(assumed),
         ]
-        deliver(_text(heading, memory, traced, room), output)
+        deliver(_text(heading, memory, room), output)
 
 
 def _memory(run: RunConfig, cluster: Cluster | None, capacity: int | None) -> RunMemory:
@@ -235,18 +223,6 @@ def _memory(run: RunConfig, cluster: Cluster | None, capacity: int | None) -> Ru
 
 def _on_host(cluster: Cluster | None) -> bool:
     return cluster is not None and cluster.is_host
-
-
-def _traced(
-    run: RunConfig, memory: RunMemory, cluster: Cluster | None, capacity: int | None
-) -> dict[int, int]:
-    """Pipeline rank -> traced peak."""
-    from dsx.memory.paper.processes import trace_ranks
-
-    ranks = [role.estimate.rank for role in memory.roles]
-    device: Device = "cpu" if _on_host(cluster) else "paper"
-    peaks = trace_ranks(run, ranks, device=device, capacity_bytes=capacity)
-    return {role.pp_rank: peaks[role.estimate.rank].peak_bytes for role in memory.roles}
 
 
 def _title(run: RunConfig) -> str:
@@ -271,9 +247,7 @@ def _title(run: RunConfig) -> str:
     return ", ".join(words)
 
 
-def _text(
-    heading: Sequence[str], memory: RunMemory, traced: Mapping[int, int] | None, room: GpuMemory | None
-) -> str:
+def _text(heading: Sequence[str], memory: RunMemory, room: GpuMemory | None) -> str:
     from dsx.memory.table import details, table
     from dsx.terminal import columns, unit_of, wrapped
 
@@ -287,7 +261,7 @@ def _text(
         *heading,
         "",
         f"{name} at each rank's peak",
-        table(memory, traced, width=width),
+        table(memory, width=width),
         "",
         f"what pipeline rank {highest.pp_rank} holds then ({when}), {name}",
         details(highest, width=width),
@@ -321,18 +295,17 @@ def _lines(held: Sequence[tuple[Label, int]]) -> list[dict[str, Any]]:
 def _facts(
     run: RunConfig,
     memory: RunMemory,
-    traced: Mapping[int, int] | None,
     room: GpuMemory | None,
     assumed: Sequence[Assumption],
 ) -> dict[str, Any]:
     return {
         "run": run.summary(),
         "assumed": {each.key: each.value for each in assumed},
-        **_figures(memory, traced, room),
+        **_figures(memory, room),
     }
 
 
-def _figures(memory: RunMemory, traced: Mapping[int, int] | None, room: GpuMemory | None) -> dict[str, Any]:
+def _figures(memory: RunMemory, room: GpuMemory | None) -> dict[str, Any]:
     roles = [
         {
             "pipeline_rank": role.pp_rank,
@@ -341,7 +314,6 @@ def _figures(memory: RunMemory, traced: Mapping[int, int] | None, room: GpuMemor
             "steady_bytes": role.estimate.steady_bytes,
             "host_bytes": role.estimate.host_bytes,
             "host_lines": _lines(role.estimate.host_lines),
-            **({"traced_peak_bytes": traced[role.pp_rank]} if traced else {}),
             "phases": [
                 {
                     "name": phase.name,
@@ -374,6 +346,7 @@ def _advice(
     from dsx.planner.cluster import preset
     from dsx.planner.fit import what_would_fit
     from dsx.planner.predicted import Judge
+    from dsx.terminal import amount
 
     where = cluster or preset("H100")
     judge = Judge.of(where, capacity)
@@ -388,5 +361,5 @@ def _advice(
     for fit in found:
         flags = " ".join(f"--set {item}" for item in fit.items)
         step = "waiting for the host besides" if fit.seconds is None else f"{fit.seconds / now:.2f}x the step"
-        lines.append(f"  {fit.saving.words}: {fit.peak_bytes / _GIB:.2f} GiB, {step} ({flags})")
+        lines.append(f"  {fit.saving.words}: {amount(fit.peak_bytes)}, {step} ({flags})")
     return "\n".join(lines)

@@ -20,16 +20,15 @@ from dsx.cli.options import (
     ZERO,
     count,
 )
-from dsx.cli.output import BAD, one_a_line, parse_bytes, say, say_json
+from dsx.cli.output import one_a_line, parse_bytes, say, say_json
 from dsx.errors import ConfigError
 from dsx.parallel.mesh import AXES, Mesh
-from dsx.terminal import amount
+from dsx.terminal import amount, seconds
 
 if TYPE_CHECKING:
-    from dsx.checkpoint.check_loss import LossCheck, Losses
     from dsx.checkpoint.execute import ConversionOptions, ConversionReport
     from dsx.checkpoint.layouts import TargetDegrees
-    from dsx.checkpoint.reshard import Conversion, WantedTarget
+    from dsx.checkpoint.reshard import Conversion
     from dsx.config.run import RunConfig
 
 
@@ -110,9 +109,6 @@ def reshard(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be done, and check what can be checked.")
     ] = False,
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Begin anew, even if an interrupted conversion could continue.")
-    ] = False,
     latest: Annotated[
         bool | None,
         typer.Option(
@@ -120,21 +116,12 @@ def reshard(
             help="Whether the file latest beside TARGET shall name it. Default: if there is none.",
         ),
     ] = None,
-    check_loss: Annotated[
-        str | None,
-        typer.Option(
-            metavar="random|FILE",
-            help="Compute a loss with SOURCE's weights and one with TARGET's, of random tokens or a file of "
-            "token ids.",
-        ),
-    ] = None,
     style: Annotated[Literal["table", "json"], FORMAT] = "table",
 ) -> None:
     """Convert a checkpoint to another layout or format, byte for byte.
 
     The layout is given by --to and the degrees, or by CONFIG on --gpus ranks. TARGET appears whole or not at
-    all; what is written beside it is said first. After an interruption the same command continues where it
-    stopped. Exit code 1: --check-loss found another loss.
+    all; what is written beside it is said first.
     """
     from dsx.checkpoint.execute import ConversionOptions, default_workers
     from dsx.checkpoint.formats.huggingface.names import read_config
@@ -160,12 +147,10 @@ def reshard(
     with Waiting(f"reading what {source} holds and planning"):
         checkpoint = open_checkpoint(source, rules=rules, ties=wanted.pipeline.tied)
         conversion = prepare(checkpoint, target, wanted)
-    check = None if check_loss is None else _loss_check(check_loss, conversion, wanted)
     point = conversion.target.is_tag and not (target.absolute().parent / "latest").exists()
     options = ConversionOptions(
         memory_bytes=parse_bytes(memory),
         workers=workers or default_workers(),
-        restart=restart,
         point_latest=point if latest is None else latest and conversion.target.is_tag,
     )
     outline = conversion.outline(options)
@@ -176,32 +161,21 @@ def reshard(
             say_json(outline)
         return
     report = _copied(conversion, options)
-    losses = None
-    if check is not None:
-        with Waiting("computing the loss of the source's weights and of the target's"):
-            losses = check.compare(conversion.source, open_checkpoint(target))
     if style == "json":
-        told = asdict(report) | {"target": str(report.target), "losses": losses and asdict(losses)}
+        told = asdict(report) | {"target": str(report.target)}
         say_json(outline | {"report": told})
     else:
-        text = _report_text(report, losses)
+        text = _report_text(report)
         if conversion.target.is_tag:
             text += _to_load(target.absolute(), named=options.point_latest)
         say(text)
-    if losses is not None and losses.same_dtype and not losses.equal:
-        say(f"dsx: {target}: its weights give another loss than {source}'s", err=True)
-        raise typer.Exit(BAD)
 
 
 def _copied(conversion: Conversion, options: ConversionOptions) -> ConversionReport:
     from dsx.waiting import Waiting
 
-    try:
-        with Waiting("copying", total=conversion.plan.write_bytes, unit="bytes") as waiting:
-            return conversion.run(replace(options, progress=waiting.advance))
-    except KeyboardInterrupt:
-        say("dsx: interrupted; the same command goes on from here", err=True)
-        raise typer.Exit(130) from None
+    with Waiting("copying", total=conversion.plan.write_bytes, unit="bytes") as waiting:
+        return conversion.run(replace(options, progress=waiting.advance))
 
 
 def _asked(to: list[str]) -> tuple[str, str]:
@@ -213,23 +187,6 @@ def _asked(to: list[str]) -> tuple[str, str]:
     if len(formats) > 1:
         raise ConfigError(f"--to {','.join(to)}", f"{' and '.join(formats)} are two formats", "name one")
     return (formats or ["dsx"])[0], ",".join(word for word in words if word not in WRITERS)
-
-
-def _loss_check(tokens: str, conversion: Conversion, wanted: WantedTarget) -> LossCheck:
-    """The model and tokens of ``--check-loss``, read before anything is written."""
-    from dsx.checkpoint.base import completed
-    from dsx.checkpoint.check_loss import LossCheck
-    from dsx.errors import CheckpointError
-
-    if conversion.merge is not None:
-        raise CheckpointError(
-            "--check-loss",
-            "merged weights are other numbers than the model's own",
-            "leave it out",
-        )
-    completed(conversion.source, wanted.base)  # or it is said now
-    config = wanted.hf_config or conversion.source.facts.get("hf_config")
-    return LossCheck(config, None if tokens == "random" else Path(tokens))
 
 
 def _run(degrees: TargetDegrees, config: Path | None, gpus: int | None) -> RunConfig | None:
@@ -277,23 +234,17 @@ def _layout_text(layout: dict[str, Any]) -> str:
     return f", {degrees}, chunks {layout['chunks']}, ZeRO-{layout['zero_stage']}"
 
 
-def _report_text(report: ConversionReport, losses: Losses | None) -> str:
-    seconds = max(report.seconds, 1e-9)
-    new_bytes = report.written_bytes - report.resumed_bytes
+def _report_text(report: ConversionReport) -> str:
+    rate = amount(report.written_bytes / max(report.seconds, 1e-9))
     checked = []
     if report.tiles_checked:
         checked.append(f"{report.tiles_checked:,} tiles had the checksum of the source's manifest")
     if report.sums_checked:
         checked.append(f"{report.sums_checked:,} other checksums of the source's files were right")
-    resumed = f", {amount(report.resumed_bytes)} were there" if report.resumed_bytes else ""
     what = f"{report.states} states of {report.tensors} tensors, {report.elements:,} elements"
     lines = [
         f"written    {report.target}: {what}",
-        f"time       {seconds:.1f} s, {amount(int(new_bytes / seconds))}/s{resumed}",
+        f"time       {seconds(report.seconds)}, {rate}/s",
         f"checked    {'; '.join(checked) or 'the source has no checksums: nothing'}",
     ]
-    if losses is not None:
-        same = "the same bits" if losses.equal else "not the same bits"
-        what = f"{losses.source:.6f} of the source's weights, {losses.target:.6f} of the target's"
-        lines.append(f"loss       {what}, {losses.tokens} tokens: {same}")
     return "\n".join(lines)

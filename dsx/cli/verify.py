@@ -12,7 +12,7 @@ import typer
 from dsx.cli.options import CONFIG, FORMAT, GPUS, SET
 from dsx.cli.output import BAD, say, say_json
 from dsx.errors import ConfigError
-from dsx.terminal import columns
+from dsx.terminal import columns, seconds
 
 if TYPE_CHECKING:
     from dsx.verify.run import Verdict
@@ -131,5 +131,5 @@ def _lines(verdict: Verdict) -> list[str]:
         masks = f"; {verdict.masks} dropout masks are where they should be" if verdict.masks else ""
         lines += labelled("equal", f"losses, norms, gradients and updates are those of one process{masks}")
     lines += findings_text(verdict.findings)
-    seconds = f"ranks {verdict.ranks_seconds:.1f} s, reference {verdict.reference_seconds:.1f} s"
-    return [*lines, *labelled("took", seconds)]
+    took = f"ranks {seconds(verdict.ranks_seconds)}, reference {seconds(verdict.reference_seconds)}"
+    return [*lines, *labelled("took", took)]

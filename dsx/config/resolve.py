@@ -20,7 +20,7 @@ from dsx.config.sources import read_model
 from dsx.config.wording import at, suggest
 from dsx.errors import ConfigError, ScheduleError
 from dsx.models.flops import WIDTHS
-from dsx.models.params import frozen_names, layer_kinds, param_specs
+from dsx.models.params import frozen_names, layer_kinds, param_specs, vocabulary_rows
 from dsx.models.spec import HubModel, Model
 from dsx.parallel.islands import Islands
 from dsx.parallel.limits import Asked, objections, possible
@@ -29,6 +29,7 @@ from dsx.planner.search import search
 from dsx.schedules.builders import Options, default_chunks
 from dsx.schedules.program import Program
 from dsx.schedules.schedule import Schedule
+from dsx.terminal import amount
 
 __all__ = ["RunConfig", "resolve"]
 
@@ -688,9 +689,9 @@ def _resolve(name: str, deepspeed: dict[str, Any], dsx: DsxConfig, world_size: i
 def _logits_told(run: RunConfig) -> str:
     """What the head's logits would take beside the hidden states."""
     tokens, width = run.micro_batch_size * run.sequence_length, WIDTHS[run.precision]
-    columns = run.param_specs[0].local_extent(run.mesh.tp)
-    logits, hidden = (tokens * each * width / 2**20 for each in (columns, run.model.hidden_size))
-    return f"the logits of a micro-batch would take {logits:,.0f} MiB, its hidden states take {hidden:,.0f}"
+    columns = vocabulary_rows(run.model, run.mesh.tp, pad_multiple=run.dsx.model.vocab_multiple)
+    logits, hidden = (amount(tokens * each * width) for each in (columns, run.model.hidden_size))
+    return f"the logits of a micro-batch would take {logits}, its hidden states take {hidden}"
 
 
 _TOLD_SHARE = 0.01

@@ -37,6 +37,7 @@ from dsx.data.packs import Sample, Sequences
 from dsx.data.tokenizers import TokenIds, Tokenizer, load_tokenizer
 from dsx.data.units import Unit
 from dsx.errors import DataError
+from dsx.terminal import seconds
 
 _POINTS = 1 << 64
 _FEWEST_CHARACTERS, _MOST_CHARACTERS = 4 << 10, 64 << 10  # tokenised at once: little when a lane is opened
@@ -335,7 +336,7 @@ class Stream:
             news, self._news = self._news, []
             if self._opened and self._opening_seconds >= self._told_from:
                 news.append(
-                    f"data: {self._opened} lanes opened in {self._opening_seconds:.1f} s, "
+                    f"data: {self._opened} lanes opened in {seconds(self._opening_seconds)}, "
                     f"{self._opened * self._block} sequences read to shuffle"
                 )
                 self._opened, self._opening_seconds, self._told_from = 0, 0.0, _LONG_SECONDS

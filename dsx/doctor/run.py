@@ -13,11 +13,10 @@ from dsx.config.refusals import ABSENT, Finding, step
 from dsx.config.wording import Path, at
 from dsx.errors import ConfigError, DsxError
 from dsx.launch.extension_locks import extension_locks
+from dsx.terminal import amount
 
 if TYPE_CHECKING:
     from dsx.config.run import RunConfig
-
-_GIB = 1 << 30
 
 
 def resolve_run(
@@ -92,7 +91,7 @@ def _memory(run: RunConfig, gpu_memory_gib: float) -> list[Finding]:
     peak_bytes = estimate_run(job_of(run, capacity_bytes=room.usable_bytes)).peak_bytes
     if peak_bytes <= room.usable_bytes:
         return []
-    why = f"a rank needs {peak_bytes / _GIB:.1f} GiB, and a GPU has {room}"
+    why = f"a rank needs {amount(peak_bytes)}, and a GPU has {room}"
     fix = f"see `dsx estimate --gpu-memory {gpu_memory_gib:g}` for changes that fit"
     return [
         Finding(check="memory", severity="error", path=("dsx", "parallel"), value=ABSENT, why=why, fix=fix)

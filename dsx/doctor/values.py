@@ -21,6 +21,7 @@ from dsx.config.refusals import (
     is_tuned,
 )
 from dsx.config.wording import Path, dotted, plain, show, suggest
+from dsx.models.param import PRECISIONS
 
 # Keys that are names in some spelling, which have checks of their own.
 _NAMES = frozenset({"optimizer.type", "scheduler.type"})
@@ -103,7 +104,7 @@ def _is_the_only_reading(slot: Slot, key: Key, verdict: ValueVerdict) -> bool:
 
 
 # Names of dtypes -> the only ones that some keys take.
-_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
+_DTYPES = {dtype: name for name, dtype in PRECISIONS.items()} | {"half": "fp16", "float": "fp32"}
 
 
 def _not_a_choice(context: Context, slot: Slot, key: Key, verdict: ValueVerdict) -> Finding:

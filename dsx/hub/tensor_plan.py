@@ -235,7 +235,7 @@ def _set_linears(
         made = _linear(inner, plan.styles.get(name), tp, split, tight=tight)
         if plan.keeps(name, tp.size) and tp.size > 1:
             head = inner.out_features // plan.pairs
-            made = KeyValueLinear(inner.in_features, plan.pairs, head, tp, **_form(inner))
+            made = KeyValueLinear(inner.in_features, plan.pairs, head, tp, **_form(inner), split=split)
         if tp.size > 1:
             divide(owner, name, plan, tp.size)
         made.in_features, made.out_features = inner.in_features, inner.out_features  # type: ignore[assignment]

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from dsx.terminal import amount
+from dsx.terminal import amount, seconds
 
 MOST_CLOCK_SECONDS = 60.0
 """Clocks of synchronised machines are within a second; people cannot read logs that are minutes apart."""
@@ -74,7 +74,7 @@ def differences(machines: Sequence[MachineFacts], *, checkpoint_bytes: int) -> I
     for machine in machines:
         ahead = machine.clock - usual
         if abs(ahead) > MOST_CLOCK_SECONDS:
-            said = f"its clock is {_duration(abs(ahead))} {'ahead' if ahead > 0 else 'behind'}"
+            said = f"its clock is {seconds(abs(ahead))} {'ahead' if ahead > 0 else 'behind'}"
             fix = "set it (chrony, ntpd): times in logs and reports would not fit together"
             yield Difference(machine.name, said, fix, stops=False)
     for machine in machines:
@@ -103,13 +103,3 @@ def _names(machines: Sequence[MachineFacts]) -> str:
     names = [machine.name for machine in machines[:3]]
     more = f" and {len(machines) - 3} more" if len(machines) > 3 else ""
     return f"{', '.join(names)}{more}"
-
-
-def _duration(seconds: float) -> str:
-    """A duration as people say it.
-
-    >>> [_duration(s) for s in (75, 3600, 90_000)]
-    ['1 min', '1.0 hours', '25.0 hours']
-    """
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 60 else f"{seconds / 3600:.1f} hours"

@@ -17,6 +17,7 @@ from dsx.memory.record import DeviceKind, Shape
 from dsx.memory.records import ModelRecords
 from dsx.memory.states import Gathering, Offload, Optimizer, StateSettings
 from dsx.models.flops import WIDTHS
+from dsx.models.param import PRECISIONS
 from dsx.parallel.layout import Layout
 from dsx.schedules.schedule import lower
 
@@ -276,7 +277,7 @@ def _value(zero: Mapping[str, Any], key: str) -> Any:
     return None if value == "auto" else value
 
 
-_WIDTHS = {"fp32": 4, "float32": 4, "fp16": 2, "float16": 2, "bf16": 2, "bfloat16": 2}
+_WIDTHS = {**WIDTHS, **{dtype: WIDTHS[name] for name, dtype in PRECISIONS.items()}}
 """Bytes of DeepSpeed's names of dtypes."""
 
 

@@ -17,10 +17,10 @@ from dsx.config.load import raise_all
 from dsx.config.schema import ZeroConfig
 from dsx.config.wording import at
 from dsx.errors import ConfigError, LayoutError, ModelError
+from dsx.memory.device import swapped
 from dsx.memory.estimate import Job, RunMemory, enough_micro_batches, estimate_run
 from dsx.memory.job import require_learned, state_settings
 from dsx.memory.module_gathers import TiedCall
-from dsx.memory.paper.device import swapped
 from dsx.memory.record import DeviceKind, LayerRecord, TensorForm
 from dsx.memory.recorder import booth, record_layer
 from dsx.models.flops import Precision

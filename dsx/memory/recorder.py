@@ -20,10 +20,10 @@ from torch.utils.flop_counter import flop_registry
 
 from dsx.errors import ModelError
 from dsx.hub.anatomy import anatomy_of
+from dsx.memory import device as paper
 from dsx.memory.ledger import Label
+from dsx.memory.meter import ADD, would_be_in_place
 from dsx.memory.module_gathers import GATHERED, ModuleGathers, TiedCall
-from dsx.memory.paper import device as paper
-from dsx.memory.paper.meter import ADD, would_be_in_place
 from dsx.memory.record import (
     LOSS,
     Event,
@@ -37,7 +37,7 @@ from dsx.memory.record import (
 )
 from dsx.models import families
 from dsx.models.config_values import at
-from dsx.models.params import layer_kinds, param_specs
+from dsx.models.params import layer_kinds, vocabulary_rows
 from dsx.models.quiet_transformers import first_line
 from dsx.models.spec import HubModel
 from dsx.nn import collectives
@@ -756,7 +756,7 @@ def record_request(request: LayerRequest) -> LayerRecord:
         if model.balance is not None:
             beside = [TensorForm((_SUMS, model.balance.experts), "float32", 4, request.entered)]
     if request.kind == LOSS:
-        columns = param_specs(model, pad_multiple=shape.vocab_multiple)[0].local_extent(shape.tensor)
+        columns = vocabulary_rows(model, shape.tensor, pad_multiple=shape.vocab_multiple)
         logits = TensorForm((*tokens.shape, columns), name, shape.width, True)
         loss = families.loss(model, tp, overwrite_logits=True)
         with booth(device):

@@ -242,7 +242,8 @@ _SOURCES = (
     "hub/*.toml",
     "memory/record*.py",
     "memory/module_gathers.py",
-    "memory/paper/*.py",
+    "memory/device.py",
+    "memory/meter.py",
 )
 
 

@@ -5,7 +5,7 @@ Needs matplotlib (the extra ``plot``), which is imported when it is first needed
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
@@ -45,13 +45,10 @@ def by_category(phase: Phase) -> dict[str, int]:
     return held
 
 
-def table(memory: RunMemory, traced: Mapping[int, int] | None = None, *, width: int = 0) -> str:
-    """Bytes at each pipeline rank's peak, by category; ``traced`` adds the traced peak of pipeline ranks.
-
-    Lines have at most ``width`` characters, unless it is 0.
-    """
+def table(memory: RunMemory, *, width: int = 0) -> str:
+    """Bytes at each rank's peak, by category; lines have at most ``width`` characters unless it is 0."""
     unit = unit_of(memory.peak_bytes)[1]
-    titles = ["pipeline rank", *CATEGORIES, "peak", *(["traced"] if traced else []), "when"]
+    titles = ["pipeline rank", *CATEGORIES, "peak", "when"]
     rows = [titles]
     for role in _listed(memory):
         peak = role.estimate.peak
@@ -61,7 +58,6 @@ def table(memory: RunMemory, traced: Mapping[int, int] | None = None, *, width: 
                 f"{role.pp_rank} ({_ranks(role)})",
                 *(f"{held[category] / unit:.2f}" for category in CATEGORIES),
                 f"{peak.peak_bytes / unit:.2f}",
-                *([f"{traced[role.pp_rank] / unit:.2f}"] if traced else []),
                 f"{peak.name}{f', {peak.where}' if peak.where else ''}",
             ]
         )

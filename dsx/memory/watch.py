@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from dsx.config.run import RunConfig
 from dsx.errors import ConfigError
 from dsx.launch.entry import ALONE, local_rank, local_world_size, rank
-from dsx.memory.paper.meter import StorageMeter
+from dsx.memory.meter import StorageMeter
 from dsx.terminal import amount
 
 if TYPE_CHECKING:

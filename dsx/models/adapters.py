@@ -9,7 +9,7 @@ their Bs. Names of tensors are those in PEFT's files (peft/utils/save_and_load.p
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby
 from typing import Any
@@ -259,3 +259,24 @@ def in_peft(spec: ParamSpec) -> ParamSpec:
         return replace(spec, hf=hf, hf_copies=copies)
     form: dict[str, Any] = {"hf_stacked": False, "hf_split": None, "hf_parts": (), "hf_transposed": False}
     return replace(spec, hf=hf, hf_copies=copies, hf_whole="", **form)
+
+
+def combined(
+    scale: float, weight: Any, a: Any, b: Any, dora: tuple[Any, Callable[[Any], Any]] | None = None
+) -> Any:
+    """``W + scale B A`` of any library's arrays, and of DoRA its rows with their magnitudes.
+
+    DoRA takes the rows' norms for constants (arXiv:2402.09353, section 4.3).
+
+    Args:
+        scale: Of the adapter.
+        weight: [outputs, inputs].
+        a: [rank, inputs].
+        b: [outputs, rank].
+        dora: The magnitudes [outputs], and what gives the norms of the sum's rows.
+    """
+    whole = weight + scale * (b @ a)
+    if dora is None:
+        return whole
+    magnitude, norms = dora
+    return whole * (magnitude / norms(whole))[:, None]

@@ -17,8 +17,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Literal
 
-from dsx.models.param import ParamSpec
-from dsx.models.params import layer_kinds, param_specs
+from dsx.models.param import ITEM_BYTES, PRECISIONS, ParamSpec
+from dsx.models.params import layer_kinds, param_specs, vocabulary_rows
 from dsx.models.spec import HubModel, Model
 
 
@@ -62,7 +62,7 @@ def multiplied(model: Model, spec: ParamSpec) -> float:
 Precision = Literal["fp32", "bf16", "fp16"]
 """What a model trains in: the dtype of its parameters, activations and matrix multiplications."""
 
-WIDTHS: Mapping[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+WIDTHS: Mapping[str, int] = {name: ITEM_BYTES[dtype] for name, dtype in PRECISIONS.items()}
 """Bytes of a parameter or an activation."""
 
 
@@ -103,7 +103,7 @@ def auto_chunk(
         pad_multiple: Each rank's vocabulary rows are rounded up to a multiple of this.
         piles_up: Whether there are several micro-batches between the last stage's forwards and backwards.
     """
-    columns = param_specs(model, pad_multiple=pad_multiple)[0].local_extent(tensor)
+    columns = vocabulary_rows(model, tensor, pad_multiple=pad_multiple)
     chunk = head_chunk(tokens, model.hidden_size, columns)
     small = tokens < 2 * chunk or tokens * columns * width <= _SMALL_LOGITS
     return 0 if small or (piles_up and tokens <= model.hidden_size) else chunk

@@ -51,6 +51,11 @@ def param_specs(model: Model, *, pad_multiple: int = 64) -> tuple[ParamSpec, ...
     return _settled(specs, model)
 
 
+def vocabulary_rows(model: Model, tensor: int, *, pad_multiple: int) -> int:
+    """Rows of the vocabulary's tables on one of ``tensor`` ranks, padding included: columns of its logits."""
+    return param_specs(model, pad_multiple=pad_multiple)[0].local_extent(tensor)
+
+
 def stored_specs(model: Model, *, pad_multiple: int = 64) -> tuple[ParamSpec, ...]:
     """Every tensor that checkpoints hold: the parameters, and the buffers that are stored with them.
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dsx.errors import ModelError
-from dsx.models.adapters import IN_FILES, MAGNITUDE, A, B, is_targeted_stack, modules_of, targeted
+from dsx.models.adapters import IN_FILES, MAGNITUDE, A, B, combined, is_targeted_stack, modules_of, targeted
 from dsx.models.param import ParamSpec
 from dsx.models.spec import Adapter
 from dsx.nn import collectives
@@ -315,9 +315,7 @@ def left(adapter: Adapter, weight: Tensor) -> Tensor:
 
 
 def merged(adapter: Adapter, weight: Tensor, held: Mapping[str, Tensor], start: str) -> Tensor:
-    """A matrix and its adapter in one: W + s B A, and of DoRA its rows with their magnitudes.
-
-    DoRA takes the rows' norms for constants (arXiv:2402.09353, section 4.3). Autograd passes through.
+    """A matrix and its adapter in one: :func:`dsx.models.adapters.combined`. Autograd passes through.
 
     Args:
         adapter: The adapter.
@@ -329,12 +327,11 @@ def merged(adapter: Adapter, weight: Tensor, held: Mapping[str, Tensor], start: 
     if weight.dim() > _MATRIX:
         experts = len(weight)
         a, b = a.view(experts, -1, a.shape[1]), b.view(len(b), -1, experts).permute(2, 0, 1)
-    whole: Tensor = weight + adapter.scale * (b @ a)
-    if adapter.type == "lora":
-        return whole
-    scales = held[start + IN_FILES[MAGNITUDE]] / whole.detach().norm(dim=1)
-    magnified: Tensor = scales[:, None] * whole
-    return magnified
+    dora = None
+    if adapter.type == "dora":
+        dora = held[start + IN_FILES[MAGNITUDE]], lambda whole: whole.detach().norm(dim=1)
+    whole: Tensor = combined(adapter.scale, weight, a, b, dora)
+    return whole
 
 
 @torch.no_grad()

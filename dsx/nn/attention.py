@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,15 +25,10 @@ from dsx.errors import ModelError
 from dsx.models.spec import ModelSpec, Rope
 from dsx.nn.documents import Last, numbered
 from dsx.nn.dropout import draw_seed, seeded
-from dsx.nn.linear import ColumnParallelLinear, RowParallelLinear, column_linear, with_adapter
+from dsx.nn.linear import ColumnParallelLinear, KeyValueLinear, RowParallelLinear
 from dsx.nn.norm import RMSNorm
 from dsx.nn.parallel import TensorParallel, uncompiled
-from dsx.nn.parameters import Weights, fresh_parameter
-from dsx.nn.quantized import used
-from dsx.nn.split import late
-
-if TYPE_CHECKING:
-    from dsx.nn.adapter import LowRank
+from dsx.nn.parameters import Weights
 
 
 def inverse_frequencies(rope: Rope, size: int) -> Tensor:
@@ -247,41 +242,6 @@ def kv_heads(model: ModelSpec, tp: TensorParallel) -> range:
     return range(first, first + max(1, heads // tp.size))
 
 
-class SharedKeyValueLinear(nn.Module):
-    """The projection to queries, keys and values where ranks share key/value heads.
-
-    Each rank has the queries of its own heads, and all keys and values, of which it applies the rows that its
-    queries need. The gradients of these are summed over the ranks, once per backward. The parameters are
-    this one module's, so that ZeRO-3 gathers them together.
-
-    Args:
-        model: Sizes and biases.
-    """
-
-    def __init__(self, model: ModelSpec, weights: Weights) -> None:
-        super().__init__()
-        self.tp, self.split = weights.tp, weights.split
-        self.adapter: LowRank | None = None
-        heads = kv_heads(model, self.tp)
-        self.rows = slice(heads.start * model.head_dim, heads.stop * model.head_dim)
-        queries, both = (model.query_size,), (2 * model.kv_size,)
-        fresh = partial(fresh_parameter, tp=self.tp, init=None, dtype=weights.dtype, device=weights.device)
-        self.q_weight = fresh((*queries, model.hidden_size), split=0)
-        self.kv_weight = fresh((*both, model.hidden_size))
-        self.q_bias = fresh(queries, split=0) if model.attention_bias else None
-        self.kv_bias = fresh(both) if model.attention_bias else None
-
-    def forward(self, x_BsH: Tensor) -> Tensor:
-        """[B, s, H] to [B, S, P]."""
-        shared, rest = used(self.tp, self.split, 2, self.rows, self.kv_weight, self.kv_bias)
-        bias = None if self.q_bias is None else torch.cat((late(self.q_bias, self.split), rest))
-
-        def base(x: Tensor, bias: Tensor | None) -> Tensor:
-            return column_linear(x, self.q_weight, bias, self.tp, split=self.split, shared=shared)
-
-        return with_adapter(self, x_BsH, base, bias, self.rows)
-
-
 class Attention(nn.Module):
     """Grouped-query attention with one projection to queries, keys and values.
 
@@ -315,11 +275,13 @@ class Attention(nn.Module):
         self.interleaved, self.attend = model.interleaved_qkv, attend or scaled_dot_product
         sizes = (model.query_size, model.kv_size, model.kv_size)
         parts = () if model.interleaved_qkv else sizes
-        options = {"bias": model.attention_bias, "parts": parts, "init": None, **weights.form}
+        options: dict[str, Any] = {"bias": model.attention_bias, "init": None, **weights.form}
         self.qkv = (
-            SharedKeyValueLinear(model, weights)
+            KeyValueLinear(
+                model.hidden_size, model.num_kv_heads, model.head_dim, tp, queries=model.query_size, **options
+            )
             if model.shared_kv
-            else ColumnParallelLinear(model.hidden_size, sum(sizes), tp, **options)
+            else ColumnParallelLinear(model.hidden_size, sum(sizes), tp, parts=parts, **options)
         )
         self.out = RowParallelLinear(
             model.query_size,

@@ -407,14 +407,22 @@ class KeyValueLinear(nn.Module):
     """A projection to keys or values with fewer heads than ranks: whole everywhere, one head's rows applied.
 
     Rank r of tp has query heads r/tp to (r+1)/tp, all of which share key/value head ``r * heads // tp``. The
-    gradients of the weight, of which each rank has a part, are summed over the ranks.
+    gradients of the weight, of which each rank has a part, are summed over the ranks, once per backward.
+
+    With ``queries`` it is the projection to queries, keys and values in one: ``q_weight`` is cut as a
+    :class:`ColumnParallelLinear`'s, ``kv_weight`` has all keys, then all values. The parameters are this one
+    module's, so that ZeRO-3 gathers them together.
 
     Args:
         in_features: Inputs, whole on every rank.
-        heads: Heads, which divide the ranks.
+        heads: Key/value heads, which divide the ranks or are divided by them.
         head_size: Outputs of one head.
         bias: Whether to add a bias.
+        queries: Outputs of all ranks' queries.
     """
+
+    q_weight: Tensor
+    q_bias: Tensor
 
     def __init__(
         self,
@@ -424,27 +432,45 @@ class KeyValueLinear(nn.Module):
         tp: TensorParallel,
         *,
         bias: bool = True,
+        queries: int = 0,
         init: Initialiser | None = NORMAL,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        split: WeightGradients | None = None,
     ) -> None:
         super().__init__()
-        self.tp, self.heads, self.head_size = tp, heads, head_size
+        self.tp, self.split = tp, split
         self.adapter: LowRank | None = None
-        fresh = partial(fresh_parameter, tp=TensorParallel(), dtype=dtype, device=device)
-        self.weight = fresh((heads * head_size, in_features), init=init)
-        self.bias = fresh((heads * head_size,), init=init and ZEROS) if bias else None
+        first = tp.rank * heads // tp.size
+        self.rows = slice(first * head_size, (first + max(1, heads // tp.size)) * head_size)
+        self.modules_fused, self.start = (2, "kv_") if queries else (1, "")
+        outputs = self.modules_fused * heads * head_size
+        fresh = partial(fresh_parameter, dtype=dtype, device=device)
+        for leaf, inputs in (("weight", (in_features,)), ("bias", ())):
+            filled = init if leaf == "weight" else init and ZEROS
+            held = bias or leaf == "weight"
+            if queries:
+                own = fresh((queries, *inputs), tp=tp, split=0, init=filled) if held else None
+                self.register_parameter(f"q_{leaf}", own)
+            shared = fresh((outputs, *inputs), tp=TensorParallel(), init=filled) if held else None
+            self.register_parameter(f"{self.start}{leaf}", shared)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in], equal on all ranks, to [..., head_size]."""
-        start = self.tp.rank * self.heads // self.tp.size * self.head_size
-        rows = slice(start, start + self.head_size)
-        weight, bias = used(self.tp, None, 1, rows, self.weight, self.bias)
+        """[..., in] to [..., head_size], or to this rank's [..., queries, keys and values].
+
+        It is equal on all ranks; under sequence parallelism [B, s, in], and the result has [B, S].
+        """
+        held = (getattr(self, f"{self.start}{leaf}") for leaf in ("weight", "bias"))
+        weight, bias = used(self.tp, self.split, self.modules_fused, self.rows, *held)
+        if self.start and bias is not None:
+            bias = torch.cat((late(self.q_bias, self.split), bias))
 
         def base(x: Tensor, bias: Tensor | None) -> Tensor:
-            return _linear(x, weight, bias, self.tp, None, None, None, None)
+            if not self.start:
+                return column_linear(x, weight, bias, self.tp)
+            return column_linear(x, self.q_weight, bias, self.tp, split=self.split, shared=weight)
 
-        return with_adapter(self, x, base, bias, rows)
+        return with_adapter(self, x, base, bias, self.rows)
 
 
 def _per_rank(features: int, tp: TensorParallel, what: str) -> int:

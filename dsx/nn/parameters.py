@@ -28,13 +28,13 @@ import torch
 from torch import Tensor, nn
 
 from dsx.errors import ModelError
-from dsx.models.param import Box, Init, ParamSpec
+from dsx.models.param import PRECISIONS, Box, Init, ParamSpec
 from dsx.models.spec import Adapter
 from dsx.nn.dropout import draw_seed, seeded
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.split import WeightGradients
 
-DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, dtype) for name, dtype in PRECISIONS.items()}
 """What a run is said to train in -> the dtype of its parameters."""
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]

@@ -17,6 +17,7 @@ from dsx.config.load import explain, raise_all, read
 from dsx.config.schema import Positive, SchemaBlock
 from dsx.errors import ConfigError
 from dsx.models.flops import Precision, peak_flops
+from dsx.terminal import amount
 
 _GIB = 1 << 30
 
@@ -228,7 +229,7 @@ def gpu_memory(gib: float, cluster: Cluster | None = None) -> GpuMemory:
     if reserved >= memory_bytes:
         raise ConfigError(
             f"--gpu-memory {gib:g}",
-            f"context, libraries and gaps take {reserved / _GIB:.2f} GiB, and nothing is left",
+            f"context, libraries and gaps take {amount(reserved)}, and nothing is left",
             "give all the memory of one GPU, as nvidia-smi says it, in GiB",
         )
     return GpuMemory(memory_bytes, reserved)

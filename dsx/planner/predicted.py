@@ -17,6 +17,7 @@ from dsx.planner.layer_times import Machine
 from dsx.planner.layers import model_task
 from dsx.planner.layout import Candidate, Task
 from dsx.planner.step_time import Predictor, StepTime
+from dsx.terminal import amount
 
 
 def task_of(run: RunConfig, cluster: Cluster, efficiency: Efficiency | None = None) -> Task:
@@ -106,9 +107,9 @@ class Judge:
 
     def too_large(self, peak_bytes: int) -> ConfigError:
         """The error for runs of which even the smallest takes so much."""
-        need, have = peak_bytes / 2**30, self.capacity_bytes / 2**30
+        need, have = amount(peak_bytes), amount(self.capacity_bytes)
         return ConfigError(
             f"dsx.elastic.cluster {self.name}",
-            f"at least an estimated {need:.1f} GiB per rank do not fit its {have:.1f} GiB",
+            f"at least an estimated {need} per rank do not fit its {have}",
             "see `dsx estimate`",
         )

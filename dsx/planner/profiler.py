@@ -39,6 +39,7 @@ from dsx.planner.inputs import Calibration
 from dsx.planner.layer_times import LayerTime, Machine, layer_times
 from dsx.planner.measured import conditions_of, recompute_modes
 from dsx.planner.profile import RECOMPUTE, Conditions, LayerCost, Profile
+from dsx.terminal import amount
 from dsx.train.monitor import device_name
 
 _DROPPED = 2  # First micro-batches: kernels are chosen, memory is taken for the first time.
@@ -385,7 +386,7 @@ def _unlike(device: torch.device, cluster: Cluster, precision: Precision) -> str
         if peak is not None and abs(peak / wanted - 1) > _ALIKE:
             differs = f"has a peak of {peak / 1e12:.4g} TFLOP/s"
         elif abs(held / cluster.memory_bytes - 1) > _ALIKE:
-            differs = f"has {held / (1 << 30):.0f} GiB"
+            differs = f"has {amount(held)}"
     if not differs:
         return ""
     return (

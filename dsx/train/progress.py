@@ -19,7 +19,7 @@ from dsx.config.run import RunConfig
 from dsx.islands.standing import OuterReport
 from dsx.models.flops import flops_per_token, peak_flops
 from dsx.parallel.mesh import AXES
-from dsx.terminal import amount, lost_output, printable
+from dsx.terminal import amount, lost_output, printable, seconds
 
 Rows = Iterable[tuple[str, str]]
 
@@ -463,22 +463,6 @@ def power_of_two(scale: float) -> str:
     """
     fraction, exponent = math.frexp(scale)
     return f"2^{exponent - 1}" if fraction == 0.5 else f"{scale:g}"
-
-
-def seconds(duration: float) -> str:
-    """A duration in the unit that suits it.
-
-    >>> [seconds(d) for d in (0.0123, 0.66, 12.34, 75.2, 7384)]
-    ['12 ms', '0.66 s', '12.3 s', '1 min 15 s', '2 h 03 min']
-    """
-    if duration < 0.1:
-        return f"{1000 * duration:.0f} ms"
-    if duration < 60:
-        return f"{duration:.2f} s" if duration < 10 else f"{duration:.1f} s"
-    minutes, rest = divmod(round(duration), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02} s"
-    return f"{minutes // 60} h {minutes % 60:02} min"
 
 
 def _islands(run: RunConfig) -> str:

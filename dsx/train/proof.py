@@ -19,6 +19,7 @@ from dsx.config.run import RunConfig
 from dsx.launch.processes import agree
 from dsx.memory.records import code_version, keep
 from dsx.parallel.mesh import AXES, Mesh
+from dsx.terminal import seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,7 @@ class Proof:
         if self.why_not:
             return f"not: {self.why_not}"
         norm = "" if self.norm is None else f", norm {self.norm:.0e}"
-        took = f"{self.seconds:.1f} s" if self.seconds else "kept from an earlier start"
+        took = seconds(self.seconds) if self.seconds else "kept from an earlier start"
         off = f"loss {self.loss:.0e}{norm}, gradients {self.gradient:.0e}"
         without = f", without {self.without}" if self.without else ""
         return f"{self.layout} as one process{without}: {off} ({took})"

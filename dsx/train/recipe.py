@@ -33,7 +33,7 @@ from dsx.launch.processes import agree
 from dsx.memory.watch import check_memory
 from dsx.models.spec import HubModel
 from dsx.parallel.groups import Groups
-from dsx.terminal import printable
+from dsx.terminal import printable, seconds
 from dsx.train.building import build_layers
 from dsx.train.monitor import Monitor, device_name, is_due
 from dsx.train.proof import is_proved, known_proof
@@ -147,7 +147,7 @@ def measure(config: RunConfig, groups: Groups) -> RunConfig:
             found = own, measure_model(config, groups)
         text = found[1].to_json()
         agree(lambda: store.write_atomically(own, text.encode()))
-        said = f"measured in {time.perf_counter() - began:.1f} s"
+        said = f"measured in {seconds(time.perf_counter() - began)}"
     path, profile = found
     with Waiting("choosing by simulated step", quiet=groups.mute):
         settled = agree(lambda: measured.settle(config, profile, path))

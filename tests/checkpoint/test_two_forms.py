@@ -136,9 +136,8 @@ def test_hugging_face_weights(apart, tmp_path):
 
 def test_commands(dsx, apart, tmp_path):
     fused, root = tmp_path / "fused", apart.root
-    code, out, err = dsx("reshard", root, fused, "--to", "tp=2,dp=1", "--check-loss", "random")
+    code, out, err = dsx("reshard", root, fused, "--to", "tp=2,dp=1")
     assert (code, err) == (0, "")
-    assert "the same bits" in out
     code, out, _ = dsx("diff", root, fused)
     assert code == 0
     count = len([name for spec in FUSED for name in spec.hf]) * len(made.FP32)

@@ -128,14 +128,6 @@ def test_charts_are_drawn(dsx, tmp_path):
     assert many.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_trace_stands_beside_the_estimate(dsx):
-    small = ("--set", "zero_optimization.reduce_bucket_size=500000")
-    code, out, _ = dsx(CONFIGS / "zero1.json", "--gpus", 2, *small, "--trace", "--format", "json")
-    (role,) = json.loads(out)["pipeline_ranks"]
-    assert code == 0
-    assert role["peak_bytes"] == pytest.approx(role["traced_peak_bytes"], rel=0.02)
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [

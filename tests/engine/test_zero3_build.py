@@ -87,7 +87,7 @@ def _trained(rank: int, world_size: int, folder: Path, sets: list[str]) -> dict[
     """
     from dsx.engine.initialize import initialize
     from dsx.engine.zero.building import LayerPartitioner
-    from dsx.memory.paper.meter import StorageMeter
+    from dsx.memory.meter import StorageMeter
     from dsx.parallel.groups import make_groups
     from dsx.train import recipe
     from dsx.verify.subject import random_tokens

@@ -72,6 +72,6 @@ def test_a_clock_that_is_an_hour_off(tmp_path: Path) -> None:
     (tmp_path / "site/sitecustomize.py").write_text(AHEAD)
     code, consoles = started(tmp_path, tmp_path / "run", {}, PYTHONPATH=str(tmp_path / "site"))
     assert code == 0, consoles[0].text
-    said = "warning: rank 2 on node3: its clock is 1.0 hours ahead"
+    said = "warning: rank 2 on node3: its clock is 1 h 00 min ahead"
     warned = consoles[0].wait_for(lambda text: text.startswith(said), 30)
     assert warned.at <= consoles[0].wait_for(lambda text: text.startswith("step 1/2"), 30).at

@@ -48,7 +48,9 @@ def test_the_machine_that_differs_is_named_wherever_it_is(which: int) -> None:
     assert "a config with the digest decaf" in difference.what
 
 
-@pytest.mark.parametrize(("seconds", "said"), [(3600, "1.0 hours ahead"), (-120, "2 min behind"), (50, None)])
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(3600, "1 h 00 min ahead"), (-120, "2 min 00 s behind"), (50, None)]
+)
 def test_a_clock_is_warned_of(seconds: float, said: str | None) -> None:
     differ = changed(2, clock=NODES[2].clock + seconds)
     assert [(one.where, said in one.what, one.stops) for one in differ if said] == (

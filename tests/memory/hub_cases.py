@@ -90,7 +90,7 @@ def both(number: int) -> dict[str, Any]:
     from dsx.config.resolve import resolve
     from dsx.memory.estimate import estimate
     from dsx.memory.job import job_of
-    from dsx.memory.paper.run import trace
+    from oracle.run import trace
 
     warnings.filterwarnings("ignore")
     drawn = case(number)
@@ -139,7 +139,7 @@ def main() -> None:
     os.environ.update(DS_ACCELERATOR="cpu")
     import torch
 
-    import dsx.memory.paper.run  # noqa: F401 (once, before the forks)
+    import oracle.run  # noqa: F401 (once, before the forks)
 
     torch.set_num_threads(1)
     first, count = map(int, sys.argv[1:])

@@ -147,8 +147,8 @@ def traced(make, config, job, rank):
     """What the engine takes for a list; once per process."""
     from dsx.engine.p2p import Signature, TensorMeta
     from dsx.engine.pipeline_module import PipelineModule
-    from dsx.memory.paper.run import trace_pipeline
     from dsx.schedules.program import Program
+    from oracle.run import trace_pipeline
 
     stages = job.layout.stages
 

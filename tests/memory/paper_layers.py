@@ -18,8 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dsx.engine.executor import _writable
 from dsx.memory.ledger import Label, Leaf, Ledger, Storage, dropped
-from dsx.memory.paper import accelerator as paper
-from dsx.memory.paper.meter import StorageMeter
+from dsx.memory.meter import StorageMeter
 from dsx.memory.record import Shape
 from dsx.memory.records import ModelRecords
 from dsx.memory.replay import RecordedChunk, RecordedLayer
@@ -28,6 +27,7 @@ from dsx.models.params import layer_kinds, param_specs
 from dsx.models.spec import ModelSpec, Rope
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.split import WeightGradients
+from oracle import accelerator as paper
 
 BATCH, LENGTH = 2, 128
 

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from oracle import programs
 
 _SCALARS_BYTES = 16 * 512
 """What the estimate leaves out: numbers such as norms and counts, which an allocator rounds up one by one."""
 
 
 def _cases(first, count):
-    script = Path(__file__).with_name("hub_cases.py")
-    done = subprocess.run(
-        [sys.executable, script, str(first), str(count)], capture_output=True, text=True, check=True
-    )
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(found) == count, done.stderr[-3000:]
+    found = programs.results(programs.start(Path(__file__).with_name("hub_cases.py"), first, count))
+    assert len(found) == count
     return found
 
 

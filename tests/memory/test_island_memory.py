@@ -11,9 +11,9 @@ import ranks
 from dsx.config.resolve import resolve
 from dsx.memory.estimate import estimate
 from dsx.memory.job import job_of
-from dsx.memory.paper.meter import StorageMeter
-from dsx.memory.paper.run import announce, batch, signatures
+from dsx.memory.meter import StorageMeter
 from often import often
+from oracle.run import announce, batch, signatures
 
 WORLD = 4
 

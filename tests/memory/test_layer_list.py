@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +16,7 @@ from dsx.cli.app import build
 from dsx.config.user_function import user_function
 from dsx.errors import ConfigError, DsxError, ModelError
 from often import often
+from oracle import programs
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -40,16 +38,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", often(CASES, 2))
 def test_the_estimate_is_what_the_engine_holds(name):
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("own_lists.py")), json.dumps(CASES[name])],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = programs.result(Path(__file__).with_name("own_lists.py"), CASES[name])
     assert found["estimate"] == pytest.approx(found["trace"], abs=_SCALARS)
 
 

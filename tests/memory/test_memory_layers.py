@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
+
+from oracle import programs
 
 _SCALARS = 16
 """Bytes that torch holds for a moment and the records do not: a scalar for a padded row's value."""
@@ -64,16 +62,7 @@ def on_a_cpu():
 
 
 def test_layers_hold_what_their_code_holds():
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("paper_layers.py")), json.dumps(cases())],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[[")]
+    rows = programs.results(programs.start(Path(__file__).with_name("paper_layers.py"), cases()))
     assert len(rows) == len(cases())
     off = [
         (case, name, record[name] - real[name])

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 
 from dsx.config.resolve import resolve
 from dsx.memory.estimate import estimate
 from dsx.memory.job import job_of
 from often import often
+from oracle import programs
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -116,15 +112,11 @@ CASES = {
 }
 
 _TRACE = """
-import json, os, sys, warnings
-warnings.filterwarnings("ignore")
-import torch
-torch.set_num_threads(1)
 from dsx.config.resolve import resolve
-from dsx.memory.paper import run
+from oracle import run
 made, initialize = [], run.initialize
 run.initialize = lambda **given: made.append(initialize(**given)) or made[-1]
-config, sets, rank, world = json.loads(sys.argv[1])
+config, sets, rank, world = given
 peaks = run.trace(resolve(config, world_size=world, overrides=sets), rank)
 optimizer = made[0][0].deepspeed_engine.optimizer
 
@@ -133,7 +125,7 @@ def size(*names):
     return sum(tensor.numel() * tensor.element_size() for tensor in found)
 
 states = [t for state in optimizer.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
-print(json.dumps({
+found = {
     "steady": peaks.steady_bytes,
     "phases": peaks.phases,
     "states": {
@@ -143,9 +135,7 @@ print(json.dumps({
         "moments": sum(t.numel() * t.element_size() for t in states if t.device.type == "paper"),
         "fp32 gradients": size("fp32_groups_gradients_flat"),
     },
-}))
-sys.stdout.flush()
-os._exit(0)  # fake tensors outlive their mode
+}
 """
 
 _STATES = ("parameters", "optimizer", "gradients")
@@ -159,16 +149,7 @@ def test_estimate_is_what_the_engine_holds(name):
     world, sets = CASES[name]
     sets = ["gradient_accumulation_steps=4", *sets]
     rank = world - 1
-    done = subprocess.run(
-        [sys.executable, "-c", _TRACE, json.dumps([CONFIG, sets, rank, world])],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    traced = json.loads(done.stdout.splitlines()[-1])
+    traced = programs.result(_TRACE, [CONFIG, sets, rank, world])
     job = job_of(resolve(CONFIG, world_size=world, overrides=sets))
     found = estimate(job, rank)
     ours = {phase.name: phase.peak_bytes for phase in found.phases}

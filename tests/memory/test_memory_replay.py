@@ -8,7 +8,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from dsx.memory.ledger import Label, Leaf, Ledger, Storage, Tensor, dropped
-from dsx.memory.paper.meter import StorageMeter
+from dsx.memory.meter import StorageMeter
 from dsx.memory.record import LayerRecord, TensorForm
 from dsx.memory.recorder import booth, record_layer
 from dsx.memory.replay import RecordedChunk, RecordedLayer

@@ -5,10 +5,6 @@ And of parameters that are flattened on the host, because the device has no room
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -17,6 +13,7 @@ from dsx.config.resolve import resolve
 from dsx.memory.estimate import estimate
 from dsx.memory.job import job_of
 from often import often
+from oracle import programs
 
 RANK, WORLD = 1, 4
 
@@ -60,17 +57,11 @@ CASES = {
 }
 
 _RUN = """
-import json, os, sys, warnings
-warnings.filterwarnings("ignore")
-import torch
-torch.set_num_threads(1)
 from dsx.config.resolve import resolve
-from dsx.memory.paper.run import trace
-config, sets, rank, world, capacity = json.loads(sys.argv[1])
+from oracle.run import trace
+config, sets, rank, world, capacity = given
 peaks = trace(resolve(config, world_size=world, overrides=sets), rank, host=True, capacity_bytes=capacity)
-print(json.dumps({"phases": peaks.phases, "host": max(peaks.host_phases.values())}))
-sys.stdout.flush()
-os._exit(0)  # fake tensors outlive their mode
+found = {"phases": peaks.phases, "host": max(peaks.host_phases.values())}
 """
 
 
@@ -87,16 +78,7 @@ def test_device_and_host_hold_what_the_trace_holds(name):
     job = job_of(resolve(CONFIG, world_size=WORLD, overrides=sets))
     usual = estimate(job, RANK)
     job = replace(job, capacity_bytes=too_little(job) if short else None)
-    done = subprocess.run(
-        [sys.executable, "-c", _RUN, json.dumps([CONFIG, sets, RANK, WORLD, job.capacity_bytes])],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"},
-    )
-    assert not done.returncode, done.stderr[-2000:]
-    real = json.loads(done.stdout.splitlines()[-1])
+    real = programs.result(_RUN, [CONFIG, sets, RANK, WORLD, job.capacity_bytes])
     if job.states.offload is not None:
         job = replace(job, states=replace(job.states, offload=replace(job.states.offload, rounds=False)))
     found = estimate(job, RANK)

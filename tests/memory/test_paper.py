@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -14,8 +9,9 @@ import ranks
 from dsx.config.resolve import resolve
 from dsx.memory.estimate import estimate
 from dsx.memory.job import job_of
-from dsx.memory.paper.meter import StorageMeter
+from dsx.memory.meter import StorageMeter
 from often import often
+from oracle import programs
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -67,17 +63,11 @@ SCALARS = 2048
 """Bytes of sums of losses and the like, and of the batch that is used again, which an estimate leaves out."""
 
 _TRACE = """
-import json, os, sys, warnings
-warnings.filterwarnings("ignore")
-import torch
-torch.set_num_threads(1)
 from dsx.config.resolve import resolve
-from dsx.memory.paper.run import trace
-config, sets, rank, world = json.loads(sys.argv[1])
+from oracle.run import trace
+config, sets, rank, world = given
 peaks = trace(resolve(config, world_size=world, overrides=sets), rank, device="cpu")
-print(json.dumps({"steady": peaks.steady_bytes, "phases": peaks.phases}))
-sys.stdout.flush()
-os._exit(0)  # fake tensors outlive their mode
+found = {"steady": peaks.steady_bytes, "phases": peaks.phases}
 """
 
 
@@ -85,7 +75,7 @@ def measured(rank, world, sets):
     """A real rank under the same meter."""
     import deepspeed
 
-    from dsx.memory.paper.run import measure
+    from oracle.run import measure
 
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     peaks = measure(resolve(CONFIG, world_size=world, overrides=sets))
@@ -93,15 +83,7 @@ def measured(rank, world, sets):
 
 
 def traced(rank, world, sets):
-    done = subprocess.run(
-        [sys.executable, "-c", _TRACE, json.dumps([CONFIG, sets, rank, world])],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"},
-    )
-    return json.loads(done.stdout.splitlines()[-1])
+    return programs.result(_TRACE, [CONFIG, sets, rank, world])
 
 
 @pytest.mark.parametrize("name", often(CASES, 3))

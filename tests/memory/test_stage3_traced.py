@@ -1,15 +1,11 @@
 """The ledger of ZeRO-3 and of offload against DeepSpeed itself: its tensors, each of its gathers, its peaks.
 
-DeepSpeed runs on paper (dsx.memory.paper: the real engine on fake tensors) in a process of its own, as rank
+DeepSpeed runs on paper (oracle.run: the real engine on fake tensors) in a process of its own, as rank
 1 of a run whose other ranks are not there.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 
@@ -19,6 +15,7 @@ from dsx.config.resolve import resolve
 from dsx.memory.estimate import estimate
 from dsx.memory.job import job_of
 from dsx.memory.stage3_gathering import Coordinator
+from oracle import programs
 
 RANK, WORLD = 1, 6
 
@@ -69,13 +66,9 @@ CASES = {
 }
 
 _RUN = """
-import json, os, sys, warnings
-warnings.filterwarnings("ignore")
-import torch
-torch.set_num_threads(1)
 from deepspeed.runtime.zero import partitioned_param_coordinator
 from dsx.config.resolve import resolve
-from dsx.memory.paper import run
+from oracle import run
 
 Coordinator = partitioned_param_coordinator.PartitionedParameterCoordinator
 events, engines, private = [], [], "_PartitionedParameterCoordinator"
@@ -108,7 +101,7 @@ def initialize(**arguments):
     return made
 
 run.initialize = initialize
-config, sets, rank, world, host = json.loads(sys.argv[1])
+config, sets, rank, world, host = given
 peaks = run.trace(resolve(config, world_size=world, overrides=sets), rank, host=host)
 optimizer = engines[0].optimizer
 
@@ -127,27 +120,17 @@ states = {
     "moments": size(*moments),
 }
 highest = max(peaks.host_phases.values(), default=None)
-print(json.dumps({"phases": peaks.phases, "host": highest, "steady": peaks.steady_bytes,
-                  "states": states, "events": events}))
-sys.stdout.flush()
-os._exit(0)  # fake tensors outlive their mode
+found = {"phases": peaks.phases, "host": highest, "steady": peaks.steady_bytes,
+         "states": states, "events": events}
 """
-
-
-def _start(name):
-    return subprocess.Popen(
-        [sys.executable, "-c", _RUN, json.dumps([CONFIG, CASES[name], RANK, WORLD, name == "offload"])],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"},
-    )
 
 
 @pytest.fixture(scope="module")
 def runs():
     """Of all cases at once."""
-    started = {name: _start(name) for name in CASES}
+    started = {
+        name: programs.start(_RUN, [CONFIG, CASES[name], RANK, WORLD, name == "offload"]) for name in CASES
+    }
     try:
         yield started
     finally:
@@ -161,8 +144,7 @@ def runs():
 def both(request, runs):
     """What DeepSpeed did, and the ledger of the same rank with the gathers that it made."""
     sets, process = CASES[request.param], runs[request.param]
-    printed, complaints = process.communicate(timeout=120)
-    assert not process.returncode, complaints[-2000:]
+    (traced,) = programs.results(process)
     job = job_of(resolve(CONFIG, world_size=WORLD, overrides=sets))
     if job.states.offload is not None:
         # Pinned memory on paper is the host's own, of any size.
@@ -172,7 +154,7 @@ def both(request, runs):
         _record(patch, events)
         found = estimate(job, RANK)
     exact = estimate(job, RANK, rounding_bytes=1)
-    return json.loads(printed.splitlines()[-1]), found, exact, events
+    return traced, found, exact, events
 
 
 def _record(patch, events):

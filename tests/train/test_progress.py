@@ -16,6 +16,7 @@ import pytest
 
 from dsx.config.resolve import resolve
 from dsx.islands.standing import OuterReport
+from dsx.terminal import seconds
 from dsx.train.progress import (
     EvaluationReport,
     Progress,
@@ -24,7 +25,6 @@ from dsx.train.progress import (
     compact,
     end_rows,
     rounds_told,
-    seconds,
     start_rows,
 )
 

@@ -26,7 +26,7 @@ class Gauge:
         self.peaks: dict[str, int] = {}
         self.reserved_bytes = 0
         if place.dry:
-            from dsx.memory.paper.meter import StorageMeter
+            from dsx.memory.meter import StorageMeter
 
             torch.autograd.set_multithreading_enabled(False)  # else backwards escape the meter
             self._meter: Any = StorageMeter("cpu")

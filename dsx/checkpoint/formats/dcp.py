@@ -34,7 +34,6 @@ from pydantic import TypeAdapter, ValidationError
 from dsx.checkpoint import plain, store
 from dsx.checkpoint.catalog import (
     NO_SETTINGS,
-    PRECISIONS,
     Catalog,
     Checksum,
     Crc32Field,
@@ -61,7 +60,7 @@ from dsx.checkpoint.formats.torch_file import (
 from dsx.checkpoint.formats.torch_target import Call, Hole, number, pickled, size_of, torch_skeleton
 from dsx.checkpoint.pieces import contiguous
 from dsx.errors import CheckpointError, LayoutError
-from dsx.models.param import ParamSpec
+from dsx.models.param import PRECISIONS, ParamSpec
 
 FORMAT = "dcp"
 INDEX = ".metadata"

@@ -29,8 +29,6 @@ from safetensors import SafetensorError, deserialize
 
 from dsx.checkpoint import store
 from dsx.checkpoint.catalog import (
-    ITEM_BYTES,
-    PRECISIONS,
     SAVE_AGAIN,
     USE_ANOTHER,
     Catalog,
@@ -51,7 +49,7 @@ from dsx.checkpoint.formats import safetensors_file
 from dsx.checkpoint.json_text import parsed
 from dsx.checkpoint.pieces import Part, local_parts
 from dsx.errors import CheckpointError, LayoutError
-from dsx.models.param import Init, ParamSpec
+from dsx.models.param import ITEM_BYTES, PRECISIONS, Init, ParamSpec
 from dsx.parallel.layout import Layout
 from dsx.parallel.mesh import Mesh
 from dsx.parallel.stages import StageMap
@@ -422,15 +420,30 @@ class StoredBlock:
 
     @classmethod
     def of(
-        cls, entry: Entry, spec: ParamSpec, tp: int, tp_rank: int, start: int, stop: int
+        cls,
+        entry: Entry,
+        spec: ParamSpec,
+        at: tuple[int, int],
+        held: tuple[int, int],
+        number: int,
+        copies: tuple[int, int],
     ) -> StoredBlock | None:
-        """Elements ``start`` to ``stop`` of the local tensor; None if they are nothing but padding."""
-        parts = local_parts(spec, tp, tp_rank, start, stop)
+        """What a rank writes of the elements that it holds; None if that is nothing, or padding.
+
+        Args:
+            entry: Of what state.
+            spec: Of what parameter.
+            at: The tensor-parallel degree, and the rank's index.
+            held: As :func:`share_of` takes it.
+            number: Likewise.
+            copies: Likewise, both: which of how many.
+        """
+        local = spec.local_shape(at[0])
+        parts = local_parts(spec, *at, *share_of(local, number, held, *copies))
         if not parts:
             return None
         low = min(part.flat for part in parts)
         high = max(part.end for part in parts)
-        local = spec.local_shape(tp)
         row = prod(local[1:])
         rows_only = bool(local) and low % row == high % row == 0
         return cls(
@@ -471,15 +484,14 @@ def blocks_of(layout: Layout, rank: int, wanted: Mapping[str, Sequence[Entry]]) 
         spec = held.spec
         if at["pp"] != layout.owners(spec)[0]:
             continue  # of a tied one, the first stage writes it
-        states, mine = wanted.get(spec.name, ()), {}
-        for stage, interval in ((3, held.weights), (1, held.state)):
-            copies = mesh.copies(rank, cut=spec.split is not None, divided=layout.zero_stage >= stage)
-            mine[stage] = share_of(held.shape, numbers[spec.name], interval, *copies)
+        states = wanted.get(spec.name, ())
+        # A weight that is its own master lies as masters do.
+        own_master = len(states) > 1 and all(other.state != "master" for other in states)
         for entry in states:
-            # A weight that is its own master lies as masters do.
-            own_master = len(states) > 1 and all(other.state != "master" for other in states)
-            span = mine[3 if entry.state == "weight" and not own_master else 1]
-            block = StoredBlock.of(entry, spec, mesh.tp, at["tp"], *span)
+            is_weight = entry.state == "weight" and not own_master
+            interval, stage = (held.weights, 3) if is_weight else (held.state, 1)
+            copies = mesh.copies(rank, cut=spec.split is not None, divided=layout.zero_stage >= stage)
+            block = StoredBlock.of(entry, spec, (mesh.tp, at["tp"]), interval, numbers[spec.name], copies)
             found += [] if block is None else [block]
     return file_order(found)
 

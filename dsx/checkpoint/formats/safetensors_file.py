@@ -17,11 +17,12 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from dsx.checkpoint import store
-from dsx.checkpoint.catalog import ITEM_BYTES, Checksum, Entry, Role
+from dsx.checkpoint.catalog import Checksum, Entry, Role
 from dsx.checkpoint.formats.huggingface.names import is_buffer
 from dsx.checkpoint.json_text import parsed
 from dsx.checkpoint.pieces import whole_part
 from dsx.errors import CheckpointError
+from dsx.models.param import ITEM_BYTES
 
 CRC32 = "crc32/"
 """With a tensor's name after it: the key in ``__metadata__`` of its bytes' CRC32, 8 hexadecimal digits."""

@@ -30,10 +30,11 @@ from typing import Any
 import numpy as np
 
 from dsx.checkpoint import store
-from dsx.checkpoint.catalog import ITEM_BYTES, Checksum, unusable
+from dsx.checkpoint.catalog import Checksum, unusable
 from dsx.checkpoint.file_io import FileWindow, convert, numpy_dtype
 from dsx.checkpoint.pieces import contiguous
 from dsx.errors import CheckpointError
+from dsx.models.param import ITEM_BYTES
 
 
 @dataclass(frozen=True, slots=True)

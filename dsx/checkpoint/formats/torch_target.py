@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from dsx.checkpoint.catalog import ITEM_BYTES, Crc32Field, Skeleton
+from dsx.checkpoint.catalog import Crc32Field, Skeleton
 from dsx.checkpoint.formats.torch_file import STORAGES, Global, PickledObject
 from dsx.checkpoint.pieces import contiguous
+from dsx.models.param import ITEM_BYTES
 
 _ALIGNMENT = 64
 _LARGE = 0xFFFFFFFF

@@ -12,7 +12,7 @@ from torch import nn
 
 from dsx.checkpoint.base import is_left_out
 from dsx.checkpoint.catalog import Catalog, Entry, Role, numbers_in
-from dsx.checkpoint.formats.native import StoredBlock, share_of
+from dsx.checkpoint.formats.native import StoredBlock
 from dsx.checkpoint.plain import as_numpy
 from dsx.checkpoint.read import Reader
 from dsx.checkpoint.run.names import CheckpointedRun, Names, is_cut
@@ -22,6 +22,7 @@ from dsx.models.param import ParamSpec
 from dsx.parallel.islands import OUTER_STATES
 
 MASTER, WEIGHT = "master", "weight"
+_ALL = (0, 1)  # of the ranks with the same elements, the only one
 
 
 def stored_here(run: CheckpointedRun, *, everything: bool = False) -> Iterator[StoredBlock]:
@@ -45,16 +46,12 @@ def stored_here(run: CheckpointedRun, *, everything: bool = False) -> Iterator[S
             **kept.moments(),
             **({} if run.outer is None else run.outer.states_of(kept)),
         }
-        mine = []
-        for span in kept.spans:
-            number += 1
-            spec, start, stop = share.of(span.parameter, number, span.start, span.stop, divided=share.zero)
-            mine.append(
-                (spec, start, slice(span.offset + start - span.start, span.offset + stop - span.start))
-            )
         for state, values in states.items():
-            for spec, start, here in mine:
-                yield from share.block(spec, state, "trained", start, values[here])
+            for place, span in enumerate(kept.spans, number + 1):
+                spec, copies = share.of(span.parameter, divided=share.zero)
+                here = values[span.offset : span.offset + span.stop - span.start]
+                yield from share.block(spec, (state, "trained"), span.start, here, place, copies)
+        number += len(kept.spans)
     yield from _untrained(run, share)
 
 
@@ -65,27 +62,30 @@ class _Share:
         self.names, self._groups, self.everything = Names(run), run.groups, everything
         self.zero = run.deepspeed_engine.zero_optimization_stage() > 0
 
-    def of(
-        self, parameter: nn.Parameter, number: int, start: int, stop: int, *, divided: bool
-    ) -> tuple[ParamSpec, int, int]:
-        """A parameter's logical tensor, and which of the elements that this rank holds it stores."""
+    def of(self, parameter: nn.Parameter, *, divided: bool) -> tuple[ParamSpec, tuple[int, int] | None]:
+        """A parameter's logical tensor; which of how many ranks stores it, None if another stage does."""
         spec = self.names.of(parameter)
         if self.everything:
-            return spec, start, stop
+            return spec, _ALL
         if getattr(parameter, "ds_pipe_replicated", False):  # another stage stores it
-            return spec, start, start
-        mesh = self._groups.mesh
-        copies = mesh.copies(self._groups.rank, cut=is_cut(spec), divided=divided)
-        return spec, *share_of(spec.local_shape(mesh.tp), number, (start, stop), *copies)
+            return spec, None
+        return spec, self._groups.mesh.copies(self._groups.rank, cut=is_cut(spec), divided=divided)
 
     def block(
-        self, spec: ParamSpec, state: str, role: Role, start: int, values: torch.Tensor
+        self,
+        spec: ParamSpec,
+        kind: tuple[str, Role],
+        start: int,
+        values: torch.Tensor,
+        number: int = 0,
+        copies: tuple[int, int] | None = _ALL,
     ) -> Iterator[StoredBlock]:
-        """Elements from ``start`` on of the flattened local tensor, unless all of them are padding."""
+        """What is stored of elements from ``start`` on of the flattened local tensor."""
         dtype = str(values.dtype).removeprefix("torch.")
+        state, role = kind
         entry = Entry(name=spec.name, state=state, shape=spec.shape, dtype=dtype, pieces=(), role=role)
-        place = (self._groups.mesh.tp, self._groups.tp_rank)
-        block = StoredBlock.of(entry, spec, *place, start, start + values.numel())
+        at, held = (self._groups.mesh.tp, self._groups.tp_rank), (start, start + values.numel())
+        block = None if copies is None else StoredBlock.of(entry, spec, at, held, number, copies)
         if block is not None:
             low = block.first - start
             yield replace(block, values=values[low : low + block.numel])
@@ -105,13 +105,13 @@ def _untrained(run: CheckpointedRun, share: _Share) -> Iterator[StoredBlock]:
             size, numel = frozen.partition_numel(), int(frozen.ds_numel)
             low = min(run.groups.replica * size, numel)
             high, values = min(low + size, numel), frozen.ds_tensor.detach().view(-1)
-        spec, start, stop = share.of(frozen, number, low, high, divided=divided)
-        yield from share.block(spec, WEIGHT, "frozen", start, values[start - low : stop - low])
+        spec, copies = share.of(frozen, divided=divided)
+        yield from share.block(spec, (WEIGHT, "frozen"), low, values[: high - low], number, copies)
     for spec, buffer in share.names.buffers():
         # Ranks may have changed buffers: the first one's are stored.
         copy, _ = run.groups.mesh.copies(run.groups.rank, cut=is_cut(spec), divided=False)
         if share.everything or copy == 0:
-            yield from share.block(spec, WEIGHT, "buffer", 0, buffer.detach().view(-1))
+            yield from share.block(spec, (WEIGHT, "buffer"), 0, buffer.detach().view(-1))
 
 
 def load_stored(run: CheckpointedRun, catalog: Catalog) -> int:

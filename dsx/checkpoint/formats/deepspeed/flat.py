@@ -27,10 +27,11 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from dsx.checkpoint.catalog import ITEM_BYTES, USE_ANOTHER, unusable
+from dsx.checkpoint.catalog import USE_ANOTHER, unusable
 from dsx.checkpoint.formats.deepspeed.files import StockFiles, config_of
 from dsx.checkpoint.formats.torch_file import TensorRef, TorchFile
 from dsx.errors import CheckpointError
+from dsx.models.param import ITEM_BYTES
 
 
 def numbers_of(state: Mapping[str, Any], group: Mapping[str, Any], file: TorchFile) -> dict[str, float]:

@@ -8,10 +8,10 @@ from math import prod
 from typing import Any
 
 from dsx.checkpoint import plain
-from dsx.checkpoint.catalog import ITEM_BYTES, NO_SETTINGS, PRECISIONS, Catalog, Entry, numbers_in
+from dsx.checkpoint.catalog import NO_SETTINGS, Catalog, Entry, numbers_in
 from dsx.checkpoint.pieces import Part, cut_parts, local_parts
 from dsx.errors import CheckpointError
-from dsx.models.param import ParamSpec
+from dsx.models.param import ITEM_BYTES, PRECISIONS, ParamSpec
 from dsx.parallel.zero import ZeroPlan
 
 _SUB_GROUP_SIZE = 1_000_000_000  # DeepSpeed's own

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dsx.checkpoint import plain
-from dsx.checkpoint.catalog import ITEM_BYTES, Catalog, Entry, Piece, Role, merged_groups, unusable
+from dsx.checkpoint.catalog import Catalog, Entry, Piece, Role, merged_groups, unusable
 from dsx.checkpoint.formats.deepspeed.cut import Rules, ShardLayout, rules_of
 from dsx.checkpoint.formats.deepspeed.files import OUTER, StockFiles, check_patterns, config_of, open_stock
 from dsx.checkpoint.formats.deepspeed.flat import Fragment, OptimizerGroup, OptimizerState, sharded_state
@@ -30,6 +30,7 @@ from dsx.checkpoint.formats.huggingface.catalog import with_names
 from dsx.checkpoint.formats.torch_file import PickledObject, TensorRef, TorchFile
 from dsx.checkpoint.pieces import corner_of
 from dsx.errors import CheckpointError
+from dsx.models.param import ITEM_BYTES
 from dsx.parallel.islands import OUTER_STATES
 
 _COUNTERS = ("global_samples", "skipped_steps")

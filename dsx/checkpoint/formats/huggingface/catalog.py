@@ -21,17 +21,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from dsx.checkpoint.catalog import (
-    PRECISIONS,
-    Catalog,
-    Checksum,
-    Crc32Field,
-    Entry,
-    Piece,
-    Skeleton,
-    Target,
-    left_behind,
-)
+from dsx.checkpoint.catalog import Catalog, Checksum, Crc32Field, Entry, Piece, Skeleton, Target, left_behind
 from dsx.checkpoint.compare import compare
 from dsx.checkpoint.formats.huggingface.names import (
     CONFIG,
@@ -54,7 +44,7 @@ from dsx.config.adapter import SETTINGS as ADAPTER_SETTINGS
 from dsx.config.adapter import WEIGHTS as ADAPTER_WEIGHTS
 from dsx.errors import CheckpointError
 from dsx.models.adapters import PREFIX, is_factor
-from dsx.models.param import Box, ParamSpec
+from dsx.models.param import PRECISIONS, Box, ParamSpec
 
 BIN_SINGLE = "pytorch_model.bin"
 BIN_INDEX = "pytorch_model.bin.index.json"

@@ -22,15 +22,15 @@ from dsx.engine.engine import PipelineEngine
 from dsx.engine.initialize import initialize
 from dsx.engine.p2p import Signature, TensorMeta
 from dsx.engine.pipeline_module import PipelineModule
-from dsx.memory.paper import accelerator as paper
-from dsx.memory.paper.device import Device, swapped, without_values
-from dsx.memory.paper.meter import CUDA_ROUNDING_BYTES, StorageMeter
+from dsx.memory.device import Device, swapped, without_values
+from dsx.memory.meter import CUDA_ROUNDING_BYTES, StorageMeter
 from dsx.models.params import layer_kinds
 from dsx.models.spec import HubModel
 from dsx.nn.parameters import DTYPES
 from dsx.parallel.groups import Groups, make_groups
 from dsx.parallel.mesh import Mesh
 from dsx.train.building import build_layers
+from oracle import accelerator as paper
 
 STEPS = 2
 """The first step makes the optimizer's state; the second is like all that follow."""
@@ -182,7 +182,7 @@ def _train(batch: Callable[[], tuple[Any, Any]], engine: PipelineEngine, *meters
 def announce(inputs: Mapping[int, Signature], engine: PipelineEngine) -> None:
     """Tell the rank what its neighbours would send: the one thing that a group without peers cannot."""
     for stage, signature in inputs.items():
-        engine._signatures.announce(stage, True, signature)  # noqa: SLF001
+        engine._signatures.announce(stage, True, signature)
 
 
 def signatures(config: RunConfig) -> dict[int, Signature]:

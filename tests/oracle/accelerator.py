@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer
 
-from dsx.memory.paper import device
+from dsx.memory import device
 
 
 class _Kernels:
@@ -110,7 +110,7 @@ def install() -> PaperAccelerator:
 
 @contextmanager
 def engine_without_storage() -> Iterator[None]:
-    """:func:`dsx.memory.paper.device.without_storage` for a whole engine: builds, conversions and updates."""
+    """:func:`dsx.memory.device.without_storage` for a whole engine: builds, conversions and updates."""
     with ExitStack() as stack:
         stack.enter_context(device.swapped(nn.Module, "_apply", _apply))
         stack.enter_context(device.swapped(OpBuilder, "load", _Builder.load))
