@@ -32,7 +32,8 @@ MADE_BY_TOOLS = {"build", "dist", "dsx.egg-info", "runs", "wandb"}
 HEAVY = {"datasets", "deepspeed", "numpy", "torch", "transformers", "wandb"}
 
 with (ROOT / "pyproject.toml").open("rb") as file:
-    PROJECT = tomllib.load(file)["project"]
+    SETTINGS = tomllib.load(file)
+PROJECT = SETTINGS["project"]
 
 
 def modules(*parts):
@@ -65,6 +66,13 @@ def test_modules_are_short_and_say_what_they_are():
     assert texts
     assert [path for path, text in texts.items() if len(text.splitlines()) >= 800] == []
     assert [path for path, text in texts.items() if not ast.get_docstring(ast.parse(text))] == []
+
+
+def test_the_house_keeps_within_its_budget_of_lines():
+    """What exceeds it deletes something else, or raises it and says in the CHANGELOG what that buys."""
+    for folder, most in SETTINGS["tool"]["dsx"]["lines"].items():
+        lines = sum(path.read_text().count("\n") for path in (ROOT / folder).rglob("*.py"))
+        assert lines <= most, f"{folder} has {lines} lines; tool.dsx.lines in pyproject.toml allows {most}"
 
 
 def test_importing_dsx_loads_nothing_heavy():

@@ -81,17 +81,7 @@ def _layouts(cases: Sequence[Case]) -> str:
     return ", ".join(filter(None, found))
 
 
-def all_cases() -> tuple[Case, ...]:
-    """The cases of the tests that compare training with one process of transformers."""
-    from parity import test_family_parity, test_hugging_face_parity, test_schedule_parity
-
-    return (
-        *test_hugging_face_parity.CASES,
-        *test_hugging_face_parity.VARIANTS,
-        *test_schedule_parity.CASES,
-        *test_family_parity.CASES,
-    )
-
-
 if __name__ == "__main__":
-    print(table(all_cases()))
+    from parity.test_layout_parity import TABLE
+
+    print(table(TABLE))
