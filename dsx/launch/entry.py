@@ -25,7 +25,7 @@ from typing import Any, cast
 
 from dsx.config.wording import item_without_secrets
 from dsx.errors import ConfigError, DsxError
-from dsx.terminal import READER_GONE, lost_output, printable
+from dsx.terminal import READER_GONE, lost_output, open_streams, printable
 
 AGREED = "every rank raises this error"
 """Note on an error that all ranks share: one of them reports it."""
@@ -201,6 +201,7 @@ def run(main: Callable[[], int | None]) -> None:
     connection close, and the launcher ends the rest. What ``main`` returns is the exit code of a good end:
     None or 0, or 128 + the signal that asked it to stop.
     """
+    open_streams()
     quiet()
     say_loading()
     _say_start()
@@ -317,8 +318,7 @@ def _leave(code: int) -> None:
 def _outcome(main: Callable[[], int | None]) -> int:
     try:
         code = main()
-        if sys.stdout is not None:
-            sys.stdout.flush()  # what cannot be written is found out here, and not at Python's end
+        sys.stdout.flush()  # what cannot be written is found out here, and not at Python's end
     except DsxError as error:
         notes = getattr(error, "__notes__", ())
         together = AGREED in notes or not (_grouped() or ALONE in notes)
