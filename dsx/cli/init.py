@@ -52,7 +52,7 @@ def init(
     beginning; without --model it is a tiny preset. The layout is one that --gpus ranks can have. Existing
     files are never overwritten.
     """
-    from dsx.config.sources import shipped
+    from dsx.config.document import shipped
     from dsx.config.starter import starter
     from dsx.config.wording import dotted, parted_from_secrets
 
