@@ -56,6 +56,18 @@ def launched() -> bool:
     return bool(os.environ.get("LOCAL_RANK") and os.environ.get("WORLD_SIZE"))
 
 
+def refuse_many(where: str, what: str, fix: str) -> None:
+    """Raise ConfigError if this process is one of several that a launcher has started."""
+    # Not SLURM_NTASKS, which a batch script has, too, before it starts any.
+    names = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+    for name in (*names, "WORLD_SIZE") if launched() else names:
+        count = os.environ.get(name, "")
+        if count.isdecimal() and int(count) > 1:
+            raise ConfigError(
+                where, f"a launcher has started {count} of it ({name}), and each would {what}", fix
+            )
+
+
 def boot_id() -> str:
     """This start of the machine, whose processes share one clock and one page cache; empty if unknown."""
     try:
