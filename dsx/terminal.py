@@ -44,6 +44,14 @@ def shortened(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
 
 
+def open_streams() -> None:
+    """Whatever a shell has closed (``>&-``) leads nowhere, for this process and for those that it starts."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: PTH123, SIM115 - the process's own, to its end
+            os.set_inheritable(getattr(sys, name).fileno(), True)
+
+
 READER_GONE = 141
 """Exit code of a command whose output nobody reads to its end, as a shell says it: 128 + SIGPIPE."""
 

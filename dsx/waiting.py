@@ -136,7 +136,8 @@ class Waiting:
         if self._ended.wait(silent):
             return
         if console.is_terminal:
-            with console.status(Text(self.text)) as status:
+            spinner = "dots" if console.encoding.startswith("utf") else "line"
+            with console.status(Text(self.text), spinner=spinner) as status:
                 while not self._ended.wait(0.5):
                     status.update(Text(self.text))
             return

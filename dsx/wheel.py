@@ -1,7 +1,7 @@
 """How a wheel is built: setuptools runs it, by pyproject.toml, and nothing of dsx imports it.
 
 Recipes, configs, guides and the tested versions are worked on beside the package. A wheel has them inside of
-it, in ``dsx/shipped``, where :func:`dsx.config.sources.shipped` finds them wherever the package lies.
+it, in ``dsx/shipped``, where :func:`dsx.config.document.shipped` finds them wherever the package lies.
 """
 
 from __future__ import annotations

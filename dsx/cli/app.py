@@ -26,6 +26,7 @@ from dsx.cli.train import train
 from dsx.cli.verify import verify
 from dsx.errors import DsxError
 from dsx.launch.entry import say_loading
+from dsx.terminal import open_streams
 
 # Command -> lines that show its use, after `dsx init run` and in that folder.
 EXAMPLES: Final = {
@@ -113,6 +114,7 @@ def build() -> typer.Typer:
 
 def main() -> None:
     """Run the ``dsx`` command of this process's arguments."""
+    open_streams()
     say_loading()
     try:
         with writing():  # --help, too

@@ -204,9 +204,11 @@ def deliver_as(
     elif style == "json":
         deliver(json.dumps(_facts(run, memory, room, assumed), indent=2) + "\n", output)
     else:
+        several = "es" if run.accumulation > 1 else ""
+        size = f"{run.micro_batch_size} x {run.sequence_length} tokens"
         heading = [
             _title(run),
-            f"{run.accumulation} micro-batches of {run.micro_batch_size} x {run.sequence_length} tokens",
+            f"{run.accumulation} micro-batch{several} of {size}",
             *_assumptions(assumed),
         ]
         deliver(_text(heading, memory, room), output)

@@ -52,7 +52,7 @@ def init(
     beginning; without --model it is a tiny preset. The layout is one that --gpus ranks can have. Existing
     files are never overwritten.
     """
-    from dsx.config.sources import shipped
+    from dsx.config.document import shipped
     from dsx.config.starter import starter
     from dsx.config.wording import dotted, parted_from_secrets
 
@@ -161,7 +161,7 @@ Written by dsx {__version__}: {run.model.family} from {kind}, {degrees}, {step} 
 trains by `{_CONFIG}`; again, it goes on where it stopped. Your own text, and any other key:
 
 ```bash
-{_run_line(gpus)} --set dsx.data.source=my.jsonl --set dsx.train.steps=1000
+{_run_line(gpus)} --set dsx.data.source=my.jsonl --set dsx.train.output=runs/mine
 dsx check {_CONFIG} --gpus {gpus}
 dsx estimate {_CONFIG} --gpus {gpus}
 python {_GENERATE} --checkpoint {run.output} --prompt "Once" --tokens {min(100, run.sequence_length // 2)}

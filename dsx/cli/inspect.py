@@ -10,7 +10,7 @@ import typer
 
 from dsx.cli.options import FORMAT, RULES
 from dsx.cli.output import BAD, judging, one_a_line, say, say_json
-from dsx.terminal import amount
+from dsx.terminal import NARROWEST, amount, wrapped
 
 if TYPE_CHECKING:
     from dsx.checkpoint.catalog import Catalog, Entry
@@ -126,7 +126,8 @@ def _text(facts: dict[str, Any]) -> str:
         lines.append(f"frozen     left out: {base_told(told['base'])}")
     others = sorted(told.keys() - {"mesh", "chunks", "zero_stage", "precision", "step", "versions", "base"})
     if others:
-        lines.append(f"also has   {', '.join(others)}")
+        also = wrapped(", ".join(others), NARROWEST - 11)
+        lines += [f"{'' if at else 'also has':<11}{line}" for at, line in enumerate(also.split("\n"))]
     longest = max((len(state) for state in facts["states"]), default=0)
     for state, held in facts["states"].items():
         size = f"{held['elements']:>15,} elements  {amount(held['bytes']):>11}"
@@ -136,8 +137,12 @@ def _text(facts: dict[str, Any]) -> str:
     lines.append("")
     width = max((len(tensor["name"]) for tensor in facts["tensors"]), default=0)
     for tensor in facts["tensors"]:
+        alike: dict[str, list[str]] = defaultdict(list)
+        for state, held in tensor["states"].items():
+            alike[f"{held['dtype']}{_spread(held)}"].append(state)
         states = ", ".join(
-            f"{state} {held['dtype']}{_spread(held)}" for state, held in tensor["states"].items()
+            how if len(held) == len(facts["states"]) else f"{how} {', '.join(held)}"
+            for how, held in alike.items()
         )
         role = "" if tensor["role"] == "trained" else f"  ({tensor['role']})"
         lines.append(f"{tensor['name']:<{width}}  {tensor['shape']!s:<16} {states}{role}")

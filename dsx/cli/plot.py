@@ -61,7 +61,7 @@ def plot(
         drawn = [metric for panel in panels for metric in (panel.metric, panel.points) if metric]
         say_json({"wrote": str(output), "runs": [run.name for run in read], "metrics": drawn})
         return
-    say(str(output))
+    say(f"wrote {output}")
 
 
 def trace(

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import typer
 
+from dsx.config.document import own_copy
 from dsx.config.wording import suggest
 from dsx.errors import ConfigError
 from dsx.terminal import shortened
@@ -112,7 +113,7 @@ def raise_wrong(parameter: Any, value: str) -> None:
     except (OSError, ValueError) as error:  # a name that no file can have
         raise ConfigError(where, str(error), f"name a {noun}") from None
     if not exists:
-        raise ConfigError(where, f"the {noun} does not exist", "check the path")
+        raise ConfigError(where, f"the {noun} does not exist", f"check the path{own_copy(value)}")
     if noun == ("file" if is_folder else "folder"):
         raise ConfigError(where, f"it is a {'folder' if is_folder else 'file'}", f"name a {noun}")
 

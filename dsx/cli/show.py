@@ -52,7 +52,7 @@ def guide(
     style: Annotated[Literal["table", "json"], FORMAT] = "table",
 ) -> None:
     """Print a guide, or list the guides."""
-    from dsx.config.sources import shipped
+    from dsx.config.document import shipped
 
     pages = [page for page in shipped("docs/guides").iterdir() if page.name.endswith(".md")]
     texts = {

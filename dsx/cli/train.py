@@ -28,8 +28,8 @@ def train(
     otherwise. The exit code is the run's. For several machines, recipes of your own and options of the
     launcher: deepspeed or torchrun (dsx guide launching).
     """
+    from dsx.config.document import shipped
     from dsx.config.load import content_of
-    from dsx.config.sources import shipped
     from dsx.config.starter import recipe_of
     from dsx.launch.start import start
 

@@ -15,6 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path as File
 from typing import IO, Any, Literal, NoReturn
@@ -440,6 +441,33 @@ class UnopenedError(ConfigError):
     """A config file that is not there, or that cannot be opened."""
 
 
+def shipped(name: str) -> Traversable:
+    """``recipes/NAME.py``, ``configs/NAME.json``, ``constraints.txt``, or the folder ``docs/guides``.
+
+    Raises:
+        ConfigError: The installation lacks it.
+    """
+    package = files("dsx")
+    places = [package.joinpath("shipped")]
+    if isinstance(package, File) and (package.parent / "pyproject.toml").is_file():
+        places.insert(0, package.parent)  # a checkout
+    for place in places:
+        found = place.joinpath(*name.split("/"))
+        if found.is_file() or found.is_dir():
+            return found
+    raise ConfigError(
+        name, "this installation of dsx lacks it", "install dsx with pip, from a wheel or a checkout"
+    )
+
+
+def own_copy(name: str) -> str:
+    """The end of a fix, where a path that is not there is that of a config which comes with dsx."""
+    try:
+        return f"; dsx's own is {shipped(name)}" if name.startswith("configs/") else ""
+    except ConfigError:
+        return ""
+
+
 def read_text(path: File | Traversable) -> str:
     """The text of a config file, with its line ends as they are.
 
@@ -452,7 +480,8 @@ def read_text(path: File | Traversable) -> str:
         with path.open("rb") as file:
             return decoded(file, where)
     except FileNotFoundError:
-        raise UnopenedError(where, "there is no such file", "give the path of a DeepSpeed JSON") from None
+        fix = f"give the path of a DeepSpeed JSON{own_copy(where)}"
+        raise UnopenedError(where, "there is no such file", fix) from None
     except IsADirectoryError:
         raise UnopenedError(where, "it is a folder", "give the JSON file itself") from None
     except (OSError, ValueError) as error:

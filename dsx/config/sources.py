@@ -13,11 +13,10 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
-from importlib.resources import files
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, Final
 
+from dsx.config.document import shipped
 from dsx.config.load import read_hf_config
 from dsx.config.schema import NO_TOKENIZER, OWN, DataConfig, DsxConfig, ModelConfig
 from dsx.config.wording import at, either, suggest
@@ -348,25 +347,6 @@ def find_model(model: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 _PINS = "constraints.txt"
 _WARNED_OF = ("torch", "transformers", "datasets")  # another DeepSpeed is refused (dsx/engine/zero)
-
-
-def shipped(name: str) -> Traversable:
-    """``recipes/NAME.py``, ``configs/NAME.json``, ``constraints.txt``, or the folder ``docs/guides``.
-
-    Raises:
-        ConfigError: The installation lacks it.
-    """
-    package = files("dsx")
-    places = [package.joinpath("shipped")]
-    if isinstance(package, Path) and (package.parent / "pyproject.toml").is_file():
-        places.insert(0, package.parent)  # a checkout
-    for place in places:
-        found = place.joinpath(*name.split("/"))
-        if found.is_file() or found.is_dir():
-            return found
-    raise ConfigError(
-        name, "this installation of dsx lacks it", "install dsx with pip, from a wheel or a checkout"
-    )
 
 
 def newer_than_tested() -> tuple[str, ...]:

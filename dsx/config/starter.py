@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from dsx.config.batch import ACCUMULATION, MICRO, TRAIN
+from dsx.config.document import shipped
 from dsx.config.load import content_of, read
 from dsx.config.ordinary import SEQUENCE_LENGTH_KEYS, Assumption, complete
 from dsx.config.resolve import resolve
 from dsx.config.run import RunConfig
-from dsx.config.sources import find_model, shipped, spec_of, vocabulary_of
+from dsx.config.sources import find_model, spec_of, vocabulary_of
 from dsx.config.wording import at
 from dsx.errors import ConfigError
 from dsx.launch.spared import why_not_compiled

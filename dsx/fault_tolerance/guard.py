@@ -26,6 +26,7 @@ from dsx.fault_tolerance.keepalive import Keepalive, Peer, hosts_of
 from dsx.fault_tolerance.waits import located, named
 from dsx.fault_tolerance.watch import INTERRUPTED, Board, Watch
 from dsx.launch.entry import AGREED, lost_a_peer
+from dsx.launch.preflight import check_machines
 from dsx.launch.processes import agree
 from dsx.parallel.groups import Groups
 from dsx.train.run_folder import RunLock, standing
@@ -86,10 +87,7 @@ class Guard:
 
     def __enter__(self) -> Self:
         """Collective. Raises RunError if machines differ, or another run is at work in the output folder."""
-        if len({peer.machine for peer in self._peers}) > 1:
-            from dsx.launch.preflight import check_machines  # one machine alone cannot differ
-
-            check_machines(self._config, self._peers, self._groups.rank)
+        check_machines(self._config, self._peers, self._groups.rank)
         agree(self._lock_output)
         self._watch.start()
         return self

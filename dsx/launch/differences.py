@@ -78,11 +78,17 @@ def differences(machines: Sequence[MachineFacts], *, checkpoint_bytes: int) -> I
             fix = "set it (chrony, ntpd): times in logs and reports would not fit together"
             yield Difference(machine.name, said, fix, stops=False)
     for machine in machines:
-        for folder, free in machine.free_bytes.items():
-            if free < checkpoint_bytes:
-                need = amount(checkpoint_bytes)
-                said = f"{folder} has {amount(free)} left; a checkpoint takes about {need}"
-                yield Difference(machine.name, said, "free space before it is due", stops=False)
+        yield from short_of_space(machine.name, machine.free_bytes, checkpoint_bytes)
+
+
+def short_of_space(
+    machine: str, free_bytes: Mapping[str, int], checkpoint_bytes: int
+) -> Iterator[Difference]:
+    """A warning for each folder in which a checkpoint has no room."""
+    for folder, free in free_bytes.items():
+        if free < checkpoint_bytes:
+            said = f"{folder} has {amount(free)} left; a checkpoint takes about {amount(checkpoint_bytes)}"
+            yield Difference(machine, said, "free space before it is due", stops=False)
 
 
 def _odd(

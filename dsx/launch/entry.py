@@ -25,7 +25,7 @@ from typing import Any, cast
 
 from dsx.config.wording import item_without_secrets
 from dsx.errors import ConfigError, DsxError
-from dsx.terminal import READER_GONE, lost_output, printable
+from dsx.terminal import READER_GONE, lost_output, open_streams, printable
 
 AGREED = "every rank raises this error"
 """Note on an error that all ranks share: one of them reports it."""
@@ -54,6 +54,18 @@ def lost_a_peer(error: BaseException | None) -> bool:
 def launched() -> bool:
     """Whether a launcher has started this process."""
     return bool(os.environ.get("LOCAL_RANK") and os.environ.get("WORLD_SIZE"))
+
+
+def refuse_many(where: str, what: str, fix: str) -> None:
+    """Raise ConfigError if this process is one of several that a launcher has started."""
+    # Not SLURM_NTASKS, which a batch script has, too, before it starts any.
+    names = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+    for name in (*names, "WORLD_SIZE") if launched() else names:
+        count = os.environ.get(name, "")
+        if count.isdecimal() and int(count) > 1:
+            raise ConfigError(
+                where, f"a launcher has started {count} of it ({name}), and each would {what}", fix
+            )
 
 
 def boot_id() -> str:
@@ -201,6 +213,7 @@ def run(main: Callable[[], int | None]) -> None:
     connection close, and the launcher ends the rest. What ``main`` returns is the exit code of a good end:
     None or 0, or 128 + the signal that asked it to stop.
     """
+    open_streams()
     quiet()
     say_loading()
     _say_start()
@@ -317,8 +330,7 @@ def _leave(code: int) -> None:
 def _outcome(main: Callable[[], int | None]) -> int:
     try:
         code = main()
-        if sys.stdout is not None:
-            sys.stdout.flush()  # what cannot be written is found out here, and not at Python's end
+        sys.stdout.flush()  # what cannot be written is found out here, and not at Python's end
     except DsxError as error:
         notes = getattr(error, "__notes__", ())
         together = AGREED in notes or not (_grouped() or ALONE in notes)

@@ -10,7 +10,7 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib import metadata
@@ -23,7 +23,7 @@ from dsx.config.run import RunConfig
 from dsx.errors import DsxError, RunError
 from dsx.fault_tolerance.keepalive import Peer, hosts_of
 from dsx.fault_tolerance.waits import located
-from dsx.launch.differences import MachineFacts, differences
+from dsx.launch.differences import Difference, MachineFacts, differences, short_of_space
 from dsx.launch.entry import AGREED
 
 _PACKAGES = ("dsx", "torch", "deepspeed")
@@ -36,7 +36,7 @@ _LOOK_SECONDS = 0.2
 
 
 def check_machines(config: RunConfig, peers: Sequence[Peer], rank: int) -> None:
-    """Compare the machines of a run; one machine alone passes at once. A collective call over all ranks.
+    """Compare the machines of a run, of one alone only the free space. A collective call over all ranks.
 
     The output folder, below which the data cache lies, must be the same for all of them, so rank 0 leaves a
     note there for the others to find, and each of the others one for rank 0. Versions of dsx, torch,
@@ -48,6 +48,7 @@ def check_machines(config: RunConfig, peers: Sequence[Peer], rank: int) -> None:
     """
     leaders = {peer.machine: peer.rank for peer in reversed(peers)}
     if len(leaders) < 2:
+        _warn(short_of_space("this machine", _free_bytes(config), _checkpoint_bytes(config)), rank)
         return
     nonce = [secrets.token_hex(8)]
     dist.broadcast_object_list(nonce, src=0)
@@ -81,16 +82,13 @@ def _facts(
             break
         time.sleep(_LOOK_SECONDS)
     here = [peer.rank for peer in peers if peer.machine == peers[rank].machine]
-    free = {}
-    with suppress(OSError):
-        free[str(folder)] = shutil.disk_usage(folder).free
     facts = MachineFacts(
         name=located(here, hosts_of(peers)),
         versions={**{package: _version(package) for package in _PACKAGES}, "Python": _python()},
         config=_digest(config),
         clock=now,
         unseen={_OUTPUT: str(folder)} if rank != 0 and missing else {},
-        free_bytes=free,
+        free_bytes=_free_bytes(config),
     )
     return facts, missing if rank == 0 else []
 
@@ -108,16 +106,27 @@ def _judge(machines: Sequence[MachineFacts], config: RunConfig, rank: int) -> No
     """Raise or warn, alike on every rank."""
     found = list(differences(machines, checkpoint_bytes=_checkpoint_bytes(config)))
     stopping = [difference for difference in found if difference.stops]
-    for difference in found if rank == 0 else ():
-        if not difference.stops:
-            said = f"{difference.where}: {difference.what}. Fix: {difference.fix}."
-            sys.stderr.write(f"warning: {said}\n")
+    _warn((difference for difference in found if not difference.stops), rank)
     if stopping:
         first, *more = stopping
         what = "; ".join([first.what, *(f"{one.where}: {one.what}" for one in more)])
         error = RunError(first.where, what, first.fix)
         error.add_note(AGREED)
         raise error
+
+
+def _warn(found: Iterable[Difference], rank: int) -> None:
+    for difference in found if rank == 0 else ():
+        sys.stderr.write(f"warning: {difference.where}: {difference.what}. Fix: {difference.fix}.\n")
+
+
+def _free_bytes(config: RunConfig) -> dict[str, int]:
+    """The output folder, or where it will be made -> what is free there; nothing where it cannot be asked."""
+    folder = config.output.absolute()
+    with suppress(OSError):
+        there = next(place for place in (folder, *folder.parents) if place.exists())
+        return {str(folder): shutil.disk_usage(there).free}
+    return {}
 
 
 def _has(folder: Path, name: str) -> bool:
@@ -129,7 +138,7 @@ def _has(folder: Path, name: str) -> bool:
 
 def _checkpoint_bytes(config: RunConfig) -> int:
     """Bytes of weights, fp32 masters and two moments, as Adam has them: enough to recognise a full disk."""
-    return config.num_parameters * (12 if config.precision == "fp32" else 14)
+    return config.num_trained * (12 if config.precision == "fp32" else 14)
 
 
 def _digest(config: RunConfig) -> str:

@@ -27,7 +27,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from dsx.errors import ConfigError, DsxError
 from dsx.fault_tolerance.waits import clock, named
-from dsx.launch.entry import AGREED, local_rank, local_world_size, rank, usable_cores
+from dsx.launch.entry import AGREED, local_rank, local_world_size, rank, refuse_many, usable_cores
 from dsx.launch.spared import lean_on_cpu
 from dsx.parallel.groups import Groups, make_groups
 from dsx.parallel.islands import Islands
@@ -55,8 +55,12 @@ def meet(timeout: timedelta) -> tuple[Any, int, int]:
     each rank greets with a word of its own and goes on when rank 0 has repeated it.
 
     Raises:
-        ConfigError: The launcher's port is taken.
+        ConfigError: The launcher's port is taken, or nothing says where the ranks are to meet.
     """
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        fix = "start it under torchrun or deepspeed, which set all of it; or unset WORLD_SIZE for one rank"
+        raise ConfigError("WORLD_SIZE", f"it is set without {', '.join(missing)}", fix)
     _await_listener(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout)
     try:
         store, place, size = next(rendezvous("env://", timeout=timeout))
@@ -240,6 +244,10 @@ def _join_world(
         ConfigError: As :func:`distributed`.
     """
     if "WORLD_SIZE" not in os.environ:
+        fix = (
+            "start it under torchrun or deepspeed (dsx guide launching); to train apart, unset that variable"
+        )
+        refuse_many("this program", "train by itself", fix)
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
         return store

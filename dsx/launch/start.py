@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dsx.errors import ConfigError, DsxError
-from dsx.launch.entry import announce, launched, quiet
+from dsx.launch.entry import announce, quiet, refuse_many
 
 _LEAST_KILLED = 256 - 64
 """DeepSpeed's launcher ends with the return code of the rank that failed; of one that signal s ended, -s."""
@@ -34,7 +34,8 @@ def start(program: Path, words: Sequence[str], *, gpus: int | None) -> int:
     Raises:
         ConfigError: A launcher has started several of this process.
     """
-    _refuse_many()
+    fix = "start it once, by itself; or give the launcher the recipe (dsx guide launching)"
+    refuse_many("dsx train", "start a whole run", fix)
     announce("... starting DeepSpeed's launcher")
     # Without the folder of the caller among the places of modules, which python -m would put first.
     command = [sys.executable, "-P", "-u", "-m", __name__, str(gpus or 0), str(program), *words]
@@ -65,17 +66,6 @@ def start(program: Path, words: Sequence[str], *, gpus: int | None) -> int:
         why = ", as the system does when memory is short" if killed == signal.SIGKILL else ""
         sys.stderr.write(f"dsx: a rank was ended by {name}{why}\n")
     return 128 + killed if killed else code
-
-
-def _refuse_many() -> None:
-    # Not SLURM_NTASKS, which a batch script has, too, before it starts any.
-    names = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-    for name in (*names, "WORLD_SIZE") if launched() else names:
-        count = os.environ.get(name, "")
-        if count.isdecimal() and int(count) > 1:
-            what = f"a launcher has started {count} of it ({name}), and each would start a whole run"
-            fix = "start it once, by itself; or give the launcher the recipe (dsx guide launching)"
-            raise ConfigError("dsx train", what, fix)
 
 
 def _environment() -> dict[str, str]:

@@ -382,11 +382,23 @@ def test_an_installed_package_inits_without_a_clone(wheel, tmp_path, how):
     for command in ("check", "estimate"):
         said = run([sys.executable, "-m", "dsx", command, "run/train.json", "--gpus", "2"], tmp_path, **away)
         assert "data 2" in said
+    command = "from dsx.config.document import own_copy; print(own_copy('configs/zero3.json'))"
+    own = run([sys.executable, "-c", command], tmp_path, **away).strip().removeprefix("; dsx's own is ")
+    assert own == str(packages / "dsx/shipped/configs/zero3.json")
 
 
 def test_a_missing_file_says_how_to_get_it():
     with pytest.raises(ConfigError, match="install dsx with pip"):
         module.shipped("recipes/absent.py")
+
+
+def test_a_config_that_comes_with_dsx_is_found_from_another_folder(dsx, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for command in ("check", "train"):
+        code, _, said = dsx(command, "configs/zero3.json")
+        assert (code, said[-1]) == (2, "\n")
+        assert said.rstrip().endswith(f"; dsx's own is {ROOT / 'configs/zero3.json'}.")
+        assert "own is" not in dsx(command, "configs/zero4.json")[2]
 
 
 def test_newer_versions_than_tested_are_told(monkeypatch):

@@ -212,7 +212,7 @@ def test_help_names_no_types_and_has_examples_that_parse(tmp_path, monkeypatch, 
 @pytest.mark.parametrize(
     "words", [["schema"], ["--help"], ["schema", "--help"], ["check", ZERO1, "--no-machine"]]
 )
-def test_a_full_disk_is_a_line_and_a_reader_that_has_gone_is_none(words):
+def test_a_full_disk_is_a_line_and_nobody_who_reads_is_none(words):
     command = [BIN / "dsx", *words]
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
@@ -223,6 +223,9 @@ def test_a_full_disk_is_a_line_and_a_reader_that_has_gone_is_none(words):
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) in [(141, ""), (1, "")]  # click's, for --help
+    closed = ["bash", "-c", 'exec "$@" >&- <&-', "bash", *command]
+    done = subprocess.run(closed, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 TINY = ["--cluster", "CPU", "--gpus", "2", "--top", "1"]

@@ -33,7 +33,7 @@ def folders(tmp_path):
 def test_a_picture_beside_the_metrics(dsx, folders):
     image = pytest.importorskip("PIL.Image")
     code, out, err = dsx(folders[0])
-    assert (code, out, err) == (0, f"{folders[0] / 'loss.png'}\n", "")
+    assert (code, out, err) == (0, f"wrote {folders[0] / 'loss.png'}\n", "")
     with image.open(folders[0] / "loss.png") as picture:
         assert picture.width == 1200
         assert len(picture.convert("RGB").getcolors(1 << 16)) > 20  # lines and text, not a blank page
@@ -43,7 +43,7 @@ def test_svg_of_chosen_metrics_of_two_runs(dsx, folders, tmp_path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "both.svg"
     code, out, err = dsx(*folders, "--metric", "train/lr", "--metric", "train/loss", "--output", picture)
-    assert (code, out, err) == (0, f"{picture}\n", "")
+    assert (code, out, err) == (0, f"wrote {picture}\n", "")
     names = {element.get("id") for element in ET.parse(picture).iter() if element.get("id")}
     assert {"axes_1", "axes_2"} <= names
     assert "axes_3" not in names

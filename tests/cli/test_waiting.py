@@ -54,6 +54,12 @@ def test_a_terminal_gets_one_line_that_disappears(monkeypatch: pytest.MonkeyPatc
     assert said.rstrip().endswith(("\x1b[2K", "\x1b[?25h", "\x1b[1A\x1b[2K"))
 
 
+def test_a_terminal_without_unicode_gets_a_spinner_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(Said, "encoding", "ascii")
+    assert waited(terminal=True).isascii()
+
+
 def test_what_is_quick_or_another_ranks_says_nothing() -> None:
     assert waited(terminal=False, quiet=True) == ""
     stream = io.StringIO()

@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from dsx.errors import ConfigError
 from dsx.launch import processes
 
 SOON = timedelta(seconds=20)
@@ -82,3 +83,14 @@ def test_rank_0_says_who_has_not_come(monkeypatch, capfd):
     first.join(20)
     second.join(20)
     assert words[0] == words[1]
+
+
+def test_one_of_several_that_no_launcher_of_ours_has_started_does_not_train_alone(monkeypatch):
+    for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    with pytest.raises(ConfigError, match=r"started 4 of it \(SLURM_STEP_NUM_TASKS\), and each would train"):
+        processes._join_world("gloo", None, 0, SOON, SOON)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match=r"^WORLD_SIZE: it is set without RANK, MASTER_ADDR, MASTER_PORT"):
+        processes._join_world("gloo", None, 0, SOON, SOON)

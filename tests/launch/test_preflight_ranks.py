@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -49,3 +50,18 @@ def test_the_machine_that_differs_is_named_on_every_rank(
     else:
         assert found[0].startswith("rank 1 on node2: it has a config with the digest ")
     assert not list(tmp_path.rglob(".dsx-preflight-*"))
+
+
+def test_one_machine_is_told_of_a_disk_that_has_no_room_for_its_checkpoint(tmp_path, monkeypatch, capsys):
+    """Hours before the checkpoint is due: the folder need not be there yet."""
+    from dsx.launch import preflight
+
+    output = tmp_path / "not/there/yet"
+    config = dsx.load_config("configs/zero3.json", world_size=1, overrides=[f"dsx.train.output={output}"])
+    here = [Peer(0, "machine 0", 1, "node1")]
+    preflight.check_machines(config, here, 0)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20))
+    preflight.check_machines(config, here, 0)
+    said = f"{output} has 1.00 MiB left; a checkpoint takes about 9.20 MiB. Fix: free space before it is due."
+    assert capsys.readouterr().err == f"warning: this machine: {said}\n"

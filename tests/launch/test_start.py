@@ -126,11 +126,13 @@ def test_under_another_launcher_it_is_refused(monkeypatch, tmp_path, told):
         start.start(tmp_path / "none.py", [], gpus=1)
 
 
-def test_one_task_of_a_launcher_or_of_a_batch_script_may_start_ranks(monkeypatch):
+def test_one_task_of_a_launcher_or_of_a_batch_script_may_start_ranks(monkeypatch, tmp_path):
     one = {"LOCAL_RANK": "0", "WORLD_SIZE": "1", "SLURM_STEP_NUM_TASKS": "1"}
     for name, value in (one | {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}).items():
         monkeypatch.setenv(name, value)
-    start._refuse_many()
+    monkeypatch.setattr(start.subprocess, "Popen", lambda *_args, **_more: 1 / 0)  # it comes so far
+    with pytest.raises(ZeroDivisionError):
+        start.start(tmp_path / "none.py", [], gpus=1)
 
 
 def test_ranks_import_dsx_from_where_it_was(monkeypatch):

@@ -40,6 +40,8 @@ def read_json(file: Path, fix: str) -> dict[str, Any]:
     """The object in a JSON file. Raises CheckpointError, with ``fix``, if it is missing or holds none."""
     try:
         content = parsed(store.content_of(file, _LARGEST_JSON_BYTES))
+    except FileNotFoundError:
+        raise CheckpointError(str(file), "there is no such file", fix) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(str(file), f"not readable as JSON ({error})", fix) from error
     if not isinstance(content, dict):
