@@ -40,7 +40,6 @@ from dsx.engine.settings import Config, Settings, settings_of
 from dsx.engine.stock_module import clips_by_itself, require_engine_unpatched
 from dsx.engine.zero import given_optimizer_kept, require_supported
 from dsx.engine.zero.loss_scale import require_precision
-from dsx.engine.zero.stage3 import scope_consistency_checks
 from dsx.errors import ConfigError, ModelError
 from dsx.launch.builds import builds_said
 from dsx.launch.entry import AGREED
@@ -337,8 +336,6 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
     run = config if isinstance(config, RunConfig) else None
     _say_once(model, settings, run)
     blocks = _compile_blocks(model, settings.zero_stage, run, wanted=compile_blocks)
-    if settings.zero_stage == 3:
-        scope_consistency_checks(model.groups)
     require_precision(settings.deepspeed)
     with (
         Waiting("making the engine", quiet=model.groups.mute) as waiting,

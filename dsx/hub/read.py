@@ -60,6 +60,13 @@ def _hub_model(text: str, changes: tuple[tuple[str, str | None], ...]) -> HubMod
     kind = json.loads(text).get("model_type")
     known = known_of(kind)
     anatomy = anatomy_of(text)
+    for name, parameter in anatomy.model.named_parameters():
+        if not parameter.numel():
+            raise ModelError(
+                at("model_type", kind),
+                f"{name} has the shape {list(parameter.shape)}, no numbers at all",
+                "give the size of the config that makes it at least 1, or leave the part out (null)",
+            )
     _check_places(anatomy, changes)
     reader = _Reader(anatomy, plan_of(anatomy, changes))
     settings = anatomy.model.config
@@ -68,12 +75,6 @@ def _hub_model(text: str, changes: tuple[tuple[str, str | None], ...]) -> HubMod
     kinds = (*kinds, *("Block",) * blocks, "FinalNorm", "Head")
     params, buffers = tuple(reader.params(first)), tuple(reader.buffers(first))
     reader.require_all({spec.hf_whole for spec in (*params, *buffers)})
-    if empty := next((spec for spec in params if 0 in spec.shape), None):
-        raise ModelError(
-            at("model_type", kind),
-            f"{empty.hf_whole} has the shape {list(empty.shape)}, no numbers at all",
-            "give the size of the config that makes it at least 1, or leave the part out (null)",
-        )
     return HubModel(
         family=str(kind),
         config=text,

@@ -217,7 +217,8 @@ class Tolerances:
     """The largest relative differences that pass.
 
     Attributes:
-        value: For losses and norms.
+        value: For losses.
+        norm: For a norm, by that of the layout's own gradients; ten times ``value`` by the reference's.
         gradient: For a gradient's elements, by its largest one.
         update: For an update's elements, by the largest update.
         weight: For weights that should be the same, by their largest element.
@@ -225,6 +226,7 @@ class Tolerances:
     """
 
     value: float
+    norm: float
     gradient: float
     update: float
     weight: float
@@ -353,12 +355,22 @@ class TrainingComparison:
             return self._clipping_finding(index, step, expected, norm, squares)
         if wrong:
             return self._gradient_finding(index, step, weights, batches, wrong, errors, loss_equal=True)
-        seen = step.norms[0]
-        if seen is not None and not abs(seen - norm) <= tolerances.value * norm * 10:
+        seen, own = step.norms[0], self._own_norm(step) / scale
+        far = tolerances.value * norm * 10
+        if seen is not None and not (abs(seen - norm) <= far and abs(seen - own) <= tolerances.norm * own):
             return diagnosis.diagnose_norm(
                 norm_facts(self._places, seen, norm, squares, expected), self._degrees, step=index + 1
             )
         return self._update_finding(index, step)
+
+    def _own_norm(self, step: WholeStep) -> float:
+        """The norm of the gradients that the layout's optimizer was given, each element once.
+
+        What a norm counts twice may be small: norms' weights are a ten-thousandth of it. Next to these
+        gradients nothing but the rounding of a sum is between.
+        """
+        squares = (float(whole.values.double().square().sum()) for whole in step.gradients.values())
+        return sum(squares) ** 0.5
 
     def _backward(self, expected: Evaluation) -> list[str]:
         """Tensors with a gradient, in the order of the backward."""

@@ -488,9 +488,12 @@ def diagnose_norm(
     """
     assert facts.seen is not None
     tolerance = 2e-3 if from_clipping else 1e-3
-    found = [said for said, value in _norms(facts, degrees) if _equal(facts.seen, value, tolerance)]
     ratio = facts.seen / facts.expected if facts.expected else 0.0
-    said = found[0] if found else (NORM, f"{ratio:.4g} times the norm: each element must count once")
+    otherwise = NORM, f"{ratio:.7g} times the norm: each element must count once"
+    found = [(said, value) for said, value in _norms(facts, degrees) if _equal(facts.seen, value, tolerance)]
+    # What counts twice may be so little that several explanations are near, and the truth itself.
+    found = [(otherwise, facts.expected), *found]
+    said, _ = min(found, key=lambda one: abs(one[1] - facts.seen))
     whose = "clipped as if the norm were" if from_clipping else "norm"
     what = f"all gradients agree; {whose} {facts.seen:.7g}, true norm {facts.expected:.7g}"
     return ParityFinding(cause=said[0], what=what, why=said[1], step=step)

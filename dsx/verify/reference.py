@@ -33,7 +33,7 @@ from dsx.models.param import ParamSpec
 from dsx.models.spec import HubModel, ModelSpec
 from dsx.nn import parameters
 from dsx.nn.adapter import merged
-from dsx.nn.loss import TokenMean, trained_tokens
+from dsx.nn.loss import TokenMean
 from dsx.nn.parallel import TensorParallel
 
 _TORCH = {"adam": "AdamW", "adamw": "AdamW", "adagrad": "Adagrad"}
@@ -178,7 +178,7 @@ class Transformers:
         self._model.zero_grad(set_to_none=True)
         for parameter in self._parameters.values():
             parameter.grad = None
-        tokens = _average_tokens(among or batches, trained_tokens)
+        tokens = _average_tokens(among or batches, _trained)
         made = dict(self._changed_weights())
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in made.items()}
         total = 0.0
@@ -234,7 +234,7 @@ class Transformers:
             for own, wanted in _documents((ids, labels)):
                 logits = self._outputs(own, made, more).logits
                 loss += float(_summed(F.pad(logits, (0, padded_columns)), wanted))
-            found.append((loss, int(trained_tokens(labels))))
+            found.append((loss, int(_trained(labels))))
         return torch.tensor(found, dtype=torch.float64)
 
     @property
@@ -285,6 +285,11 @@ def _summed(logits: Tensor, labels: Tensor) -> Tensor:
     """The sum of the losses of trained tokens."""
     flat = logits.float().flatten(0, 1)
     return F.cross_entropy(flat, labels.flatten(), ignore_index=_IGNORED, reduction="sum")
+
+
+def _trained(labels: Tensor) -> Tensor:
+    """How many labels are trained, counted here and not by dsx's loss, which is what is compared."""
+    return (labels != _IGNORED).sum()
 
 
 def _average_tokens(batches: Sequence[Batch], count: Callable[[Any], Tensor]) -> Tensor:

@@ -35,10 +35,10 @@ from dsx.verify.shrunk import make_exact, trial
 from dsx.verify.subject import VerifyJob, random_tokens, witness
 from dsx.waiting import Waiting
 
-EXACT = Tolerances(value=1e-5, gradient=1e-4, update=5e-4, weight=1e-6, held=1e-6)
+EXACT = Tolerances(value=1e-5, norm=2e-6, gradient=1e-4, update=5e-4, weight=1e-6, held=1e-6)
 """For float32: several times the rounding of many layouts, and a hundredth of the smallest mistake."""
 
-ROUGH = Tolerances(value=5e-3, gradient=0.1, update=5e-4, weight=1e-6, held=2**-8)
+ROUGH = Tolerances(value=5e-3, norm=5e-3, gradient=0.1, update=5e-4, weight=1e-6, held=2**-8)
 """For bf16, whose numbers have 8 bits, and fp16; the optimizer works in fp32 there, too."""
 
 _PRELOAD = ("dsx.verify.subject",)

@@ -29,6 +29,8 @@ _FEW_MICRO_BATCHES = 3
 _FEW_HEADS, _MANY_HEADS = 4, 32
 _INIT = 0.1
 _RANK = 4
+_CAP = 1.0
+_CAPS = re.compile(r"soft_?cap(ping)?$|logit_cap$|^swiglu_limit$|^clip_qkv$")
 _NUMBERED = re.compile(r"(^|\.)\d+(\.|$)")  # a name of one block's module
 _ROUTERS = "output_router_logits"
 _BUCKET_ELEMENTS = 20_000
@@ -270,7 +272,8 @@ def _sequence_length(config: RunConfig) -> int:
 
 def _hub_sizes(config: RunConfig) -> tuple[dict[str, Any], list[int]]:
     """Hugging Face keys of a family of transformers with small values, and the layers of every stage."""
-    from dsx.hub.read import hub_model  # here: dsx's own families need nothing of them
+    from dsx.hub.anatomy import hf_config_of  # here: dsx's own families need nothing of them
+    from dsx.hub.read import hub_model
     from dsx.hub.shrunk import shrunk
 
     stages, kinds = _layers_of_stages(config), layer_kinds(config.model)
@@ -282,6 +285,7 @@ def _hub_sizes(config: RunConfig) -> tuple[dict[str, Any], list[int]]:
         vocab_size=_vocabulary(config),
         window=max(2, _sequence_length(config) // 2),
     )
+    small |= _caps(hf_config_of(config.hf_config).to_dict())
     made = hub_model(small, config.dsx.parallel.tensor_plan)
     stages[stages.index(max(stages))] += len(made.kinds) - sum(stages)
     return {key: value for key, value in small.items() if config.hf_config.get(key) != value}, stages
@@ -314,6 +318,9 @@ def _own_sizes(config: RunConfig) -> tuple[dict[str, Any], list[int]]:
     if model.rope is None:  # a table of them; the rope's scaling depends on their number
         sizes["max_position_embeddings"] = min(model.max_positions, 2 * length)
     sizes |= _windows(config, sizes["num_hidden_layers"], length)
+    sizes |= _caps(
+        {"attn_logit_softcapping": model.attention_cap, "final_logit_softcapping": model.logit_cap}
+    )
     return own_keys(model.family, sizes), _layers_of_stages(config)
 
 
@@ -333,6 +340,12 @@ def _head_dim(model: ModelSpec, heads: int) -> int:
         ):
             return head_dim
     return model.head_dim
+
+
+def _caps(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Bounds of logits and activations, so low that they are at work on a small model's small numbers."""
+    caps = {key: value for key, value in given.items() if _CAPS.search(key) and type(value) in (int, float)}
+    return {key: _CAP for key, value in caps.items() if value > _CAP}
 
 
 def _windows(config: RunConfig, num_layers: int, length: int) -> dict[str, Any]:

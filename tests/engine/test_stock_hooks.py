@@ -17,7 +17,7 @@ from torch import nn
 import dsx
 import ranks
 from dsx.engine import stock_module as hooks
-from dsx.errors import DsxError, ModelError, UnavailableError
+from dsx.errors import DsxError, LayoutError, ModelError, UnavailableError
 from engine import toy_pipeline as toy
 from engine.toy_pipeline import Case
 
@@ -250,6 +250,44 @@ def test_layers_skipped_at_random_and_dicts_inside_of_a_stage() -> None:
     ]
     for losses, (kinds, *_) in zip(ranks.run(_over_ranks, 2, cases)[0], cases, strict=True):
         assert losses == pytest.approx(_alone(kinds), rel=1e-5)
+
+
+class SkippedOn(Named):
+    """Skipped by one rank alone."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x if torch.distributed.get_rank() == self.rank else torch.tanh(self.linear(x))
+
+
+def _skipped_apart(rank: int, _world_size: int) -> list[str]:
+    """What is said where replicas skip as many layers, but others; then whether others train behind it."""
+    import deepspeed
+
+    deepspeed.init_distributed()
+    said = []
+    for kinds in ([(SkippedOn, 0), (SkippedOn, 1)], [(SkippedOn, -1), (SkippedOn, -1)]):
+        layers = [*_specs(kinds), LayerSpec(nn.Linear, toy.WIDTH, toy.WIDTH)]
+        module = dsx.PipelineModule(layers, num_stages=1, loss_fn=toy.loss_fn, partition_method="uniform")
+        config = toy.config(Case(zero=3, micro_batches=2))
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        made = dsx.initialize(model=module, config=config)[0]
+        try:
+            for step in range(3):
+                made.train_batch(toy.batches(step, 2, 2, rank))
+        except LayoutError as error:
+            said.append(str(error))
+    return said
+
+
+def test_replicas_that_skip_different_layers_at_zero3_are_told_so() -> None:
+    """They mix each other's parameters: in stock without a word."""
+    for (said,) in ranks.run(_skipped_apart, 2):
+        assert "as module 3 of it replica 0 1" in said
+        assert "seed their generators alike" in said
 
 
 def test_what_is_assigned_to_dsx_s_own_classes_is_seen_too(monkeypatch: pytest.MonkeyPatch) -> None:

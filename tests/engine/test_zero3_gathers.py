@@ -189,7 +189,7 @@ def _on_nvme(rank: int, world_size: int) -> str:
 
     optimizer = SimpleNamespace(parameter_offload=SimpleNamespace(offload_device=OffloadDeviceEnum.nvme))
     with pytest.raises(ConfigError) as caught:
-        StepGathers(optimizer, {}, 0, 5)
+        StepGathers(optimizer, {}, None, 5, varies=False)  # type: ignore[arg-type]
     return str(caught.value)
 
 

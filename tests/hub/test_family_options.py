@@ -11,6 +11,7 @@ from all_families import crew, options, tiny
 from all_families.crew import Case
 from transformers import AutoModelForCausalLM
 
+from dsx.errors import ModelError
 from dsx.hub.anatomy import hf_config_of
 from dsx.hub.layers import entries
 from dsx.hub.read import hub_model
@@ -74,3 +75,9 @@ def test_options_are_found_in_config_classes_and_their_code() -> None:
     assert {"tie_word_embeddings": True} in found["stablelm"]
     assert {"apply_residual_connection_post_layernorm": True} in found["bloom"]
     assert not [each for each in found["stablelm"] if "hidden_dropout" in each or "use_cache" in each]
+
+
+def test_a_part_of_no_size_is_refused_by_name() -> None:
+    config = json.loads(tiny.tiny_config("hy_v3", {"num_experts": 0}).to_json_string())
+    with pytest.raises(ModelError, match="no numbers at all"):
+        hub_model(config)

@@ -201,3 +201,31 @@ def test_what_is_frozen_and_adapted_stays_as_far_as_the_small_model_has_it() -> 
     kept, _ = small(config, full=True)
     assert kept.dsx.adapter is not None
     assert kept.param_specs == config.param_specs
+
+
+@pytest.mark.parametrize("implementation", ["dsx", "transformers"])
+def test_caps_are_low_enough_to_be_at_work_on_small_numbers(implementation: str) -> None:
+    """Gemma 2's own are 50 and 30, which change a small model's logits by less than a layout's rounding."""
+    content = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "dsx": {
+            "model": {"family": "gemma2", "preset": "gemma-2-2b", "implementation": implementation},
+            "data": {"source": "own", "sequence_length": 128},
+            "train": {"steps": 1, "output": "unused"},
+        },
+    }
+    made, _ = small(resolve(content, world_size=1))
+    caps = [made.hf_config[key] for key in ("attn_logit_softcapping", "final_logit_softcapping")]
+    assert caps == [1.0, 1.0]
+
+
+def test_that_blocks_are_left_out_at_random_is_not_turned_off() -> None:
+    """Dropout is, in a trial; without such a family's refusal the trial itself shows the difference."""
+    from all_families.tiny import tiny_config
+
+    from dsx.hub.shrunk import random_keys
+
+    config = tiny_config("opt", {"layerdrop": 0.1, "dropout": 0.1}).to_dict()
+    assert "dropout" in random_keys(config)
+    assert "layerdrop" not in random_keys(config)

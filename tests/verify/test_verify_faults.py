@@ -49,6 +49,7 @@ FREEZE = {"steps": 1, "output": "unused", "freeze": ["embed", r"layers\.0\.", r"
 LAYOUTS = {
     "tensor x data": config(GPT2, 3, tensor=2, pipeline=1, sequence_parallel=False),
     "tensor x pipeline": config(GPT2, 0, tensor=2, pipeline=2),
+    "without biases": config(LLAMA, 0, tensor=2, pipeline=2),
     "bf16": {**config(GPT2, 1, tensor=1, pipeline=2), "bf16": {"enabled": True}},
     "data x pipeline": config(GPT2, 1, tensor=1, pipeline=2),
     "data x pipeline, ZeRO-0": config(LLAMA, 0, tensor=1, pipeline=2),
@@ -76,6 +77,7 @@ CASES = [
     ("tensor x pipeline", "init by rank", diagnosis.INITIAL_WEIGHTS, "0.word.weight", 1),
     ("tensor x pipeline", "dropout alike on slices", diagnosis.DROPOUT_TENSOR, "", 1),
     ("tensor x pipeline", "norm counts replicas", diagnosis.NORM_REPLICATED, "", 1),
+    ("without biases", "norm counts replicas", diagnosis.NORM_REPLICATED, "", 1),  # it is off by 9e-5
     ("tensor x pipeline", "norm counts ties", diagnosis.NORM_TIED, "", 1),
     ("tensor x pipeline", "norm of stage 0", diagnosis.NORM_OF_ONE_STAGE, "", 1),
     ("tensor x pipeline", "norm of tensor rank 0", diagnosis.NORM_OF_ONE_TENSOR_RANK, "", 1),
@@ -111,6 +113,7 @@ CASES = [
     ("LoRA", "frozen weights moved", diagnosis.FROZEN, "0.word.weight", 1),
     ("DoRA", "none", None, "", 1),
     ("frozen", "none", None, "", 1),
+    ("frozen", "ignored labels counted", diagnosis.FORWARD, "", 1),
     ("frozen", "tokens counted per replica", diagnosis.MEAN_PER_REPLICA, "", 1),
     ("frozen", "frozen weights moved", diagnosis.FROZEN, "0.word.weight", 1),
 ]

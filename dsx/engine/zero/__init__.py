@@ -176,7 +176,8 @@ def adapt(
     ties = [tie for tie in ties if any(p.requires_grad for p in tie.parameters)]
     if stage == 3:
         share_groups(engine.optimizer)
-        gathers = StepGathers(engine.optimizer, uses, groups.pp_rank, zero.keep_gathered_bytes)
+        varies = not all(hasattr(parameter, "dsx_spec") for parameter in engine.module.parameters())
+        gathers = StepGathers(engine.optimizer, uses, groups, zero.keep_gathered_bytes, varies=varies)
         return Stage3Adapter(engine, scope, ties, gathers, scale)
     reduce = partial(_reduction, engine, groups, uses, zero)
     if optimizer == "BF16_Optimizer":
