@@ -127,7 +127,7 @@ def all_families() -> list[str]:
 
 def modules(families: Iterable[str]) -> list[str]:
     """The modules that define the models of families."""
-    found = {_config_class(family).__module__ for family in families}
+    found = {_config_class(family.partition("+")[0]).__module__ for family in families}
     return sorted(name.replace(".configuration_", ".modeling_") for name in found)
 
 
