@@ -122,26 +122,33 @@ def _arguments() -> argparse.Namespace:
 
 
 def _options(arguments: argparse.Namespace) -> int:
-    """Try options, layout by layout; 1 if one comes out wrong."""
-    known = _read_cases(arguments.option_results)
-    cases = [
-        case
-        for layout in arguments.layout or crew.LAYOUTS
-        for family in arguments.family or tiny.all_families()
-        for case in crew.cases(family, layout, arguments.implementation)
-        if arguments.again == "all"
-        or (one := known.get(case.key)) is None
-        or (arguments.again == "bad" and one["result"] in crew.BAD)
-    ]
+    """Try options, each in one layout after another; 1 if one comes out wrong."""
+    wanted = arguments.family or tiny.all_families()
+    every = [crew.cases(family, arguments.implementation) for family in wanted]
     arguments.option_results.parent.mkdir(parents=True, exist_ok=True)
-    began = time.monotonic()
-    with arguments.option_results.open("a") as file:
-        for done, (case, outcome) in enumerate(crew.outcomes(cases), 1):
-            file.write(json.dumps({"key": case.key, **outcome}) + "\n")
-            file.flush()
-            left = (time.monotonic() - began) / done * (len(cases) - done) / 60
-            told = " ".join(filter(None, (outcome["result"], outcome.get("reason", "")[:200])))
-            print(f"{done}/{len(cases)}, {left:.0f} min  {' '.join(case.key)}  {told}", flush=True)
+    for turn in range(len(crew.LAYOUTS)):
+        known = _read_cases(arguments.option_results)
+        settled = {} if arguments.again == "all" else crew.settled(known)
+        cases = [
+            case
+            for case in crew.rotated(every, turn)
+            if case.layout in (arguments.layout or crew.LAYOUTS)
+            and case.key not in settled
+            and (
+                arguments.again == "all"
+                or (one := known.get(case.key)) is None
+                or (arguments.again == "bad" and one["result"] in crew.BAD)
+            )
+        ]
+        print(f"turn {turn + 1} of {len(crew.LAYOUTS)}: {len(cases)} cases", flush=True)
+        began = time.monotonic()
+        with arguments.option_results.open("a") as file:
+            for done, (case, outcome) in enumerate(crew.outcomes(cases), 1):
+                file.write(json.dumps({"key": case.key, **outcome}) + "\n")
+                file.flush()
+                left = (time.monotonic() - began) / done * (len(cases) - done) / 60
+                told = " ".join(filter(None, (outcome["result"], outcome.get("reason", "")[:200])))
+                print(f"{done}/{len(cases)}, {left:.0f} min  {' '.join(case.key)}  {told}", flush=True)
     known = _read_cases(arguments.option_results)
     print(table.options_summary(known))
     return int(any(one["result"] in crew.BAD for one in known.values()))

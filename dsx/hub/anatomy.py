@@ -534,6 +534,12 @@ def _refusal(model: Any, why: str) -> ModelError:
     )
 
 
+def _unrun(model: Any, error: Exception) -> ModelError:
+    """The refusal of a model whose forward raised around placeholders; its own, if a block was refused."""
+    why = f"its forward does not run without its blocks ({_told(error)})"
+    return error if isinstance(error, ModelError) else _refusal(model, why)
+
+
 def _require_all_blocks(model: Any) -> None:
     """Refuse a model that leaves out blocks at random while it trains."""
     for key, value in model.config.to_dict().items():
@@ -594,7 +600,7 @@ def _looked_at(found: Anatomy) -> Anatomy:
         block = found.list_of_blocks[number]
         kind = tuple((type(module), settings_of(module)) for module in block.modules())
         if kind not in tried:
-            tried[kind] = _extras(block, call)
+            tried[kind] = _extras(model, block, call)
         (found.extras[number], wrote), found.calls[number] = tried[kind], call
         written.extend(f"block {number} writes into its argument {name}" for name in wrote)
         if number == 0:
@@ -610,7 +616,7 @@ def _looked_at(found: Anatomy) -> Anatomy:
         with torch.no_grad():
             end = copied(inputs_embeds=x, use_cache=False)
     except Exception as error:  # noqa: BLE001 - whatever the family's code does
-        raise _refusal(model, f"its forward does not run without its blocks ({_told(error)})") from None
+        raise _unrun(model, error) from None
     if written:
         raise _refusal(
             model, f"{written[0]}, which later blocks get too: state that is carried across blocks"
@@ -653,7 +659,7 @@ def _require_order(model: Any, order: list[Any], blocks: int) -> None:
         raise _refusal(model, f"its forward runs {between[0]} between its blocks")
 
 
-def _extras(block: nn.Module, call: BlockCall) -> tuple[int | None, list[str]]:
+def _extras(model: Any, block: nn.Module, call: BlockCall) -> tuple[int | None, list[str]]:
     """How many outputs a block has beside the hidden states, None if it returns these alone; what it writes.
 
     It is run without storage. One that looks at values cannot be; then its annotation counts. It writes into
@@ -669,13 +675,34 @@ def _extras(block: nn.Module, call: BlockCall) -> tuple[int | None, list[str]]:
     try:
         with torch.no_grad(), torch_forms():
             gave = there.make(copy.deepcopy(block).to("meta", torch.bfloat16), there.hidden)
-    except Exception:  # noqa: BLE001 - as above
+    except Exception as error:  # noqa: BLE001 - as above
+        if isinstance(error, TypeError) and "NoneType" in str(error):  # a number is lacking
+            raise _lacking(model, error) from None
         function = getattr(type(block).forward, "__wrapped__", type(block).forward)
         told = str(function.__annotations__.get("return", ""))
         beside = max(told.count(","), 0) if "uple" in told else None
     else:
         beside = len(gave) - 1 if isinstance(gave, tuple) else None
     return beside, [name for name in places if _ids(leaves(places[name])) != _ids(before[name])]
+
+
+def _lacking(model: Any, error: Exception) -> ModelError:
+    """The refusal of a config that leaves out a number which the family's blocks need."""
+    hints = {
+        name: str(hint)
+        for parent in type(model.config).__mro__
+        for name, hint in vars(parent).get("__annotations__", {}).items()
+    }
+    empty = [
+        key
+        for key, value in model.config.to_dict().items()
+        if value is None and re.search(r"\b(int|float)\b", hints.get(key, "")) and not key.endswith("_id")
+    ]
+    return ModelError(
+        at("model_type", model.config.model_type),
+        f"transformers does not run its blocks with this config ({_told(error)})",
+        f"give the number that is null: {', '.join(empty) or 'compare with a published config'}",
+    )
 
 
 def _ids(held: Iterable[tuple[str, Any]]) -> list[tuple[str, int]]:

@@ -111,7 +111,7 @@ def _shrunk(text: str, layers: int, tensor: int, vocab_size: int, window: int) -
     told = "its layers are of too many kinds"
     for sizes in _attempts(given, tensor, most):
         for depth in range(_least(kinds, layers), min(len(kinds), layers + _MOST_MORE_LAYERS) + 1):
-            changed = {**sizes, **_layers(given, kinds, depth)}
+            changed = {**sizes, **_layers({**given, **sizes}, kinds, depth)}
             changed = {key: value for key, value in changed.items() if given.get(key) != value}
             small = json.dumps({**own, **changed}, sort_keys=True)
             try:
@@ -186,14 +186,23 @@ def _window(values: Sequence[Any], kinds: Sequence[Hashable], depth: int) -> lis
     return list(values[first : first + depth])
 
 
+def _by_number(value: Any) -> bool:
+    """Whether a config's value says something of single layers, by their numbers."""
+    return isinstance(value, dict) and all(
+        str(name).isdecimal() and isinstance(each, dict) for name, each in value.items()
+    )
+
+
 def _layers(given: Mapping[str, Any], kinds: Sequence[Hashable], depth: int) -> dict[str, Any]:
     """Keys about single layers, for fewer of them."""
     found: dict[str, Any] = {key: depth for key in _DEPTHS if isinstance(given.get(key), int)}
+    numbers = _window(range(len(kinds)), kinds, depth)
     for key, value in given.items():
         if isinstance(value, list) and len(value) == len(kinds):
             found[key] = _window(value, kinds, depth)
-        elif isinstance(value, dict) and value and all(str(name).isdecimal() for name in value):
-            found[key] = {name: each for name, each in value.items() if int(name) < depth}
+        elif _by_number(value):
+            own = {int(name): each for name, each in value.items()}
+            found[key] = {str(place): own[n] for place, n in enumerate(numbers) if n in own}
     if isinstance(given.get("max_window_layers"), int):
         found["max_window_layers"] = min(given["max_window_layers"], depth - 1)
     return found
@@ -230,12 +239,25 @@ def _sizes(given: Mapping[str, Any], tensor: int, most: Mapping[str, int]) -> di
         found |= {key: found[heads] for key, heads in _PAIRS.items() if key in found}
     if isinstance(given.get("initializer_range"), float):
         found["initializer_range"] = max(given["initializer_range"], _INIT)
+    return found | _nested(given, tensor, most)
+
+
+def _nested(given: Mapping[str, Any], tensor: int, most: Mapping[str, int]) -> dict[str, Any]:
+    """Special tokens, and the sizes of parts and of single layers."""
+    found: dict[str, Any] = {}
     for key, value in given.items():
         if key.endswith("_token_id"):
             rows = most["vocab_size"]  # numbers below zero count from the end
             found[key] = (
                 None if value is None or isinstance(value, list) else max(-rows, min(value, rows - 1))
             )
+        elif _by_number(value):  # sizes of single layers, beside those of all
+            others = {name: each for name, each in given.items() if name != key}
+            small = {name: _sizes({**others, **own}, tensor, most) for name, own in value.items()}
+            found[key] = {
+                name: {**own, **{each: small[name][each] for each in own if each in small[name]}}
+                for name, own in value.items()
+            }
         elif key.endswith("_config") and isinstance(value, dict):
             found[key] = {**value, **_sizes({"n_heads": given.get("n_heads"), **value}, tensor, most)}
     return found

@@ -299,7 +299,7 @@ def _changed(config: RunConfig, changes: Mapping[str, Mapping[str, Any]]) -> Ver
     given = copy.deepcopy(dict(job.content))
     for block, values in changes.items():
         given["dsx"][block] |= values
-    changed = replace(job, content=given)
+    changed = replace(job, content=given, resolved={})
     try:
         before, after = job.config(), changed.config()
     except DsxError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import deepspeed
@@ -189,6 +189,7 @@ class VerifyJob:
         stock: Whether to run ``entry``'s model under stock DeepSpeed.
         dropout: The JSON with dropout on, to look at its masks; None if the model has none.
         distinct: Replicas with data of their own, which the others repeat; 0 for all.
+        resolved: What :meth:`config` has resolved of this content, by clipping.
     """
 
     content: Mapping[str, Any]
@@ -199,6 +200,7 @@ class VerifyJob:
     stock: bool = False
     dropout: Mapping[str, Any] | None = None
     distinct: int = 0
+    resolved: dict[float, RunConfig] = field(default_factory=dict, repr=False, compare=False)
 
     def number(self, index: int, share: int, mesh: Mesh) -> int:
         """The number, over all replicas, of the micro-batch that is the ``index``-th of a replica."""
@@ -206,7 +208,10 @@ class VerifyJob:
 
     def config(self, clipping: float = 0.0) -> RunConfig:
         """The resolved config of a job without ``entry``."""
-        return resolve({**self.content, "gradient_clipping": clipping}, world_size=self.world_size)
+        if clipping not in self.resolved:
+            content = {**self.content, "gradient_clipping": clipping}
+            self.resolved[clipping] = resolve(content, world_size=self.world_size)
+        return self.resolved[clipping]
 
     def mesh(self) -> Mesh:
         """The layout's axes."""

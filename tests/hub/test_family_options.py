@@ -52,6 +52,28 @@ def test_a_wrong_plan_is_told_from_a_right_one(monkeypatch: pytest.MonkeyPatch) 
     assert "layernorm" in outcome["reason"]
 
 
+def test_options_of_one_program_run_once() -> None:
+    changes = {"": {}, "size": {"head_dim": None}, "bias": {"attention_bias": True}}
+    cases = [Case("llama", option, own, "tp2") for option, own in changes.items()]
+    none = {"per_layer_config": {"3": {"intermediate_size": 48}}}  # transformers' Llama has no such layers
+    known = {case.key: found for case, found in crew.outcomes([*cases, Case("llama", "none", none, "tp2")])}
+    assert crew.settled(known).keys() == {("llama", "none", layout) for layout in ("tp4", "pp2", "zero3")}
+    known["llama", "", "pp2"] = {"result": "ok", "print": known["llama", "", "tp2"]["print"]}
+    known["llama", "", "tp4"] = {"result": "different", "print": known["llama", "", "tp2"]["print"]}
+    same = {key: one["as"] for key, one in crew.settled(known).items() if one["result"] == "same"}
+    assert same == {("llama", "size", "pp2"): ""}
+
+
+def test_every_option_comes_to_every_layout() -> None:
+    every = [crew.cases(family) for family in ("llama", "bloom")]
+    turns = [crew.rotated(every, turn) for turn in range(len(crew.LAYOUTS))]
+    assert all(len(turn) == sum(map(len, every)) for turn in turns)
+    keys = {case.key for turn in turns for case in turn}
+    assert keys == {
+        (case.family, case.option, name) for cases in every for case in cases for name in crew.LAYOUTS
+    }
+
+
 def test_values_that_torchs_own_modules_give_are_there_after_a_fresh_start() -> None:
     """A PReLU's slope, which no family's code gives."""
     config = json.loads(tiny.tiny_config("phi", {"hidden_act": "prelu"}).to_json_string())

@@ -98,6 +98,33 @@ def test_a_small_config_has_more_experts_than_groups_of_them() -> None:
     assert small["num_experts"] // small["num_expert_group"] == 2
 
 
+def test_sizes_that_single_layers_have_of_their_own_are_made_small_where_these_layers_go() -> None:
+    given = published("dots3_note_text")
+    own = given["per_layer_config"]["02"]
+    given["mlp_layer_types"][:6] = ["dense"] * 6
+    given["layer_types"][:7] = ["indexed_attention"] * 7
+    given["per_layer_config"] = {n: own for n, kind in enumerate(given["layer_types"]) if "sliding" in kind}
+    given = json.loads(json.dumps(given))
+    small = shrunk(given)
+    assert small["layer_types"] == ["indexed_attention", "indexed_attention", "sliding_attention"]
+    assert small["mlp_layer_types"] == ["dense", "sparse", "sparse"]
+    assert [*small["per_layer_config"]] == ["2"]
+    assert all(small["per_layer_config"]["2"][key] < value for key, value in own.items())
+    assert probe(given).differs is None
+
+
+def test_a_config_without_a_number_that_its_blocks_need_is_refused_by_its_key() -> None:
+    given = published("deepseek_v2")
+    assert given["num_experts_per_tok"] is None
+    with pytest.raises(ModelError, match=r"does not run its blocks.*null: .*num_experts_per_tok"):
+        hub_model(given)
+    small = {**TINY, "num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8}
+    whole = random_model({"model_type": "deepseek_v2", **small})
+    with pytest.raises(TypeError, match="NoneType"):
+        whole(input_ids=torch.zeros(1, 4, dtype=torch.int64))
+    assert shrunk({**given, "num_experts_per_tok": 6})["n_routed_experts"] == 4
+
+
 def test_a_config_that_is_small_stays_as_it_is() -> None:
     config = {"model_type": "olmo2", **TINY}
     assert shrunk(config) == config

@@ -4,28 +4,34 @@ In tensor parallelism the layers of the layer list take one step without an engi
 gradient of every parameter are compared with transformers', a rank's own part of each. In pipelines and under
 ZeRO-3 the engine takes the step of the proof at start (dsx.verify.small_step).
 
-A case is "ok", "refused" (a DsxError), "different", "traceback", or "none": transformers itself makes or runs
-no such model. A rank that fails where others may wait for it ends with all of them; the next go on behind.
+A case is "ok", "refused" (a DsxError), "different", "traceback", "none": transformers itself makes or runs no
+such model, or "same": it has the program of one that is ok, and did not run. A rank that fails where others
+may wait for it ends with all of them; the next go on behind.
 """
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from all_families import parity, tiny
 from all_families.parity import Layout
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsx.errors import DsxError, LayoutError
 from dsx.launch.local_ranks import RankError, run_ranks
@@ -40,6 +46,7 @@ LOSS_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-4
 _ROUNDING, _TIMES = 1e-7, 3.0
 _NOTHING: Mapping[str, float] = MappingProxyType({})
+_IN_A_ROW = 2  # cases of a family
 _CASES = 150  # of one crew, which then makes room
 _SECONDS = 90.0  # of one case
 
@@ -66,8 +73,11 @@ class Case:
 BAD = ("different", "traceback")
 
 
-def cases(family: str, layout: str, implementation: str = "transformers") -> list[Case]:
-    """A family's tiny config as it is, and with every option; none of a family that is made of several."""
+def cases(family: str, implementation: str = "transformers") -> list[Case]:
+    """A family's tiny config with every option, and as it is; none of a family that is made of several.
+
+    They are of the first layout.
+    """
     from all_families import options
 
     try:
@@ -79,8 +89,50 @@ def cases(family: str, layout: str, implementation: str = "transformers") -> lis
     except Exception as error:  # noqa: BLE001 - transformers cannot make its config
         print(f"{family} has no tiny config: {_line(error)}", flush=True)
         return []
-    every = [("", {}), *((str(each), each.changes) for each in found)]
-    return [Case(family, option, changes, layout, implementation) for option, changes in every]
+    every = [*((str(each), each.changes) for each in found), ("", {})]
+    return [Case(family, option, changes, next(iter(LAYOUTS)), implementation) for option, changes in every]
+
+
+def rotated(every: Sequence[Sequence[Case]], turn: int) -> list[Case]:
+    """One layout of each case, another in each of as many turns as there are layouts.
+
+    Families' cases take turns by a few, so that wherever a run ends, all of them were looked at.
+    """
+    layouts = list(LAYOUTS)
+    numbered = [
+        (number // _IN_A_ROW, of, replace(case, layout=layouts[(number + of + turn) % len(layouts)]))
+        for of, cases in enumerate(every)
+        for number, case in enumerate(cases)
+    ]
+    numbered.sort(key=lambda each: (each[0], layouts.index(each[2].layout), each[1]))
+    return [case for *_, case in numbered]
+
+
+def settled(known: Mapping[tuple[str, ...], Json]) -> dict[tuple[str, str, str], Json]:
+    """Outcomes of cases that need not run, by those of others.
+
+    What transformers itself does not run, it runs in no layout. Two options of a family have one program if
+    transformers' step gives the same bits by the same operators from the same parameters in the same modules,
+    and dsx cuts both alike (:func:`_print`): what came out right of one is right of the other.
+    """
+    right: dict[tuple[str, str, str], str] = {}
+    first: dict[tuple[str, str], Json] = {}
+    for (family, option, layout), one in known.items():
+        if "print" in one or one["result"] == "none":
+            first.setdefault((family, option), one)
+        if "print" in one and one["result"] == "ok":
+            right.setdefault((family, one["print"], layout), option)
+    found: dict[tuple[str, str, str], Json] = {}
+    for (family, option), one in first.items():
+        for layout in LAYOUTS:
+            key, twin = (family, option, layout), right.get((family, one.get("print", ""), layout))
+            if key in known:
+                continue
+            if one["result"] == "none":
+                found[key] = one
+            elif twin is not None:
+                found[key] = {"result": "same", "as": twin}
+    return found
 
 
 def outcomes(cases: Sequence[Case], plan: Mapping[str, str | None] = _NOTHING) -> Iterator[tuple[Case, Json]]:
@@ -91,11 +143,12 @@ def outcomes(cases: Sequence[Case], plan: Mapping[str, str | None] = _NOTHING) -
         own = [case for case in waiting if case.layout == layout][:_CASES]
         with tempfile.TemporaryDirectory(prefix="crew-") as folder:
             notes = Path(folder) / "outcomes.jsonl"
-            done = yield from _followed(own, LAYOUTS[layout].world_size, notes, dict(plan))
-        waiting = [case for case in waiting if case not in own[:done]]
+            done = yield from _followed(own, cases, notes, dict(plan))
+        told = {case.key for case in own[:done]}
+        waiting = [case for case in waiting if case.key not in told]
 
 
-def _followed(own: list[Case], world_size: int, notes: Path, plan: Json) -> Any:
+def _followed(own: list[Case], every: Sequence[Case], notes: Path, plan: Json) -> Any:
     """The outcomes of some cases in the ranks' order; returns how many there are."""
     failed: list[RankError] = []
 
@@ -103,12 +156,12 @@ def _followed(own: list[Case], world_size: int, notes: Path, plan: Json) -> Any:
         try:
             run_ranks(
                 _work,
-                world_size,
+                LAYOUTS[own[0].layout].world_size,
                 own,
                 notes,
                 plan,
                 timeout_seconds=_SECONDS * len(own),
-                preload=parity.PRELOAD,
+                preload=[*parity.PRELOAD, *tiny.modules(case.family for case in every)],
             )
         except RankError as error:
             failed.append(error)
@@ -117,7 +170,7 @@ def _followed(own: list[Case], world_size: int, notes: Path, plan: Json) -> Any:
     thread.start()
     done = 0
     while thread.is_alive() or done < _lines(notes):
-        thread.join(0.2)
+        thread.join(0.5)
         for line in (notes.read_text().splitlines() if notes.exists() else [])[done:]:
             yield own[done], json.loads(line)
             done += 1
@@ -140,6 +193,7 @@ def _work(rank: int, _world_size: int, cases: list[Case], notes: Path, plan: Jso
     from transformers import logging
 
     logging.set_verbosity_error()
+    gc.freeze()  # the proof collects garbage after each case, which looks at whatever is not frozen
     home = tempfile.mkdtemp(prefix="crew-home-")  # what is kept of probes and proofs goes with the crew
     os.environ["HOME"] = home
     try:
@@ -156,6 +210,28 @@ def _work(rank: int, _world_size: int, cases: list[Case], notes: Path, plan: Jso
                     file.write(json.dumps(worst) + "\n")
     finally:
         shutil.rmtree(home, ignore_errors=True)
+
+
+class _Operators(TorchDispatchMode):
+    """Digests every operator that runs inside: its name, shapes and other arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.digest = hashlib.sha256()
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note one and run it."""
+        kwargs = kwargs or {}
+        told = [func.__name__, *map(self._told, args), *((k, self._told(v)) for k, v in kwargs.items())]
+        self.digest.update(repr(told).encode())
+        return func(*args, **kwargs)
+
+    def _told(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return tuple(value.shape), str(value.dtype)
+        if isinstance(value, list | tuple):
+            return [*map(self._told, value)]
+        return value
 
 
 _ORDER = ("ok", "none", "refused", "different", "traceback")
@@ -179,44 +255,79 @@ def _limited(case: Case) -> Iterator[None]:
 
 
 def _outcome(case: Case, plan: Json) -> Json:
+    import torch.distributed as dist
+
     import dsx
     from dsx.models.spec import HubModel
 
     layout = LAYOUTS[case.layout]
+    whole, ops = None, _Operators() if dist.get_rank() == 0 else None
     try:
         config = json.loads(tiny.tiny_config(case.family, case.changes).to_json_string())
-        whole = _transformers(config)
-        config = json.loads(
-            whole.config.to_json_string()
-        )  # some classes make a decoder of an encoder's and its
+        if layout.tp > 1 or ops is not None:  # elsewhere the proof has a reference of its own
+            whole = _transformers(config, ops=ops)
+            config = json.loads(whole.config.to_json_string())  # some classes make a decoder of an encoder's
+        given = {"config": config}
     except Exception as error:  # noqa: BLE001 - whatever the family's code says to an option
-        return {"result": "none", "reason": _line(error)}
+        given = {"none": _line(error)}
+    if layout.tp == 1:
+        given = _from_first(given)
+    if "none" in given:
+        return {"result": "none", "reason": given["none"]}
     try:
-        written = parity.dsx_config(layout, config, case.implementation)
+        written = parity.dsx_config(layout, given["config"], case.implementation)
         written["dsx"]["parallel"]["tensor_plan"] = plan
         resolved = dsx.load_config(written, world_size=layout.world_size)
         hub = isinstance(resolved.model, HubModel)
-        return _tensor(resolved, config, whole) if hub and layout.tp > 1 else _engine(resolved)
+        mark = {"print": _print(resolved.model, whole, ops)} if hub and ops is not None else {}
+        found = _tensor(resolved, config, whole) if hub and layout.tp > 1 else _engine(resolved)
     except DsxError as error:
         return {"result": "refused", "reason": parity.reason_of(error)}
+    return {**found, **mark}
+
+
+def _from_first(given: Json) -> Json:
+    """What rank 0 has, on every rank."""
+    import torch.distributed as dist
+
+    box: list[Any] = [given]
+    dist.broadcast_object_list(box)
+    found: Json = box[0]
+    return found
+
+
+def _print(model: Any, whole: Any, ops: _Operators) -> str:
+    """A digest of a program: of transformers' modules, parameters, operators and bits, and of dsx's cut."""
+    digest = ops.digest.copy()
+    for name, module in whole.named_modules():
+        digest.update(f"{name} {type(module)}".encode())
+    for name, parameter in whole.named_parameters(remove_duplicate=False):
+        digest.update(f"{name} {parameter.requires_grad}".encode())
+        digest.update(b"" if parameter.grad is None else parameter.grad.numpy().tobytes())
+    for each in (*whole.state_dict().values(), whole.logits, whole.expected):
+        digest.update(each.detach().contiguous().numpy().tobytes())
+    own = {each.name: getattr(model, each.name) for each in fields(model) if each.name != "config"}
+    digest.update(re.sub(" at 0x[0-9a-f]+", "", repr(own)).encode())
+    return digest.hexdigest()[:24]
 
 
 def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
-def _transformers(config: Json, step: int = 0) -> Any:
+def _transformers(config: Json, step: int = 0, ops: _Operators | None = None) -> Any:
     """Transformers' model of a config with the gradients of a step, as it trains it."""
     from dsx.hub.probe import loss_of
     from dsx.hub.shrunk import random_model
 
     model = random_model(config)
     model.tokens = next(parity.micro_batches(step))
-    logits, loss = loss_of(model, *model.tokens)
-    if not loss.isfinite() or not logits.isfinite().all():
-        raise ValueError("its loss is not finite")
-    loss.backward()
-    model.expected = loss.detach()
+    with ops or nullcontext():
+        logits, loss = loss_of(model, *model.tokens)
+        if not loss.isfinite() or not logits.isfinite().all():
+            raise ValueError("its loss is not finite")
+        loss.backward()
+    model.logits, model.expected = logits.detach(), loss.detach()
     return model
 
 
@@ -251,8 +362,6 @@ def _moved(whole: Any) -> dict[str, float]:
 
     A few models are so steep that layouts, which sum in other orders, differ by more than the tolerance.
     """
-    import torch
-
     from dsx.hub.probe import loss_of
 
     before = {name: p.grad.clone() for name, p in whole.named_parameters() if p.grad is not None}

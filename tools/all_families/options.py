@@ -8,6 +8,7 @@ of the tiny model are no options.
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
 import inspect
 import re
@@ -17,11 +18,14 @@ import typing
 from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 from all_families import tiny
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 Json = dict[str, Any]
 
@@ -121,9 +125,9 @@ class _Reads(ast.NodeVisitor):
         self._objects: tuple[str, ...] = ()
         self._tables: dict[str, set[Any]] = {}
 
-    def read(self, module: Any, objects: tuple[str, ...]) -> None:
+    def read(self, source: str, objects: tuple[str, ...]) -> None:
         """Read a module's source, in which ``objects`` end the names of configs."""
-        tree = ast.parse(inspect.getsource(module))
+        tree = ast.parse(source)
         self._objects, self._tables = objects, {}
         for node in ast.walk(tree):
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
@@ -176,13 +180,30 @@ class _Reads(ast.NodeVisitor):
 
 
 @cache
+def _read_shared() -> _Reads:
+    found = _Reads()
+    for module in map(import_module, _SHARED):
+        found.read(inspect.getsource(module), ("config",))
+    return found
+
+
+def _modeling(config_class: Any) -> str:
+    """The source of a family's model, which is not imported if its file has the usual name."""
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config_class.model_type)
+    spec = find_spec(config_class.__module__.replace(".configuration_", ".modeling_"))
+    if spec is not None and spec.origin is not None and spec.name != config_class.__module__:
+        source = Path(spec.origin).read_text(encoding="utf-8")
+        if f"class {name}(" in source:
+            return source
+    return inspect.getsource(inspect.getmodule(MODEL_FOR_CAUSAL_LM_MAPPING[config_class]))
+
+
+@cache
 def _reads(config_class: Any) -> _Reads:
-    own, found = sys.modules[config_class.__module__], _Reads()
-    modeling = inspect.getmodule(MODEL_FOR_CAUSAL_LM_MAPPING[config_class])
-    for module in (*map(import_module, _SHARED), modeling):
-        found.read(module, ("config",))
+    found = copy.deepcopy(_read_shared())
+    found.read(_modeling(config_class), ("config",))
     found.given.clear()
-    found.read(own, ("config", "self"))
+    found.read(inspect.getsource(sys.modules[config_class.__module__]), ("config", "self"))
     aliases = dict(config_class.attribute_map)
     found.names.update(aliases[name] for name in list(found.names) if name in aliases)
     for name, words in list(found.words.items()):

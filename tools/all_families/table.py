@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from all_families.crew import LAYOUTS as OPTION_LAYOUTS
+from all_families.crew import settled
 from all_families.parity import LAYOUTS
 from all_families.tiny import all_families
 
@@ -19,7 +20,7 @@ OPTIONS_BEGIN = "<!-- options: begin (python tools/families.py --table) -->"
 OPTIONS_END = "<!-- options: end -->"
 HEAD, SEQUENCE = "`model_type`", "sequence parallelism"
 
-OPTION_RESULTS = ("ok", "refused", "different", "traceback", "none")
+OPTION_RESULTS = ("ok", "same", "refused", "different", "traceback", "none")
 
 Json = dict[str, Any]
 
@@ -56,7 +57,7 @@ def _write_between(page: Path, begin: str, end: str, made: str) -> int:
 
 def options_summary(known: Mapping[tuple[str, ...], Json]) -> str:
     """How the options of families came out, a layout each."""
-    lines = []
+    lines, known = [], {**known, **settled(known)}
     for layout in OPTION_LAYOUTS:
         counts = Counter(one["result"] for key, one in known.items() if key[2] == layout)
         told = ", ".join(f"{counts[result]} {result}" for result in OPTION_RESULTS)
@@ -71,7 +72,7 @@ def write_options(page: Path, known: Mapping[tuple[str, ...], Json]) -> int:
 
 def options_markdown(known: Mapping[tuple[str, ...], Json]) -> str:
     """How many options there are, how they came out in every layout, and what is refused."""
-    tried = {key: one for key, one in known.items() if one["result"] != "none"}
+    tried = {key: one for key, one in {**known, **settled(known)}.items() if one["result"] != "none"}
     families = {family for family, _, _ in tried}
     options = {key[:2] for key in tried if key[1]}
     head = ("layout", "families", *OPTION_RESULTS[:-1])
@@ -87,7 +88,12 @@ def options_markdown(known: Mapping[tuple[str, ...], Json]) -> str:
         if one["result"] == "refused" and option:
             refused[_plain(family, one["reason"])].add(f"`{family}` {option}")
     reasons = [f"- {reason}: {_some(cases)}" for reason, cases in sorted(refused.items())]
-    said = f"{len(tried):,} cases: {len(options):,} options of {len(families)} families, and each as it is."
+    ran = sum(one["result"] != "same" for one in tried.values())
+    said = (
+        f"{ran:,} cases ran, of {len(options):,} options of {len(families)} families and of families as they "
+        f"are; {len(tried) - ran:,} more are the same program as one that is right in that layout: the same "
+        "modules, parameters, operators and bits in transformers' step, cut alike by dsx."
+    )
     return "\n".join([said, "", *lines, *(["", "Refused by an option:", "", *reasons] if reasons else [])])
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dsx.hub.shrunk import FIXED, HEAD, HEADS, OF_RANKS
@@ -123,6 +123,12 @@ def all_families() -> list[str]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def modules(families: Iterable[str]) -> list[str]:
+    """The modules that define the models of families."""
+    found = {_config_class(family.partition("+")[0]).__module__ for family in families}
+    return sorted(name.replace(".configuration_", ".modeling_") for name in found)
 
 
 def text_family(family: str) -> str:

@@ -164,11 +164,16 @@ def without_a_trace() -> Iterator[None]:
     """
     counts = {name: getattr(Init, name) for name in _COUNTS}
     modules = [*parameter_offload.FWD_MODULE_STACK]
+    thaws = gc.get_freeze_count() == 0
+    if thaws:
+        gc.freeze()  # what is there now, a million objects of libraries, need not be looked at below
     try:
         yield
     finally:
         parameter_offload.FWD_MODULE_STACK[:] = modules
         gc.collect()  # an engine is full of cycles
+        if thaws:
+            gc.unfreeze()
         for name, count in counts.items():
             setattr(Init, name, count)
 
