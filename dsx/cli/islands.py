@@ -20,9 +20,9 @@ def islands(
 ) -> None:
     """Make the keys by which islands know each other.
 
-    FOLDER gets ca.pem and a secret file for each island. The site of island 1 needs ca.pem and island1.pem, in
-    the folder that its config names as dsx.outer.keys. The key that has signed them is kept nowhere: further
-    islands need keys that are all made anew.
+    FOLDER gets ca.pem and a secret file for each island. The site of island 1 needs ca.pem and island1.pem,
+    in the folder that its config names as dsx.outer.keys. The key that has signed them is kept nowhere:
+    further islands need keys that are all made anew.
     """
     from dsx.islands.keys import write_keys
 

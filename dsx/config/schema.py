@@ -671,17 +671,17 @@ class OuterConfig(SchemaBlock):
     )
     meet: str = Field(
         default="",
-        description="Where the first rank of the first island listens, host:port, the same everywhere. Each is "
-        "then started by a launcher of its own, and may come and go. Empty: one launcher starts all of them. "
-        "Other ranks of the first island listen on free ports.",
+        description="Where the first rank of the first island listens, host:port, the same everywhere. Each "
+        "island is then started by a launcher of its own, and may come and go. Empty: one launcher starts "
+        "all of them. Other ranks of the first island listen on free ports.",
     )
     island: Annotated[int, Field(ge=0)] | None = Field(
         default=None, description="Which island this launch is, from 0; null without meet."
     )
     keys: Annotated[str, Field(min_length=1)] | None = Field(
         default=None,
-        description="Folder with the keys of this island, from dsx islands keys: links are encrypted, and only "
-        "islands with keys made together connect. Needed unless meet is on the same machine.",
+        description="Folder with the keys of this island, from dsx islands keys: links are encrypted, and "
+        "only islands with keys made together connect. Needed unless meet is on the same machine.",
     )
     insecure: bool = Field(
         default=False,

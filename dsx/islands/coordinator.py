@@ -1,7 +1,7 @@
 """A rank's connections with other islands: the first island leads rounds, and the others come to it.
 
-Rank r of an island talks to rank r of the first one. Its first rank has one connection more, for as long as it
-trains, by which either side knows that the other is there.
+Rank r of an island talks to rank r of the first one. Its first rank has one connection more, for as long as
+it trains, by which either side knows that the other is there.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class IslandNode:
     Args:
         islands: Which island this is of.
         rank: Rank in the island.
-        shared: ``set`` and ``get`` of the launcher's store, by which ranks of one launch find the first island;
-            None if each island has a launcher of its own.
+        shared: ``set`` and ``get`` of the launcher's store, by which ranks of one launch find the first
+            island; None if each island has a launcher of its own.
         launcher: Host and port at which ranks of one launch have met.
 
     Attributes:
@@ -64,8 +64,8 @@ class IslandNode:
         traffic: Bytes and signs of life that have come and gone so far.
 
     Raises:
-        ConfigError: The address of ``dsx.outer.meet`` cannot be had, or whoever reaches it could read and change
-            the weights.
+        ConfigError: The address of ``dsx.outer.meet`` cannot be had, or whoever reaches it could read and
+            change the weights.
     """
 
     def __init__(self, islands: Islands, rank: int, *, shared: Any = None, launcher: str = "") -> None:
@@ -296,7 +296,7 @@ class CoordinatorClient:
         return self.standing if self._there.is_set() else None
 
     def ask(self, ready: Ready) -> Round | None:
-        """Be ready for a round, and be told of it; None if there is none with this island. Raises RefusedError."""
+        """Be ready for a round, and be told of it; None if it is without this island. Raises RefusedError."""
         # Only before its first round an island waits until the first one is there.
         deadline = time.monotonic() + (0.0 if self._met else self._patience)
         while not self._there.wait(_TICK_SECONDS) and time.monotonic() < deadline and not self._gives_up():

@@ -26,7 +26,7 @@ def write_keys(folder: Path, count: int) -> list[Path]:
     """Make keys for so many islands.
 
     Args:
-        folder: Is made; has ``ca.pem``, which every site needs, and ``island0.pem`` and so on, which are secret.
+        folder: Is made. ``ca.pem`` in it is for every site, ``island0.pem`` and so on are secret.
         count: How many islands there are.
 
     Returns:

@@ -74,11 +74,12 @@ class Connection:
             raise LinkError(f"{address} cannot be connected: {error}") from error
         try:
             link.secure(keys, serves=False, within_seconds=connect_seconds)
-            if link.island:
-                raise LinkError(f"{address} is island {link.island}, not the first one")
         except LinkError:
             link.close()
             raise
+        if link.island:
+            link.close()
+            raise LinkError(f"{address} is island {link.island}, not the first one")
         return link
 
     def secure(self, keys: ssl.SSLContext | None, *, serves: bool, within_seconds: float) -> None:
@@ -140,16 +141,14 @@ class Connection:
         return header
 
     def payload(self, size: int, due: int, moved: Moved | None = None) -> bytearray:
-        """The bytes of a message that says it has ``size`` of them, where ``due`` are due. Raises LinkError."""
+        """The bytes of a message that has ``size``, as it says, where ``due`` are due. Raises LinkError."""
         if size != due:
             raise LinkError(f"{size} bytes were to come, and {due} are due")
         return self._read(size, self._patience, moved)
 
     def close(self) -> None:
         """Close it; a thread that waits on it gets a LinkError."""
-        with suppress(
-            OSError
-        ):  # not by ssl's way, after which the other thread would read without decrypting
+        with suppress(OSError):  # ssl's own way lets the other thread read on without decrypting
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
         self._socket.close()
 
@@ -185,8 +184,8 @@ class Connection:
 class Listener:
     """Takes connections, and serves each in a thread of its own.
 
-    Whoever has said no whole message :data:`_STRANGER_SECONDS` after it has connected is a stranger, and loses
-    its connection; so does the oldest of too many.
+    Whoever has said no whole message so many seconds after it has connected is a stranger, and loses its
+    connection; so does the oldest of too many.
 
     Args:
         host: The address at which to listen.

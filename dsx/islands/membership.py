@@ -1,8 +1,8 @@
 """Who takes part in a round: the first island's rules, without a socket or a clock.
 
-What islands hold has a name, new with every round that counts. Whoever holds another one than the first island
-takes that island's before the round. Only where the first island has just begun it may be the one that is
-behind: then it takes what most training has gone into.
+What islands hold has a name, new with every round that counts. Whoever holds another one than the first
+island takes that island's before the round. Only where the first island has just begun it may be the one that
+is behind: then it takes what most training has gone into.
 """
 
 from __future__ import annotations

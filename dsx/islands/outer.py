@@ -129,7 +129,7 @@ class Outer:
         newest = self._protocol.newest()
         if (
             newest is None
-            or newest[0].name == self.standing.name
+            or newest[0].name in ("", self.standing.name)
             or newest[0].progress < self.standing.progress
         ):
             return

@@ -1,8 +1,8 @@
 """A round: the first island adds up the others' movements, segment by segment, and gives each the mean.
 
-Rank r of an island sends its movement to rank r of the first one, and gets the mean of a segment as soon as all
-have sent that, on a connection of its own. An island that fails on the way is missing in the segments that
-follow, and the others go on; it takes the weights that they came to in its next round.
+Rank r of an island sends its movement to rank r of the first one, and gets the mean of a segment as soon as
+all have sent that, on a connection of its own. An island that fails on the way is missing in the segments
+that follow, and the others go on; it takes the weights that they came to in its next round.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dsx.islands.standing import Ready, Round, Standing
 from dsx.islands.wire import bytes_due, decode, encode, segments, taken
 from dsx.parallel.islands import Wire
 
-_AHEAD = 4
+_AHEAD = 2
 """Segments that an island may be ahead of the slowest."""
 _TICK_SECONDS = 0.25
 
@@ -184,7 +184,7 @@ class RoundProtocol:
 
     @contextmanager
     def connected(self, addresses: Sequence[str], header: Header) -> Iterator[Connection]:
-        """A connection with this rank's peer in the first island, and the first word on it. Raises LinkError."""
+        """A connection with this rank's peer in the first island, and a first word. Raises LinkError."""
         if len(addresses) != self._ranks.size:
             raise LinkError(f"the first island has {len(addresses)} ranks, and this one {self._ranks.size}")
         link = self.node.connection(addresses[self._ranks.rank])
@@ -269,15 +269,17 @@ class RoundProtocol:
         meeting, addresses = told
         found: RoundOutcome | None = None
         try:
-            me = self.node.islands.index
-            other = meeting.standing.name != ready.standing.name
-            if me not in meeting.members or other != (me in meeting.behind) or self.wrong(meeting.ready):
-                raise LinkError("it is about weights that there cannot be")
+            self._require_possible(meeting, ready)
             here = ComingRound(self, meeting, share_of(meeting.standing.version % self._shares))
             found = here.gone_through(addresses)
         except LinkError as error:
             self.news.append(f"this island is left out of a round: {error}")
         return found if self._ranks.everybody(found is not None) else None
+
+    def _require_possible(self, meeting: Round, ready: Ready) -> None:
+        me, other = self.node.islands.index, meeting.standing.name != ready.standing.name
+        if me not in meeting.members or other != (me in meeting.behind) or self.wrong(meeting.ready):
+            raise LinkError("it is about weights that there cannot be")
 
 
 class LedRound:
@@ -298,6 +300,7 @@ class LedRound:
         # What those that are behind take, as it is before the round moves it.
         self._state = protocol.state() if meeting.behind and not meeting.source else None
         self._means: list[bytearray] = []
+        self._owed = {*meeting.members[1:]}
         self._end: Header | None = None
         self.failed: dict[int, str] = {}
 
@@ -310,8 +313,7 @@ class LedRound:
 
         if island == self._meeting.source:
             state = self._protocol.adoptable(link)
-            if state[0] != self._meeting.standing:
-                raise LinkError("its weights are others than it has said")
+            _require_told(self._meeting, state)
             with self._changed:
                 self._state = state
                 self._changed.notify_all()
@@ -346,6 +348,10 @@ class LedRound:
                 number += 1
             elif end is not None:
                 link.send(end)
+                with self._changed:
+                    self._owed.discard(island)
+                    if not self._owed:
+                        self._means, self._state = [], None
                 return
             elif self._node.traffic == traffic and time.monotonic() - since > 2 * self._patience:
                 raise LinkError("nothing moves at the first island")
@@ -384,15 +390,9 @@ class LedRound:
         means = [torch.empty_like(piece) for piece in pieces]
         left = [torch.zeros_like(error) if moved else error.clone() for error in errors]
         for number, segment in enumerate(self._segments):
-            came = self._collected(number)
-            if moved:
-                came = {0: _added(self._mine, segment), **came}
-            mean = [torch.zeros(high - low) for _, low, high in segment]
-            for values in came.values():
-                for total, value in zip(mean, values, strict=True):
-                    total += value
+            mean, count = self._summed(number, moved=moved)
             for total in mean:
-                total /= max(1, len(came))
+                total.div_(max(1, count))
             data = encode(mean, self._wire)
             said = decode(data, segment, self._wire)
             if not _finite(said):
@@ -400,28 +400,30 @@ class LedRound:
             for place, value in zip(taken(means, segment), said, strict=True):
                 place.copy_(value)
             # All miss what rounding takes from the mean: the next time this island adds it for all.
-            for place, exact, value in zip(taken(left, segment) if errors else (), mean, said, strict=False):
-                place += (exact - value) * len(came)
+            for kept, exact, value in zip(taken(left, segment) if errors else (), mean, said, strict=False):
+                kept.add_(exact - value, alpha=count)
             with self._changed:
                 self._means.append(data)
                 self._changed.notify_all()
-        others = len(self._meeting.members) - 1
+        sent_bytes = len(self._owed) * sum(map(len, self._means))
         adopted = self._state if self._meeting.source else None
-        return RoundOutcome(
-            means=means, errors=left, sent_bytes=others * sum(map(len, self._means)), adopted=adopted
-        )
+        self._mine = Share(pieces=[], errors=[])
+        return RoundOutcome(means=means, errors=left, sent_bytes=sent_bytes, adopted=adopted)
 
-    def _collected(self, number: int) -> dict[int, list[Tensor]]:
+    def _summed(self, number: int, *, moved: bool) -> tuple[list[Tensor], int]:
+        """The sum of a segment's movements, in the order of islands, and how many they are."""
+        segment, came = self._segments[number], self._came
         with self._changed:
-            while missing := [
-                island
-                for island, its in self._came.items()
-                if number not in its and island not in self.failed
-            ]:
+            while missing := [i for i, its in came.items() if number not in its and i not in self.failed]:
                 self._look_for(missing)
-            return {
-                island: its.pop(number) for island, its in self._came.items() if island not in self.failed
-            }
+            parts = [its.pop(number) for island, its in came.items() if island not in self.failed]
+        if moved:
+            parts.insert(0, _added(self._mine, segment))
+        total = [torch.zeros(high - low) for _, low, high in segment]
+        for part in parts:
+            for place, value in zip(total, part, strict=True):
+                place.add_(value)
+        return total, len(parts)
 
     def _look_for(self, islands: Sequence[int]) -> None:
         """Wait a little, and leave out islands of which nothing has come for too long."""
@@ -444,25 +446,20 @@ class ComingRound:
     def gone_through(self, addresses: Sequence[str]) -> RoundOutcome:
         """Send this rank's part, and take the mean. Raises LinkError."""
         protocol, meeting, me = self._protocol, self._meeting, self._me
-        about = {"round": meeting.name}
-        with protocol.connected(addresses, {"kind": "down", **about}) as down:
-            with protocol.connected(addresses, {"kind": "up", **about}) as up:
-                sender = threading.Thread(
-                    target=self._send, args=(up, down), name="islands send", daemon=True
-                )
-                sender.start()
-                try:
-                    adopted = protocol.adoptable(down) if me in meeting.behind else None
-                    if adopted is not None and adopted[0] != meeting.standing:
-                        raise LinkError("its weights are others than it has said")
-                    means = self._means(down)
-                    header, size = protocol.following(down)
-                    down.payload(size, 0)
-                except LinkError:
-                    up.close()
-                    raise
-                finally:
-                    sender.join()
+        with protocol.connected(addresses, {"kind": "down", "round": meeting.name}) as down:
+            sender = threading.Thread(
+                target=self._send, args=(addresses, down), name="islands send", daemon=True
+            )
+            sender.start()
+            try:
+                adopted = protocol.adoptable(down) if me in meeting.behind else None
+                if adopted is not None:
+                    _require_told(meeting, adopted)
+                means = self._means(down)
+                header, size = protocol.following(down)
+                down.payload(size, 0)
+            finally:
+                sender.join()
         moved = parsed(list[int], header.get("moved"))
         if header.get("kind") != "end" or (me in meeting.moved and me not in moved):
             raise LinkError("the first island has gone on without it")
@@ -490,24 +487,36 @@ class ComingRound:
                 place.copy_(value)
         return means
 
-    def _send(self, up: Connection, down: Connection) -> None:
+    def _send(self, addresses: Sequence[str], down: Connection) -> None:
         """Send what is due, which takes as long as the slowest island does."""
+        node, source = self._protocol.node, self._me == self._meeting.source
+        if self._me not in self._meeting.moved and not source:
+            return
         try:
-            if self._me == self._meeting.source:
-                self._sent_bytes += self._protocol.give_state(up, self._protocol.state())
-            if self._me not in self._meeting.moved:
-                return
-            self._errors = [torch.empty_like(error) for error in self._mine.errors]
-            for segment in self._segments:
-                exact = _added(self._mine, segment)
-                data = encode(exact, self._wire)
-                self._sent_bytes += up.send({"kind": "part"}, data, self._protocol.node.moved)
-                if self._errors:
-                    said = decode(data, segment, self._wire)
-                    for place, value, rounded in zip(taken(self._errors, segment), exact, said, strict=True):
-                        torch.sub(value, rounded, out=place)
+            with self._protocol.connected(addresses, {"kind": "up", "round": self._meeting.name}) as up:
+                if source:
+                    self._sent_bytes += self._protocol.give_state(up, self._protocol.state())
+                if self._me not in self._meeting.moved:
+                    return
+                self._errors = [torch.empty_like(error) for error in self._mine.errors]
+                for segment in self._segments:
+                    exact = _added(self._mine, segment)
+                    data = encode(exact, self._wire)
+                    self._sent_bytes += up.send({"kind": "part"}, data, node.moved)
+                    if self._errors:
+                        said = decode(data, segment, self._wire)
+                        for kept, value, rounded in zip(
+                            taken(self._errors, segment), exact, said, strict=True
+                        ):
+                            torch.sub(value, rounded, out=kept)
         except LinkError:
             down.close()
+
+
+def _require_told(meeting: Round, state: State) -> None:
+    """Raises LinkError unless the state is what was said of it."""
+    if state[0] != meeting.standing:
+        raise LinkError("its weights are others than it has said")
 
 
 def _added(mine: Share, segment: Any) -> list[Tensor]:
@@ -525,13 +534,12 @@ def _refusals(node: IslandNode, ask: Callable[[], Any]) -> Any:
     try:
         return ask()
     except RefusedError as error:
-        twin = str(error) == "twin"
+        where = f"dsx.outer.island = {node.islands.index}"
+        if str(error) == "twin":
+            what = "another launch is this island and is there"
+            raise RunError(where, what, "give each launch a number of its own") from None
         raise RunError(
-            f"dsx.outer.island = {node.islands.index}",
-            "another launch is this island and is there"
-            if twin
-            else "its model, frozen weights, layout, batch, dsx.data.seed or dsx.outer is not that of island 0",
-            "give each launch a number of its own"
-            if twin
-            else "start all islands from the same config, on as many ranks, with the same version of dsx",
+            where,
+            "its model, frozen weights, layout, batch, dsx.data.seed or dsx.outer is not island 0's",
+            "start all islands from the same config, on as many ranks, with the same version of dsx",
         ) from None

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dsx.parallel.islands import BLOCK, Wire, wire_bytes
+from dsx.parallel.islands import BLOCK, SEGMENT, Wire, wire_bytes
 
 _MOST = 127
-_SEGMENT = 64 * BLOCK
 
 Segment = list[tuple[int, int, int]]
 """Parts of pieces: which piece, and from which element to which."""
@@ -19,19 +18,19 @@ Segment = list[tuple[int, int, int]]
 def segments(sizes: Sequence[int]) -> list[Segment]:
     """Pieces of these sizes in segments, which are sent one by one and begin at blocks.
 
-    >>> segments([3, 2 * _SEGMENT, 1]) == [
-    ...     [(0, 0, 3), (1, 0, _SEGMENT)], [(1, _SEGMENT, 2 * _SEGMENT)], [(2, 0, 1)]]
+    >>> segments([3, 2 * SEGMENT, 1]) == [
+    ...     [(0, 0, 3), (1, 0, SEGMENT)], [(1, SEGMENT, 2 * SEGMENT)], [(2, 0, 1)]]
     True
     """
     found: list[Segment] = []
     room = 0
     for piece, size in enumerate(sizes):
-        for low in range(0, size, _SEGMENT):
+        for low in range(0, size, SEGMENT):
             if room <= 0:
                 found.append([])
-                room = _SEGMENT
-            found[-1].append((piece, low, min(low + _SEGMENT, size)))
-            room -= min(_SEGMENT, size - low)
+                room = SEGMENT
+            found[-1].append((piece, low, min(low + SEGMENT, size)))
+            room -= min(SEGMENT, size - low)
     return found
 
 

@@ -17,6 +17,9 @@ that all had last, their momentum, and what rounding has kept back."""
 BLOCK = 4096
 """Consecutive elements of a parameter that share one fp32 scale when they travel as int8."""
 
+SEGMENT = 8 * BLOCK
+"""Elements that travel in one message."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Islands:

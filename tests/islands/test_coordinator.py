@@ -12,7 +12,7 @@ import torch
 from dsx.errors import RunError
 from dsx.islands.standing import Ready
 from islands.archipelago import reserved_port
-from islands.test_strangers import STANDING, Site, site
+from islands.test_strangers import STANDING, site
 
 
 @pytest.fixture
@@ -24,10 +24,9 @@ def meet() -> Iterator[str]:
 def test_a_second_launch_with_a_number_is_refused_while_the_first_is_there(meet: str) -> None:
     with site(0, meet, None), site(1, meet, None) as one:
         assert one.protocol.newest() is not None
-        with site(1, meet, None) as twin:
-            twin.node.client._patience = 0.0  # type: ignore[union-attr] - so that it does not ask for long
-            with pytest.raises(RunError, match="another launch is this island and is there"):
-                twin.protocol.newest()
+        refused = pytest.raises(RunError, match="another launch is this island and is there")
+        with site(1, meet, None, patience=0.5) as twin, refused:
+            twin.protocol.newest()
         assert one.node.client._there.is_set()  # type: ignore[union-attr]
 
 
@@ -40,10 +39,9 @@ def test_one_that_has_gone_may_be_started_again(meet: str) -> None:
 
 def test_an_island_with_another_layout_is_refused(meet: str) -> None:
     with site(0, meet, None):
-        other = Site(1, meet, None, layout="another")
-        with pytest.raises(RunError, match="frozen weights, layout, batch"):
+        refused = pytest.raises(RunError, match="frozen weights, layout, batch")
+        with site(1, meet, None, layout="another") as other, refused:
             other.protocol.newest()
-        other.node.close(0.0)
 
 
 def test_a_first_island_that_comes_late_is_found_and_one_that_goes_is_not_waited_for(meet: str) -> None:
