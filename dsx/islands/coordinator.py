@@ -89,8 +89,8 @@ class IslandNode:
         self.client: CoordinatorClient | None = None
         self._listener: Listener | None = None
         if leads:
-            if rank and not is_loopback(host):  # it may be on another machine than the first rank
-                host = own_address(launcher)
+            if rank and meet and not is_loopback(host):  # it may be on another machine than the first rank
+                host = own_address(meet)
             self._listener = Listener(host, 0 if rank else port, self._keys, islands.patience_seconds)
             self.server = CoordinatorServer(islands, self._listener)
             self.address = (

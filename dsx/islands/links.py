@@ -55,13 +55,16 @@ class Connection:
         patience_seconds: How long nothing may come through while a message is under way.
 
     Attributes:
+        patience_seconds: The same; None waits for ever.
         since: When it was made (``time.monotonic``).
         island: Which island the other end has shown that it is; None without keys.
     """
 
     def __init__(self, connection: socket.socket, patience_seconds: float) -> None:
-        self.since, self.island = time.monotonic(), None
-        self._socket, self._patience = connection, patience_seconds
+        self.since = time.monotonic()
+        self.island: int | None = None
+        self.patience_seconds: float | None = patience_seconds
+        self._socket = connection
 
     @classmethod
     def to(
@@ -101,7 +104,7 @@ class Connection:
         head = json.dumps(header).encode()
         data = [_SIZES.pack(_MARK, len(head), len(payload)) + head, payload]
         try:
-            self._socket.settimeout(self._patience)
+            self._socket.settimeout(self.patience_seconds)
             for part in data:
                 view = memoryview(part)
                 while view:
@@ -122,12 +125,12 @@ class Connection:
         Raises:
             LinkError: The connection is closed, it has taken too long, or what came is no message.
         """
-        seconds = self._patience if within_seconds is None else within_seconds
+        seconds = self.patience_seconds if within_seconds is None else within_seconds
         mark, head_size, size = _SIZES.unpack(self._read(_SIZES.size, seconds))
         if mark != _MARK or head_size > _LONGEST_HEADER:
             raise LinkError("what came is no message of dsx's")
         try:
-            header = json.loads(self._read(head_size, self._patience))
+            header = json.loads(self._read(head_size, self.patience_seconds))
         except (ValueError, RecursionError) as error:
             raise LinkError("what came is no message of dsx's") from error
         if not isinstance(header, dict):
@@ -144,7 +147,7 @@ class Connection:
         """The bytes of a message that has ``size``, as it says, where ``due`` are due. Raises LinkError."""
         if size != due:
             raise LinkError(f"{size} bytes were to come, and {due} are due")
-        return self._read(size, self._patience, moved)
+        return self._read(size, self.patience_seconds, moved)
 
     def close(self) -> None:
         """Close it; a thread that waits on it gets a LinkError."""
@@ -161,7 +164,7 @@ class Connection:
             return bool(poll.poll(0))
         return True
 
-    def _read(self, size: int, within_seconds: float, moved: Moved | None = None) -> bytearray:
+    def _read(self, size: int, within_seconds: float | None, moved: Moved | None = None) -> bytearray:
         data = bytearray(size)
         view = memoryview(data)
         try:
@@ -170,7 +173,7 @@ class Connection:
                 count = self._socket.recv_into(view[:_PIECE])
                 if not count:
                     raise LinkError("the other side has closed the connection")
-                self._socket.settimeout(self._patience)
+                self._socket.settimeout(self.patience_seconds)
                 view = view[count:]
                 if moved is not None:
                     moved(count)

@@ -127,15 +127,11 @@ class Outer:
             self.standing = replace(self.standing, name=self._ranks.digest(state.digest()))
             self.state = state
         newest = self._protocol.newest()
-        if (
-            newest is None
-            or newest[0].name in ("", self.standing.name)
-            or newest[0].progress < self.standing.progress
-        ):
+        if newest is None or newest[0].name in ("", self.standing.name):
             return
-        state = self._protocol.fetched(newest[1])
-        if state is not None:
-            self._adopt(state)
+        behind = newest[0].progress >= self.standing.progress
+        if behind and (taken := self._protocol.fetched(newest[1])) is not None:
+            self._adopt(taken)
             self._go_to_common_weights(range(self._settings.shares))
             self._follow(self.standing.facts)
             self.news.append(f"this island took the weights of island 0, of round {self.standing.version}")

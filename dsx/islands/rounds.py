@@ -203,8 +203,13 @@ class RoundProtocol:
                 return header, size
             link.payload(size, 0)
 
-    def adoptable(self, link: Connection) -> State:
-        """A state that is to come next. Raises LinkError."""
+    def adoptable(self, link: Connection, heard: Callable[[int], None] | None = None) -> State:
+        """A state that is to come next. Raises LinkError.
+
+        Args:
+            link: On which.
+            heard: Told of its bytes.
+        """
         header, size = self.following(link)
         standing, mine = parsed(Standing, header.get("standing")), self.state()
         if mine is None:
@@ -212,7 +217,9 @@ class RoundProtocol:
         if wrong := standing.impossible(last_step=self._last_step, shares=self._shares):
             raise LinkError(f"it says that it is at {wrong}")
         whole = [(0, 0, mine[1].numel())]
-        (flat,) = decode(link.payload(size, bytes_due(whole, "fp32"), self.node.moved), whole, "fp32")
+        (flat,) = decode(
+            link.payload(size, bytes_due(whole, "fp32"), heard or self.node.moved), whole, "fp32"
+        )
         if not flat.isfinite().all():
             raise LinkError("its weights are not finite")
         return standing, flat
@@ -312,7 +319,7 @@ class LedRound:
             self._heard[island] = time.monotonic()
 
         if island == self._meeting.source:
-            state = self._protocol.adoptable(link)
+            state = self._protocol.adoptable(link, heard)
             _require_told(self._meeting, state)
             with self._changed:
                 self._state = state
@@ -442,6 +449,7 @@ class ComingRound:
         self._segments = segments([piece.numel() for piece in mine.pieces])
         self._errors = list(mine.errors)
         self._sent_bytes = 0
+        self._up: Connection | None = None
 
     def gone_through(self, addresses: Sequence[str]) -> RoundOutcome:
         """Send this rank's part, and take the mean. Raises LinkError."""
@@ -459,6 +467,8 @@ class ComingRound:
                 header, size = protocol.following(down)
                 down.payload(size, 0)
             finally:
+                if self._up is not None:  # what has not been taken by now is not waited for
+                    self._up.close()
                 sender.join()
         moved = parsed(list[int], header.get("moved"))
         if header.get("kind") != "end" or (me in meeting.moved and me not in moved):
@@ -494,6 +504,8 @@ class ComingRound:
             return
         try:
             with self._protocol.connected(addresses, {"kind": "up", "round": self._meeting.name}) as up:
+                self._up = up
+                up.patience_seconds = None  # the slowest island is waited for, as the other connection says
                 if source:
                     self._sent_bytes += self._protocol.give_state(up, self._protocol.state())
                 if self._me not in self._meeting.moved:

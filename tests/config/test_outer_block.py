@@ -112,9 +112,9 @@ def test_a_run_without_a_round_before_its_end_says_so():
 @pytest.mark.parametrize(
     ("edits", "says"),
     [
-        ({}, True),
-        ({"dsx.outer.optimizer": {"lr": 1.0, "momentum": 0.0}}, False),
-        ({"dsx.train.resume": "one-job"}, False),
+        ({}, False),
+        ({"dsx.outer.optimizer": {"lr": 0.7, "momentum": 0.9}}, True),
+        ({"dsx.outer.optimizer": {"lr": 0.7, "momentum": 0.9}, "dsx.train.resume": "one-job"}, False),
     ],
 )
 def test_momentum_on_fresh_weights_is_noted(edits, says, tmp_path, monkeypatch):

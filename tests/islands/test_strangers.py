@@ -140,11 +140,11 @@ def test_keys_are_secret_and_what_openssl_takes_for_a_chain(tmp_path: Path) -> N
 
 
 def test_it_listens_where_it_is_said_and_nowhere_else(keys: Path) -> None:
-    with site(0, "127.0.0.2:0", keys) as here, socket.socket() as other:
+    with site(0, "127.0.0.2:0", keys) as here:
         port = int(here.node.address.rpartition(":")[2])
         assert here.node.address == f"127.0.0.2:{port}"
-        with pytest.raises(ConnectionRefusedError):
-            other.connect(("127.0.0.1", port))
+        assert here.node._listener is not None
+        assert here.node._listener._socket.getsockname() == ("127.0.0.2", port)
         with pytest.raises(
             ConfigError, match=r"127\.0\.0\.2:\d+, where the first island is to listen .*it cannot"
         ):
@@ -302,7 +302,7 @@ def test_running_out_of_descriptors_once_leaves_it_listening(first: Site, keys: 
     assert others_are_served(first, keys)
 
 
-# ------------------------------------------------------------------------------------------ with a key, and bad
+# --- with a key, and bad intent
 
 Bad = Callable[[Connection, bytes], None]
 

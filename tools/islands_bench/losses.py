@@ -65,8 +65,8 @@ class Outer:
     islands: int
     every: int
     wire: str = "fp32"
-    lr: float = 0.7
-    momentum: float = 0.9
+    lr: float = 1.0
+    momentum: float = 0.0
 
 
 def held_out_loss(

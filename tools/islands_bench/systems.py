@@ -71,6 +71,7 @@ def islands(job: Job) -> Iterator[Step]:
         "optimizer": {"lr": OUTER_LR, "momentum": OUTER_MOMENTUM},
         "meet": f"{ADDRESSES[0]}:{_ISLANDS_PORT}",
         "insecure": True,
+        "optimizer": {"lr": OUTER_LR, "momentum": OUTER_MOMENTUM},
         "island": job.rank,
         "patience_seconds": 300,
         **job.options,
