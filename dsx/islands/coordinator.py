@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import TypeAdapter
 
-from dsx.errors import ConfigError
+from dsx.errors import ConfigError, RunError
 from dsx.islands.keys import context_of
 from dsx.islands.links import Connection, Header, LinkError, Listener, own_address
 from dsx.islands.membership import Membership
@@ -40,10 +40,6 @@ def parsed(kind: type[T], said: Any) -> T:
         return TypeAdapter(kind).validate_python(said)
     except (ValueError, TypeError, RecursionError) as error:
         raise LinkError(f"what came is no {kind.__name__}: {error}") from error
-
-
-class RefusedError(Exception):
-    """The first island refuses this one; ``args[0]`` says why: twin or layout."""
 
 
 class IslandNode:
@@ -265,9 +261,6 @@ class CoordinatorClient:
 
     Attributes:
         called: Set when the others wait for this island's next round.
-        addresses: Where the ranks of the first island listen.
-        standing: What the first island held when this one connected.
-        trouble: Why the first island cannot be reached.
     """
 
     def __init__(self, node: IslandNode, address: str) -> None:
@@ -275,28 +268,33 @@ class CoordinatorClient:
         self._patience = node.islands.patience_seconds
         self._layout, self._refused = "", ""
         self.called = threading.Event()
-        self.addresses: list[str] = []
-        self.standing: Standing | None = None
-        self.trouble = ""
+        self._welcome: tuple[Standing, list[str]] | None = None
+        self._trouble = ""
         self._link: Connection | None = None
         self._tried, self._there, self._closed = threading.Event(), threading.Event(), threading.Event()
         self._asked: Ready | None = None
         self._wake, self._lock, self._met = threading.Event(), threading.Lock(), False
         self._answers: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
 
-    def start(self, layout: str, gives_up: Callable[[], bool]) -> None:
-        """Begin to look for the first island; ``layout`` is what all must have in common."""
-        self._layout, self._gives_up = layout, gives_up
+    def start(self, layout: str, gives_up: Callable[[], bool], news: list[str]) -> None:
+        """Begin to look for the first island.
+
+        Args:
+            layout: What all islands must have in common.
+            gives_up: Whether this one is to end, and waits for the first one no more.
+            news: Gets sentences for people.
+        """
+        self._layout, self._gives_up, self._news = layout, gives_up, news
         threading.Thread(target=self._keep, name="islands talk", daemon=True).start()
 
-    def newest(self) -> Standing | None:
-        """What the first island holds; None if it is not there. Raises RefusedError."""
+    def newest(self) -> tuple[Standing, list[str]] | None:
+        """What the first island holds, and where its ranks listen; None without it. Raises RunError."""
         self._tried.wait()
         self._check()
-        return self.standing if self._there.is_set() else None
+        return self._welcome if self._there.is_set() else None
 
-    def ask(self, ready: Ready) -> Round | None:
-        """Be ready for a round, and be told of it; None if it is without this island. Raises RefusedError."""
+    def ask(self, ready: Ready) -> tuple[Round, list[str]] | None:
+        """Be ready for a round, and be told of it; None if it is without this island. Raises RunError."""
         # Only before its first round an island waits until the first one is there.
         deadline = time.monotonic() + (0.0 if self._met else self._patience)
         while not self._there.wait(_TICK_SECONDS) and time.monotonic() < deadline and not self._gives_up():
@@ -304,11 +302,15 @@ class CoordinatorClient:
         self._check()
         self._met = True
         with self._lock:
-            if not self._there.is_set():
-                return None
-            self._asked = ready
+            if self._there.is_set():
+                self._asked = ready
+            else:
+                self._answers.put(None)
         self._wake.set()
-        return self._answers.get()
+        found = self._answers.get()
+        if found is None and self._trouble:
+            self._news.append(f"the first island is not there: {self._trouble}")
+        return None if found is None or self._welcome is None else (found, self._welcome[1])
 
     def close(self) -> None:
         """End the conversation."""
@@ -318,8 +320,16 @@ class CoordinatorClient:
             self._link.close()
 
     def _check(self) -> None:
+        where = f"dsx.outer.island = {self._node.islands.index}"
+        if self._refused == "twin":
+            what = "another launch is this island and is there"
+            raise RunError(where, what, "give each launch a number of its own")
         if self._refused:
-            raise RefusedError(self._refused)
+            raise RunError(
+                where,
+                "its model, frozen weights, layout, batch, dsx.data.seed or dsx.outer is not island 0's",
+                "start all islands from the same config, on as many ranks, with the same version of dsx",
+            )
 
     def _keep(self) -> None:
         """Be connected, and connect again, until it is closed."""
@@ -329,10 +339,8 @@ class CoordinatorClient:
             try:
                 self._link = self._node.connection(self._address)
                 self._converse(self._link, beat)
-            except RefusedError as error:
-                self._refused = str(error)
             except LinkError as error:
-                self.trouble = str(error)
+                self._trouble = str(error)
             if self._link is not None:
                 self._link.close()
             with self._lock:
@@ -357,10 +365,11 @@ class CoordinatorClient:
         link.send(hello)
         said = link.word(within_seconds=min(_MOST_CONNECT_SECONDS, self._patience))
         if said.get("kind") == "refused":
-            raise RefusedError(str(said.get("why")))
-        self.addresses = parsed(list[str], said.get("addresses"))
-        self.standing = parsed(Standing, said.get("standing"))
-        self.trouble = ""
+            self._refused = str(said.get("why"))
+            return
+        standing = parsed(Standing, said.get("standing"))
+        self._welcome = standing, parsed(list[str], said.get("addresses"))
+        self._trouble = ""
         self._there.set()
         self._tried.set()
         while True:

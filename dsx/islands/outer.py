@@ -257,7 +257,7 @@ class Outer:
 
         def share_of(share: int) -> Share:
             pieces = pending.movement if share == pending.share else state.weights(share)
-            return Share(pieces=self._ranks.mine(pieces), errors=self._ranks.mine(state.errors(share)))
+            return self._ranks.mine(pieces), self._ranks.mine(state.errors(share))
 
         def fly() -> None:
             try:

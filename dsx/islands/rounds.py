@@ -13,17 +13,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from dsx.errors import RunError
-from dsx.islands.coordinator import CoordinatorServer, IslandNode, RefusedError, parsed
+from dsx.islands.coordinator import CoordinatorServer, IslandNode, parsed
 from dsx.islands.links import Connection, Header, LinkError
 from dsx.islands.ranks import IslandRanks
 from dsx.islands.standing import Ready, Round, Standing
-from dsx.islands.wire import bytes_due, decode, encode, segments, taken
+from dsx.islands.wire import Segment, bytes_due, decode, encode, segments, taken
 from dsx.parallel.islands import Wire
 
 _AHEAD = 2
@@ -86,17 +84,9 @@ class RoundOutcome:
     adopted: State | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """What a rank brings to a round.
-
-    Attributes:
-        pieces: Of the movement; of an island that has none, what has the same sizes.
-        errors: What rounding kept back of each before; empty for wires that carry nothing on.
-    """
-
-    pieces: list[Tensor]
-    errors: list[Tensor]
+Share = tuple[list[Tensor], list[Tensor]]
+"""What a rank brings to a round: the pieces of its movement (of an island that has none, what has the same
+sizes), and what rounding kept back of each before; nothing for wires that carry nothing on."""
 
 
 class RoundProtocol:
@@ -135,7 +125,7 @@ class RoundProtocol:
         if node.server is not None:
             node.server.start(layout, addresses, self)
         if node.client is not None:
-            node.client.start(layout, gives_up)
+            node.client.start(layout, gives_up, self.news)
 
     def newest(self) -> tuple[Standing, list[str]] | None:
         """What the first island holds, and where its ranks listen; None if it is not there. Collective.
@@ -143,13 +133,8 @@ class RoundProtocol:
         Raises:
             RunError: It has another layout, or knows another launch that is this island.
         """
-
-        def ask() -> tuple[Standing, list[str]] | None:
-            client = self.node.client
-            found = None if client is None else _refusals(self.node, client.newest)
-            return None if client is None or found is None else (found, client.addresses)
-
-        return self._ranks.agree(ask)
+        client = self.node.client
+        return self._ranks.agree(lambda: None if client is None else client.newest())
 
     def fetched(self, addresses: Sequence[str]) -> State | None:
         """The first island's state, if every rank got its part, of one and the same. Collective."""
@@ -262,15 +247,7 @@ class RoundProtocol:
 
     def _come(self, ready: Ready, share_of: Callable[[int], Share]) -> RoundOutcome | None:
         client = self.node.client
-
-        def ask() -> tuple[Round, list[str]] | None:
-            assert client is not None, "rank 0 asks"
-            found = _refusals(self.node, partial(client.ask, ready))
-            if found is None and client.trouble:
-                self.news.append(f"the first island is not there: {client.trouble}")
-            return None if found is None else (found, client.addresses)
-
-        told = self._ranks.agree(ask)
+        told = self._ranks.agree(lambda: None if client is None else client.ask(ready))
         if told is None:
             return None
         meeting, addresses = told
@@ -298,9 +275,9 @@ class LedRound:
 
     def __init__(self, protocol: RoundProtocol, meeting: Round, mine: Share) -> None:
         self._protocol, self._node, self._wire = protocol, protocol.node, protocol.wire
-        self._meeting, self._mine = meeting, mine
+        self._meeting, (self._pieces, self._kept) = meeting, mine
         self._patience = self._node.islands.patience_seconds
-        self._segments = segments([piece.numel() for piece in mine.pieces])
+        self._segments = segments([piece.numel() for piece in self._pieces])
         self._came: dict[int, dict[int, list[Tensor]]] = {island: {} for island in meeting.moved if island}
         self._heard = dict.fromkeys(meeting.members, time.monotonic())
         self._changed = threading.Condition()
@@ -392,7 +369,7 @@ class LedRound:
 
     def averaged(self) -> RoundOutcome | None:
         """The mean of the movements that come; None if that is not finite."""
-        pieces, errors = self._mine.pieces, self._mine.errors
+        pieces, errors = self._pieces, self._kept
         moved = 0 in self._meeting.moved
         means = [torch.empty_like(piece) for piece in pieces]
         left = [torch.zeros_like(error) if moved else error.clone() for error in errors]
@@ -414,7 +391,7 @@ class LedRound:
                 self._changed.notify_all()
         sent_bytes = len(self._owed) * sum(map(len, self._means))
         adopted = self._state if self._meeting.source else None
-        self._mine = Share(pieces=[], errors=[])
+        self._pieces, self._kept = [], []
         return RoundOutcome(means=means, errors=left, sent_bytes=sent_bytes, adopted=adopted)
 
     def _summed(self, number: int, *, moved: bool) -> tuple[list[Tensor], int]:
@@ -425,7 +402,7 @@ class LedRound:
                 self._look_for(missing)
             parts = [its.pop(number) for island, its in came.items() if island not in self.failed]
         if moved:
-            parts.insert(0, _added(self._mine, segment))
+            parts.insert(0, _added(self._pieces, self._kept, segment))
         total = [torch.zeros(high - low) for _, low, high in segment]
         for part in parts:
             for place, value in zip(total, part, strict=True):
@@ -444,10 +421,10 @@ class ComingRound:
     """A round at a rank of another island."""
 
     def __init__(self, protocol: RoundProtocol, meeting: Round, mine: Share) -> None:
-        self._protocol, self._meeting, self._mine = protocol, meeting, mine
+        self._protocol, self._meeting, (self._pieces, self._kept) = protocol, meeting, mine
         self._me, self._wire = protocol.node.islands.index, protocol.wire
-        self._segments = segments([piece.numel() for piece in mine.pieces])
-        self._errors = list(mine.errors)
+        self._segments = segments([piece.numel() for piece in self._pieces])
+        self._errors = self._kept
         self._sent_bytes = 0
         self._up: Connection | None = None
 
@@ -484,7 +461,7 @@ class ComingRound:
         )
 
     def _means(self, down: Connection) -> list[Tensor]:
-        means = [torch.empty_like(piece) for piece in self._mine.pieces]
+        means = [torch.empty_like(piece) for piece in self._pieces]
         for segment in self._segments:
             header, size = self._protocol.following(down)
             if header.get("kind") != "mean":
@@ -510,9 +487,9 @@ class ComingRound:
                     self._sent_bytes += self._protocol.give_state(up, self._protocol.state())
                 if self._me not in self._meeting.moved:
                     return
-                self._errors = [torch.empty_like(error) for error in self._mine.errors]
+                self._errors = [torch.empty_like(error) for error in self._kept]
                 for segment in self._segments:
-                    exact = _added(self._mine, segment)
+                    exact = _added(self._pieces, self._kept, segment)
                     data = encode(exact, self._wire)
                     self._sent_bytes += up.send({"kind": "part"}, data, node.moved)
                     if self._errors:
@@ -531,27 +508,11 @@ def _require_told(meeting: Round, state: State) -> None:
         raise LinkError("its weights are others than it has said")
 
 
-def _added(mine: Share, segment: Any) -> list[Tensor]:
+def _added(pieces: list[Tensor], kept: list[Tensor], segment: Segment) -> list[Tensor]:
     """A segment of a movement, with what rounding kept back before."""
-    exact = taken(mine.pieces, segment)
-    return [m + e for m, e in zip(exact, taken(mine.errors, segment), strict=True)] if mine.errors else exact
+    exact = taken(pieces, segment)
+    return [m + e for m, e in zip(exact, taken(kept, segment), strict=True)] if kept else exact
 
 
 def _finite(values: Sequence[Tensor]) -> bool:
     return all(bool(value.isfinite().all()) for value in values)
-
-
-def _refusals(node: IslandNode, ask: Callable[[], Any]) -> Any:
-    """What the first island answers, or its refusal as an error for people."""
-    try:
-        return ask()
-    except RefusedError as error:
-        where = f"dsx.outer.island = {node.islands.index}"
-        if str(error) == "twin":
-            what = "another launch is this island and is there"
-            raise RunError(where, what, "give each launch a number of its own") from None
-        raise RunError(
-            where,
-            "its model, frozen weights, layout, batch, dsx.data.seed or dsx.outer is not island 0's",
-            "start all islands from the same config, on as many ranks, with the same version of dsx",
-        ) from None

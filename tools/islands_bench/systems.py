@@ -68,7 +68,6 @@ def islands(job: Job) -> Iterator[Step]:
     """An island of one rank of dsx."""
     outer = {
         "islands": 2,
-        "optimizer": {"lr": OUTER_LR, "momentum": OUTER_MOMENTUM},
         "meet": f"{ADDRESSES[0]}:{_ISLANDS_PORT}",
         "insecure": True,
         "optimizer": {"lr": OUTER_LR, "momentum": OUTER_MOMENTUM},
