@@ -335,10 +335,11 @@ class CoordinatorClient:
         """Be connected, and connect again, until it is closed."""
         beat = min(self._patience / 8, _MOST_CONNECT_SECONDS)
         deadline = time.monotonic() + self._patience
-        while not (self._closed.is_set() or self._refused):
+        while not self._closed.is_set():
+            refused = ""
             try:
                 self._link = self._node.connection(self._address)
-                self._converse(self._link, beat)
+                refused = self._converse(self._link, beat)
             except LinkError as error:
                 self._trouble = str(error)
             if self._link is not None:
@@ -349,13 +350,15 @@ class CoordinatorClient:
                     self._asked = None
                     self._answers.put(None)
             # Of a machine that has gone the first island may think for that long that it is there.
-            if self._refused == "twin" and time.monotonic() < deadline + beat:
-                self._refused = ""
-            else:
+            if refused != "twin" or time.monotonic() >= deadline + beat:
+                self._refused = refused
                 self._tried.set()
+                if refused:
+                    return
             self._closed.wait(beat)
 
-    def _converse(self, link: Connection, beat: float) -> None:
+    def _converse(self, link: Connection, beat: float) -> str:
+        """Until it breaks off, which is a LinkError, or the first island refuses this one: why."""
         hello = {
             "kind": "hello",
             "island": self._node.islands.index,
@@ -365,8 +368,7 @@ class CoordinatorClient:
         link.send(hello)
         said = link.word(within_seconds=min(_MOST_CONNECT_SECONDS, self._patience))
         if said.get("kind") == "refused":
-            self._refused = str(said.get("why"))
-            return
+            return str(said.get("why"))
         standing = parsed(Standing, said.get("standing"))
         self._welcome = standing, parsed(list[str], said.get("addresses"))
         self._trouble = ""

@@ -293,6 +293,8 @@ class Outer:
                 state.shift(share, pending.sent)
                 refresh_weights(self._engine)
             self._follow(outcome.standing.facts)
+        else:
+            self._steps_since[pending.share] += pending.ready.moved  # for the next round it has moved still
         self._report(pending, waited_since, length, drift)
 
     def _go_to_common_weights(self, shares: Iterable[int]) -> None:

@@ -222,6 +222,7 @@ class RoundProtocol:
         self, server: CoordinatorServer, ready: Ready, share_of: Callable[[int], Share]
     ) -> RoundOutcome | None:
         meeting: Round | None = self._ranks.agree(partial(server.gathered, ready, self._gives_up))
+        self.node.moved(1)
         if meeting is None:
             return None
         here = LedRound(self, meeting, share_of(meeting.standing.version % self._shares))
@@ -248,6 +249,7 @@ class RoundProtocol:
     def _come(self, ready: Ready, share_of: Callable[[int], Share]) -> RoundOutcome | None:
         client = self.node.client
         told = self._ranks.agree(lambda: None if client is None else client.ask(ready))
+        self.node.moved(1)
         if told is None:
             return None
         meeting, addresses = told
@@ -386,6 +388,7 @@ class LedRound:
             # All miss what rounding takes from the mean: the next time this island adds it for all.
             for kept, exact, value in zip(taken(left, segment) if errors else (), mean, said, strict=False):
                 kept.add_(exact - value, alpha=count)
+            self._node.moved(1)
             with self._changed:
                 self._means.append(data)
                 self._changed.notify_all()

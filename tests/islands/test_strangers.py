@@ -26,7 +26,7 @@ from dsx.islands import links
 from dsx.islands.coordinator import IslandNode
 from dsx.islands.keys import context_of, key_file, write_keys
 from dsx.islands.links import Connection, LinkError
-from dsx.islands.rounds import LedRound, RoundProtocol, Share
+from dsx.islands.rounds import LedRound, RoundProtocol
 from dsx.islands.standing import Ready, Round, Standing
 from dsx.parallel.islands import Islands
 
@@ -85,7 +85,7 @@ class Site:
     def round(self, movement: torch.Tensor, standing: Standing = STANDING) -> Any:
         """What comes of a round."""
         pending = type("Pending", (), {"ready": self.ready(standing)})()
-        return self.protocol.go_through(pending, lambda _: Share(pieces=[movement], errors=[]))
+        return self.protocol.go_through(pending, lambda _: ([movement], []))
 
 
 @contextmanager
@@ -458,6 +458,6 @@ def test_a_round_about_other_weights_is_not_gone_into(first: Site, keys: Path) -
             name="far", members=[0, 1], moved=[0, 1], behind=[1], source=0, facts=STANDING.facts, samples={},
             standing=replace(STANDING, name="other", version=1_000_000),
         )  # fmt: skip
-        honest.node.client.ask = lambda ready: far  # type: ignore[method-assign]
+        honest.node.client.ask = lambda ready: (far, [])  # type: ignore[method-assign]
         assert honest.round(torch.ones(200)) is None
         assert "weights that there cannot be" in honest.protocol.news[0]
