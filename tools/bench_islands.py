@@ -172,7 +172,7 @@ def _arguments() -> argparse.Namespace:
     add("--islands", type=numbers, default=[2, 4], metavar="N,...", help="how many (default 2,4)")
     add("--every", type=numbers, default=[10, 50], metavar="N,...", help="steps between rounds")
     add("--wires", type=lambda text: text.split(","), default=["fp32", "int8"], metavar="WIRE,...")
-    add("--outer", type=pair, nargs="+", default=[(0.7, 0.9)], metavar="LR,MOMENTUM")
+    add("--outer", type=pair, nargs="+", default=[(1.0, 0.0)], metavar="LR,MOMENTUM")
     add("--steps", type=int, default=1000, metavar="N", help="steps in all (default 1000)")
     add("--before", type=int, metavar="N", help="of these, steps of one job first (default a quarter)")
     add("--batch", type=int, default=32, metavar="N", help="samples of a step of all islands (default 32)")

@@ -14,6 +14,7 @@ from dsx.cli.diff import diff
 from dsx.cli.estimate import estimate
 from dsx.cli.init import init
 from dsx.cli.inspect import inspect
+from dsx.cli.islands import islands
 from dsx.cli.models import models
 from dsx.cli.options import Command, CommandGroup
 from dsx.cli.output import BAD_INPUT, say, tell, writing
@@ -52,6 +53,7 @@ EXAMPLES: Final = {
     "diff": ("dsx diff runs/one runs/other --common",),
     "train": ("dsx train train.json --gpus 2", "dsx train train.json --set dsx.train.steps=20"),
     "verify": ("dsx verify train.json --gpus 4 --set dsx.parallel.tensor=2",),
+    "islands": ("dsx islands keys keys --islands 3",),
     "models": ("dsx models", "dsx models my_model/config.json"),
     "presets": ("dsx presets",),
     "schema": ("dsx schema --format table",),
@@ -102,6 +104,7 @@ def build() -> typer.Typer:
         inspect,
         diff,
         verify,
+        islands,
         models,
         presets,
         schema,

@@ -570,6 +570,8 @@ def which_island(outer: OuterConfig, world_size: int, rank: int) -> Islands:
         index=index,
         ranks=ranks,
         meet=outer.meet,
+        keys=outer.keys,
+        insecure=outer.insecure,
         patience_seconds=outer.patience_seconds,
     )
 

@@ -122,7 +122,7 @@ class RunConfig:
     def fingerprint(self) -> str:
         """What islands must have in common to hold the same parts of the model, and to share the samples."""
         outer = None if self.dsx.outer is None else self.dsx.outer.model_dump(
-            exclude={"meet", "island", "patience_seconds", "delay"}
+            exclude={"meet", "island", "keys", "insecure", "patience_seconds", "delay"}
         )  # fmt: skip
         parts = (self.mesh, self.zero_stage, self.stage_map, self.param_specs, outer)
         # They take turns at samples of one size, in batches, in an order that the seed draws.

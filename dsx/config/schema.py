@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from dsx.models.spec import Family, Recompute
-from dsx.parallel.islands import place_of, wrong_address
+from dsx.parallel.islands import is_loopback, place_of, wrong_address
 from dsx.schedules.builders import ScheduleName
 
 Positive = Annotated[int, Field(ge=1)]
@@ -637,10 +637,13 @@ class ElasticConfig(SchemaBlock):
 
 
 class OuterOptimizerConfig(SchemaBlock):
-    """What moves the weights that islands share: torch's SGD, by default as in DiLoCo (arXiv:2311.08105)."""
+    """What moves the weights that islands share: torch's SGD, by default to the mean of the islands'.
 
-    lr: Annotated[float, Field(gt=0)] = Field(default=0.7, description="Rate; 1 takes the mean as it is.")
-    momentum: float = Field(default=0.9, ge=0, lt=1, description="Momentum, over rounds.")
+    DiLoCo (arXiv:2311.08105) has lr 0.7 and momentum 0.9, for weights that one job has trained before.
+    """
+
+    lr: Annotated[float, Field(gt=0)] = Field(default=1.0, description="Rate; 1 takes the mean as it is.")
+    momentum: float = Field(default=0.0, ge=0, lt=1, description="Momentum, over rounds.")
     nesterov: bool = Field(default=True, description="Nesterov's momentum, if there is any.")
 
 
@@ -669,15 +672,23 @@ class OuterConfig(SchemaBlock):
         ge=0,
         description="Steps that go on while a round is under way; 0 waits for it. Less than every / shares.",
     )
-    meet: tuple[str, ...] = Field(
-        default=(),
-        strict=False,  # JSON has lists
-        description="Where each island listens: host:port of its first rank, one for each, the same list "
-        "everywhere. Each is then started by a launcher of its own, and may come and go. Empty: one launcher "
-        "starts all of them. Ranks listen on free ports besides.",
+    meet: str = Field(
+        default="",
+        description="Where the first rank of the first island listens, host:port, the same everywhere. Each "
+        "island is then started by a launcher of its own, and may come and go. Empty: one launcher starts "
+        "all of them. Other ranks of the first island listen on free ports.",
     )
     island: Annotated[int, Field(ge=0)] | None = Field(
-        default=None, description="Which of meet this launch is, from 0; null without meet."
+        default=None, description="Which island this launch is, from 0; null without meet."
+    )
+    keys: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None,
+        description="Folder with the keys of this island, from dsx islands keys: links are encrypted, and "
+        "only islands with keys made together connect. Needed unless meet is on the same machine.",
+    )
+    insecure: bool = Field(
+        default=False,
+        description="Do without keys: whoever reaches meet can read the weights and change them.",
     )
     patience_seconds: Annotated[float, Field(ge=1)] = Field(
         default=120.0,
@@ -698,21 +709,21 @@ class OuterConfig(SchemaBlock):
 
     @model_validator(mode="after")
     def _meet(self) -> Self:
-        for address in self.meet:
-            if (wrong := wrong_address(address)) is not None:
-                raise MistakeError(f'meet has "{address}", {wrong[0]}', wrong[1])
-        if self.meet and len(self.meet) != self.islands:
-            there = f"{len(self.meet)} address{'' if len(self.meet) == 1 else 'es'}"
-            what = f"meet has {there} for islands = {self.islands}"
-            raise MistakeError(what, "give one for each island, in their order")
-        if len(set(map(place_of, self.meet))) != len(self.meet):
-            raise MistakeError("meet names an address twice", "give each island one of its own")
+        if self.meet and (wrong := wrong_address(self.meet)) is not None:
+            raise MistakeError(f'meet = "{self.meet}", {wrong[0]}', wrong[1])
+        if self.keys is not None and self.insecure:
+            raise MistakeError("keys are given, and insecure is true", "leave one of them out")
+        open_to_all = self.keys is None and not self.insecure
+        if self.meet and open_to_all and not is_loopback(place_of(self.meet)[0]):
+            what = f'meet = "{self.meet}", and whoever reaches it could read the weights and change them'
+            fix = "make keys with dsx islands keys FOLDER and name it as keys, or set insecure to true"
+            raise MistakeError(what, fix)
         if self.meet and self.island is None:
-            what = "meet is given, and island does not say which of them this launch is"
+            what = "meet is given, and island does not say which one this launch is"
             raise MistakeError(what, "start each island with --set dsx.outer.island=0, 1 and so on")
         if self.island is not None and not self.meet:
             what = f"island = {self.island} is given without meet: one launcher starts all islands"
-            raise MistakeError(what, "leave it out, or list in meet where each island listens")
+            raise MistakeError(what, "leave it out, or say in meet where the first island listens")
         if self.island is not None and self.island >= self.islands:
             what = f"island = {self.island}, and islands = {self.islands} are numbered from 0"
             raise MistakeError(what, f"use 0 to {self.islands - 1}")

@@ -611,8 +611,8 @@ class PipelineEngine:
         from dsx.checkpoint.base import base_fact
         from dsx.islands.outer import Outer  # here: other runs have none
 
-        station, outer = self.groups.station, config.dsx.outer
-        if station is None or outer is None:
+        node, outer = self.groups.island, config.dsx.outer
+        if node is None or outer is None:
             raise ConfigError(
                 "dsx.outer",
                 "the process groups were made without islands",
@@ -621,7 +621,7 @@ class PipelineEngine:
         # What is frozen is not sent, and has to be the same from the beginning.
         base = base_fact(config) or {}
         fingerprint = repr((config.fingerprint, base.get("seed"), base.get("digest")))
-        made = Outer(self, station, outer, last_step=config.dsx.train.steps, fingerprint=fingerprint)
+        made = Outer(self, node, outer, last_step=config.dsx.train.steps, fingerprint=fingerprint)
         self.steering.called = lambda: made.called
         return made
 

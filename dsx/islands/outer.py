@@ -24,16 +24,13 @@ from dsx.config.schema import OuterConfig
 from dsx.engine.whereabouts import Whereabouts
 from dsx.engine.zero.held import Held, refresh_weights
 from dsx.errors import RunError
-from dsx.islands.links import Connection, Header
+from dsx.islands.coordinator import IslandNode
 from dsx.islands.ranks import IslandRanks
-from dsx.islands.rounds import Flight, Taken, Talk
-from dsx.islands.standing import OuterReport, Standing
+from dsx.islands.rounds import PendingRound, RoundProtocol, Share, State
+from dsx.islands.standing import OuterReport, Ready, Standing
 from dsx.islands.state import OuterState
-from dsx.islands.station import Station
 from dsx.parallel.groups import Groups
 from dsx.parallel.islands import OUTER_STATES, OUTER_WEIGHTS, Rounds
-
-_FETCHES = 5
 
 
 class Stops(Protocol):
@@ -61,7 +58,7 @@ class Outer:
 
     Args:
         run: The engine.
-        station: This rank's connections.
+        node: This rank's connections.
         settings: The block ``dsx.outer``.
         last_step: Number of the last inner step.
         fingerprint: Says what ranks with the same coordinates must have in common.
@@ -74,9 +71,9 @@ class Outer:
     """
 
     def __init__(
-        self, run: OuterRun, station: Station, settings: OuterConfig, *, last_step: int, fingerprint: str
+        self, run: OuterRun, node: IslandNode, settings: OuterConfig, *, last_step: int, fingerprint: str
     ) -> None:
-        self._run, self._station, self._settings = run, station, settings
+        self._run, self._node, self._settings = run, node, settings
         self._engine = run.deepspeed_engine
         self.rounds = Rounds(every=settings.every, shares=settings.shares, last=last_step)
         self.state: OuterState | None = None
@@ -86,61 +83,58 @@ class Outer:
         mesh = run.groups.mesh
         whole = self._engine.zero_optimization_stage() == 0 and mesh.num_replicas > 1
         self._ranks = IslandRanks(run.groups, replicated=whole)
-        self._talk = Talk(
-            station,
+        self._members: Sequence[int] = range(node.islands.count)
+        self._pending: PendingRound | None = None
+        self._joined = False
+        self._saved = frozenset(OUTER_STATES)
+        self._steps_since = [0] * settings.shares
+        self._protocol = RoundProtocol(
+            node,
             self._ranks,
             layout=self._ranks.digest(fingerprint),
             shares=settings.shares,
             wire=settings.wire,
-            samples=lambda: int(self._engine.global_samples),
+            last_step=last_step,
+            gives_up=self._gives_up,
+            state=self._given,
         )
-        self._members: tuple[int, ...] | None = None
-        self._flight: Flight | None = None
-        self._joined = False
-        self._saved = frozenset(OUTER_STATES)
-        self._steps_since = [0] * settings.shares
-        if station.delegate is not None:
-            station.delegate.gives_up = self._gives_up
-        station.start(self._give_state)
 
     @property
     def called(self) -> bool:
         """Whether the other islands wait for this one's next round; known on rank 0."""
-        delegate = self._station.delegate
-        return delegate is not None and delegate.called.is_set()
+        server, client = self._node.server, self._node.client
+        if server is not None:
+            return server.called
+        return client is not None and client.called.is_set()
 
     def join(self) -> None:
-        """Take the newest weights of other islands, if more training is in them. Collective.
+        """Take the weights of the first island, if as much training is in them. Collective.
 
         Called before the first step, once a checkpoint is loaded if there is one. What the optimizer keeps
         stays this island's own.
 
         Raises:
-            RunError: The others have another layout, or another schedule.
+            RunError: The first island has another layout, or another schedule.
         """
         if self._joined:
             return
         self._joined = True
         if self.state is None:
-            self.state = self._made_state()
-            self.state.begin()
+            state = self._made_state()
+            state.begin()
             # Other weights to begin with, of another seed or another kind of machine, have another name: the
             # first island gives its own to the others.
-            self.standing = replace(self.standing, name=self._ranks.digest(self.state.digest()))
-        for _ in range(_FETCHES):
-            newest = self._talk.newest(self.standing)
-            if newest is None or not self._yields_to(newest):
-                return
-            taken = self._talk.fetched(newest["addresses"])
-            if taken is not None:
-                self._take(taken)
-                self._go_to_common_weights(range(self._settings.shares))
-                self._follow(self.standing.facts)
-                mine = self.standing.seen.get(str(self._station.islands.index), 0)
-                self._engine.global_samples = max(int(self._engine.global_samples), mine)
-                rounds = f"of round {self.standing.version}"
-                self.news.append(f"this island took the weights of island {newest['island']}, {rounds}")
-                return
+            self.standing = replace(self.standing, name=self._ranks.digest(state.digest()))
+            self.state = state
+        newest = self._protocol.newest()
+        if newest is None or newest[0].name in ("", self.standing.name):
+            return
+        behind = newest[0].progress >= self.standing.progress
+        if behind and (taken := self._protocol.fetched(newest[1])) is not None:
+            self._adopt(taken)
+            self._go_to_common_weights(range(self._settings.shares))
+            self._follow(self.standing.facts)
+            self.news.append(f"this island took the weights of island 0, of round {self.standing.version}")
 
     def after_step(self, *, called: bool) -> None:
         """Do what is due after an inner step. Collective over the island.
@@ -153,9 +147,9 @@ class Outer:
         """
         step = int(self._engine.global_steps)
         self._steps_since = [count + 1 for count in self._steps_since]
-        flight = self._flight
-        due = self.rounds.after(step) or int(called and flight is None)
-        if flight is not None and (due or step - flight.step >= self._settings.delay):
+        pending = self._pending
+        due = self.rounds.after(step) or int(called and pending is None)
+        if pending is not None and (due or step - pending.step >= self._settings.delay):
             self.settle()
         for _ in range(due):
             self._launch(step)
@@ -164,26 +158,26 @@ class Outer:
 
     def settle(self) -> None:
         """Wait for a round that is under way, and let the weights move. Collective."""
-        flight, self._flight = self._flight, None
-        if flight is None:
+        pending, self._pending = self._pending, None
+        if pending is None:
             return
         # Where no step has gone on meanwhile, training has stood still all the time.
-        goes_on = int(self._engine.global_steps) > flight.step
-        waited = time.perf_counter() - flight.stood_seconds if goes_on else flight.began
+        goes_on = int(self._engine.global_steps) > pending.step
+        waited = time.perf_counter() - pending.stood_seconds if goes_on else pending.began
         with self._run.whereabouts.doing("outer step"):
-            signs = self._signs_of_life()
-            while flight.thread.is_alive():
-                flight.thread.join(1.0)
-                if self._signs_of_life() != signs:  # long transfers and one wait after the other are no hang
-                    signs = self._signs_of_life()
+            traffic = self._node.traffic
+            while pending.thread.is_alive():
+                pending.thread.join(1.0)
+                if self._node.traffic != traffic:  # long transfers and one wait after the other are no hang
+                    traffic = self._node.traffic
                     self._run.whereabouts.moves += 1
-            if flight.error is not None:
-                raise flight.error
-            self._land(flight, waited)
+            if pending.error is not None:
+                raise pending.error
+            self._land(pending, waited)
 
     def facts(self) -> dict[str, Any]:
         """What checkpoints keep of this, besides :class:`OuterState`: JSON values."""
-        return {"islands": self._station.islands.count, **self.standing.plain()}
+        return {"islands": self._node.islands.count, **self.standing.plain()}
 
     def expect(self, states: AbstractSet[str]) -> None:
         """Have the states that a checkpoint is about to be loaded into, and no other."""
@@ -200,7 +194,7 @@ class Outer:
         if saved is None or self.state is None:
             self.state, self.standing = None, Standing()
         else:
-            count = self._station.islands.count
+            count = self._node.islands.count
             standing = Standing(**{key: value for key, value in saved.items() if key != "islands"})
             if saved.get("islands") != count:  # what each has seen is as if there had always been so many
                 each = int(self._engine.global_samples)
@@ -209,10 +203,6 @@ class Outer:
         self._saved = frozenset(OUTER_STATES)
         self._steps_since = [0] * self._settings.shares
         self._joined = False
-
-    def _signs_of_life(self) -> tuple[int, int, int]:
-        """Changes while a round goes on, here or at the others' places."""
-        return self._station.traffic, self._station.inbox.growths, self._talk.turns
 
     @property
     def _state(self) -> OuterState:
@@ -232,12 +222,6 @@ class Outer:
             carries_errors=self._settings.wire == "int8",
         )
 
-    def _yields_to(self, newest: Header) -> bool:
-        """Whether another island's state counts for more than this one's, as a council judges it."""
-        mine = (self.standing.progress, -self._station.islands.index)
-        its = (newest["progress"], -newest["island"])
-        return bool(newest["name"] != self.standing.name and its > mine)
-
     def _gives_up(self) -> bool:
         """Whether this rank has been told to end, which is in a hurry: the others are not waited for."""
         wanted = self._run.steering.stop_wanted
@@ -250,62 +234,68 @@ class Outer:
         sent = state.read(share)
         movement = [before - now for before, now in zip(state.weights(share), sent, strict=True)]
         sound = self._ranks.everybody(all(bool(piece.isfinite().all()) for piece in movement))
-        flight = Flight(
+        pending = PendingRound(
             step=step,
             share=share,
             sent=sent,
             movement=movement,
-            moved=sound and self._steps_since[share] > 0,
-            facts={
-                "step": step,
-                "lr_scheduler": None
-                if scheduler is None
-                else plain.encode(scheduler.state_dict(), "the learning-rate scheduler's state"),
-            },
-            samples=int(self._engine.global_samples),
+            ready=Ready(
+                standing=self.standing,
+                moved=sound and self._steps_since[share] > 0,
+                facts={
+                    "step": step,
+                    "lr_scheduler": None
+                    if scheduler is None
+                    else plain.encode(scheduler.state_dict(), "the learning-rate scheduler's state"),
+                },
+                samples=int(self._engine.global_samples),
+            ),
             began=began,
         )
-        flight.stood_seconds = time.perf_counter() - began
-        standing = self.standing
+        pending.stood_seconds = time.perf_counter() - began
         self._steps_since[share] = 0
+
+        def share_of(share: int) -> Share:
+            pieces = pending.movement if share == pending.share else state.weights(share)
+            return self._ranks.mine(pieces), self._ranks.mine(state.errors(share))
 
         def fly() -> None:
             try:
-                flight.outcome = self._talk.go_through(flight, standing, state)
+                pending.outcome = self._protocol.go_through(pending, share_of)
             except Exception as error:  # noqa: BLE001 - raised where the round is settled
-                flight.error = error
+                pending.error = error
 
-        flight.thread = threading.Thread(target=fly, name="outer round", daemon=True)
-        flight.thread.start()
-        self._flight = flight
+        pending.thread = threading.Thread(target=fly, name="outer round", daemon=True)
+        pending.thread.start()
+        self._pending = pending
 
-    def _land(self, flight: Flight, waited_since: float) -> None:
+    def _land(self, pending: PendingRound, waited_since: float) -> None:
         """Let the weights move, if the round counts, and report. Collective."""
-        outcome, state, length, drift = flight.outcome, self._state, 0.0, None
+        outcome, state, length, drift = pending.outcome, self._state, 0.0, None
         if outcome is not None:
-            share = outcome.share
-            means = self._ranks.whole(outcome.exchanged.means, state.sizes[share])
-            errors = outcome.exchanged.errors and self._ranks.whole(
-                outcome.exchanged.errors, state.sizes[share]
-            )
-            if outcome.taken is not None:
-                self._take(outcome.taken)
-            elif flight.moved:
-                length, drift = self._distances(means, flight, share)
+            share = (outcome.standing.version - 1) % self._settings.shares
+            means = self._ranks.whole(outcome.means, state.sizes[share])
+            errors = outcome.errors and self._ranks.whole(outcome.errors, state.sizes[share])
+            if outcome.adopted is not None:
+                self._adopt(outcome.adopted)
+            elif pending.ready.moved:
+                length, drift = self._distances(means, pending, share)
             with state.lock:
                 state.step(share, means)
                 for kept, error in zip(state.errors(share), errors, strict=True):
                     kept.copy_(error)
                 self.standing = outcome.standing
-            if outcome.taken is not None:
+            if outcome.adopted is not None:
                 self._go_to_common_weights(range(self._settings.shares))
-            elif not flight.moved:
+            elif not pending.ready.moved:
                 self._go_to_common_weights([share])
             else:
-                state.shift(share, flight.sent)
+                state.shift(share, pending.sent)
                 refresh_weights(self._engine)
             self._follow(outcome.standing.facts)
-        self._report(flight, waited_since, length, drift)
+        else:
+            self._steps_since[pending.share] += pending.ready.moved  # for the next round it has moved still
+        self._report(pending, waited_since, length, drift)
 
     def _go_to_common_weights(self, shares: Iterable[int]) -> None:
         for share in shares:
@@ -323,10 +313,12 @@ class Outer:
             saved = plain.decode(facts["lr_scheduler"], "the islands' schedule")
             set_schedule(engine.lr_scheduler, engine.optimizer, saved)
 
-    def _distances(self, means: Sequence[Tensor], flight: Flight, share: int) -> tuple[float, float | None]:
+    def _distances(
+        self, means: Sequence[Tensor], pending: PendingRound, share: int
+    ) -> tuple[float, float | None]:
         """Length of the mean movement over the whole share, and this island's distance from it over that."""
         squares, apart = 0.0, 0.0
-        for mean, movement, counts in zip(means, flight.movement, self._counted(share), strict=True):
+        for mean, movement, counts in zip(means, pending.movement, self._counted(share), strict=True):
             if counts:
                 squares += float(mean.double().square().sum())
                 apart += float((movement.double() - mean.double()).square().sum())
@@ -343,63 +335,61 @@ class Outer:
             for r in self._state.ranges[share]
         ]
 
-    def _report(self, flight: Flight, waited_since: float, length: float, drift: float | None) -> None:
+    def _report(self, pending: PendingRound, waited_since: float, length: float, drift: float | None) -> None:
         """Tell of a round, and for people who has come and gone since the last one."""
-        outcome, now = flight.outcome, time.perf_counter()
-        (sent_bytes,) = self._ranks.sums(0 if outcome is None else outcome.exchanged.sent_bytes)
+        outcome, now = pending.outcome, time.perf_counter()
+        (sent_bytes,) = self._ranks.sums(0 if outcome is None else outcome.sent_bytes)
         self.reports.append(
             OuterReport(
-                step=flight.step,
-                share=flight.share if outcome is None else outcome.share,
-                islands=() if outcome is None else outcome.members,
-                moved=() if outcome is None else outcome.moved,
+                step=pending.step,
+                share=pending.share
+                if outcome is None
+                else (outcome.standing.version - 1) % self._settings.shares,
+                islands=() if outcome is None else tuple(outcome.members),
+                moved=() if outcome is None else tuple(outcome.moved),
                 version=self.standing.version,
                 sent_bytes=round(sent_bytes),
-                seconds=now - flight.began,
+                seconds=now - pending.began,
                 waited_seconds=now - waited_since,
                 drift=drift,
                 movement=length,
-                caught_up=outcome is not None and outcome.taken is not None,
+                caught_up=outcome is not None and outcome.adopted is not None,
             )
         )
-        before = tuple(range(self._station.islands.count)) if self._members is None else self._members
+        self.news += self._protocol.news
+        self._protocol.news.clear()
         if outcome is None:
-            self.news.append(f"this island was left out of the round after step {flight.step}")
+            self.news.append(f"this island was left out of the round after step {pending.step}")
             return
-        self._members = outcome.members
-        me = self._station.islands.index
-        for island in sorted(set(before) - set(outcome.members) - {me}):
+        before, self._members = self._members, outcome.members
+        for island in sorted({*before} - {*outcome.members}):
             self.news.append(f"island {island} is gone or silent: training goes on without it")
-        for island in sorted(set(outcome.members) - set(before) - {me}):
+        for island in sorted({*outcome.members} - {*before}):
             self.news.append(f"island {island} is here")
-        if outcome.taken is not None:
+        if outcome.adopted is not None:
             self.news.append(f"this island took the others' weights, of round {self.standing.version}")
 
-    def _give_state(self, link: Connection, _header: Header, _payload: bytearray) -> None:
-        """Answer an island that comes, or comes back, with this rank's part of weights and momentum."""
+    def _given(self) -> State | None:
+        """What an island gets that comes, or comes back: this rank's part of weights and momentum, a copy."""
         state = self.state
         if state is None:
-            link.send({"kind": "state", "standing": None})
-            return
+            return None
         with state.lock:
-            standing = self.standing.plain()
-            flat = torch.cat([*self._parts(), torch.zeros(0)])
-        link.send({"kind": "state", "standing": standing}, bytearray(flat.numpy().tobytes()))
+            return self.standing, torch.cat([*self._parts(state), torch.zeros(0)])
 
-    def _parts(self) -> list[Tensor]:
+    def _parts(self, state: OuterState) -> list[Tensor]:
         """This rank's part of the weights of every share, then of their momentum: views."""
-        state, shares = self._state, range(self._settings.shares)
         return [
             part
             for pieces in (state.weights, state.momentum)
-            for share in shares
+            for share in range(self._settings.shares)
             for part in self._ranks.mine(pieces(share))
         ]
 
-    def _take(self, taken: Taken) -> None:
+    def _adopt(self, adopted: State) -> None:
         """Put another island's state in the place of this one's. Collective over replicas of ZeRO-0."""
-        state, (standing, flat) = self._state, taken
-        parts, at = flat.split([part.numel() for part in self._parts()]), 0
+        state, (standing, flat) = self._state, adopted
+        parts, at = flat.split([part.numel() for part in self._parts(state)]), 0
         with state.lock:
             for pieces in (state.weights, state.momentum):
                 for share, sizes in enumerate(state.sizes):
@@ -411,6 +401,8 @@ class Outer:
                 for error in state.errors(share):
                     error.zero_()
             self.standing = standing
+        mine = standing.seen.get(str(self._node.islands.index), 0)
+        self._engine.global_samples = max(int(self._engine.global_samples), mine)
 
 
 def set_schedule(scheduler: Any, optimizer: Any, saved: dict[str, Any]) -> None:

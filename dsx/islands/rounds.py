@@ -1,34 +1,39 @@
-"""A round as an island's ranks go through it: be told who takes part, exchange, be told whether it counts."""
+"""A round: the first island adds up the others' movements, segment by segment, and gives each the mean.
+
+Rank r of an island sends its movement to rank r of the first one, and gets the mean of a segment as soon as
+all have sent that, on a connection of its own. An island that fails on the way is missing in the segments
+that follow, and the others go on; it takes the weights that they came to in its next round.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from dsx.errors import RunError
-from dsx.islands.exchange import Exchanged, Meeting, MissedError, exchange
-from dsx.islands.links import Header, LinkError
+from dsx.islands.coordinator import CoordinatorServer, IslandNode, parsed
+from dsx.islands.links import Connection, Header, LinkError
 from dsx.islands.ranks import IslandRanks
-from dsx.islands.standing import Standing
-from dsx.islands.state import OuterState
-from dsx.islands.station import RefusedError, Station
+from dsx.islands.standing import Ready, Round, Standing
+from dsx.islands.wire import Segment, bytes_due, decode, encode, segments, taken
 from dsx.parallel.islands import Wire
 
-_MOST_ATTEMPTS = 8
+_AHEAD = 2
+"""Segments that an island may be ahead of the slowest."""
+_TICK_SECONDS = 0.25
 
-Taken = tuple[Standing, Tensor]
-"""The state of another island: what it is, and this rank's part of weights and momentum, flat."""
+State = tuple[Standing, Tensor]
+"""The state of an island: what it is, and this rank's part of weights and momentum, flat."""
 
 
-@dataclass(slots=True)
-class Flight:
+@dataclass(slots=True, kw_only=True)
+class PendingRound:
     """A round under way.
 
     Attributes:
@@ -36,9 +41,7 @@ class Flight:
         share: The share of the model that this island thinks it is about.
         sent: This rank's weights then, fp32 on the host, by piece.
         movement: What they have moved since the last round.
-        moved: Whether that is to be counted.
-        facts: Of :class:`~dsx.islands.standing.Standing`.
-        samples: Samples that this island had trained on by then.
+        ready: What is said of it.
         began: When.
         stood_seconds: How long training stood still until its thread went on by itself.
         thread: What carries it on.
@@ -50,241 +53,469 @@ class Flight:
     share: int
     sent: list[Tensor]
     movement: list[Tensor]
-    moved: bool
-    facts: dict[str, Any]
-    samples: int
-    began: float = field(default_factory=time.perf_counter)
+    ready: Ready
+    began: float
     stood_seconds: float = 0.0
     thread: threading.Thread = field(init=False)
     outcome: RoundOutcome | None = None
     error: Exception | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RoundOutcome:
     """A round that counts.
 
     Attributes:
+        means: The mean movement of this rank's part, a tensor for each piece.
+        errors: What rounding has kept back, for each piece; empty if nothing is carried on.
         members: Islands that took part.
         moved: Those of them that had a movement.
-        share: The share of the model that it was about.
-        exchanged: The means of this rank's part, and what rounding kept back.
+        sent_bytes: Sent to other islands.
         standing: Of the weights that the round leads to.
-        taken: The state that this island had to take first; None if it had it.
+        adopted: The state that this island had to take first; None if it had it.
     """
 
-    members: tuple[int, ...]
-    moved: tuple[int, ...]
-    share: int
-    exchanged: Exchanged
-    standing: Standing
-    taken: Taken | None
+    means: list[Tensor]
+    errors: list[Tensor]
+    members: list[int] = field(default_factory=list)
+    moved: list[int] = field(default_factory=list)
+    sent_bytes: int = 0
+    standing: Standing = field(default_factory=Standing)
+    adopted: State | None = None
 
 
-class Talk:
-    """The island's side of the conversation with the others. Every rank makes one, and calls it alike.
+Share = tuple[list[Tensor], list[Tensor]]
+"""What a rank brings to a round: the pieces of its movement (of an island that has none, what has the same
+sizes), and what rounding kept back of each before; nothing for wires that carry nothing on."""
+
+
+class RoundProtocol:
+    """Takes an island through its rounds. Every rank makes one, and calls it alike.
 
     Args:
-        station: This rank's connections.
+        node: This rank's connections.
         ranks: The island's ranks.
         layout: Equal for islands whose ranks hold the same parts.
         shares: Number of shares of the model.
         wire: How numbers travel.
-        samples: How many samples this island has trained on.
+        last_step: Number of the last inner step.
+        gives_up: Whether this island is to end, and waits for the others no more.
+        state: Gives this rank's part of the common weights and momentum; None before there are any.
 
     Attributes:
-        turns: Grows with everything that this island's ranks have waited for together, each of which takes no
-            longer than the others' patience unless bytes move.
+        news: Sentences for people.
     """
 
     def __init__(
         self,
-        station: Station,
+        node: IslandNode,
         ranks: IslandRanks,
         *,
         layout: str,
         shares: int,
         wire: Wire,
-        samples: Callable[[], int],
+        last_step: int,
+        gives_up: Callable[[], bool],
+        state: Callable[[], State | None],
     ) -> None:
-        self._station, self._ranks = station, ranks
-        self._layout, self._shares, self._wire, self._samples = layout, shares, wire, samples
-        self._addresses = ranks.told(station.address)
-        self.turns = 0
+        self.node, self.wire, self.state = node, wire, state
+        self._ranks, self._shares, self._last_step, self._gives_up = ranks, shares, last_step, gives_up
+        self.news: list[str] = []
+        addresses = ranks.told(node.address)
+        if node.server is not None:
+            node.server.start(layout, addresses, self)
+        if node.client is not None:
+            node.client.start(layout, gives_up, self.news)
 
-    def newest(self, standing: Standing) -> Header | None:
-        """What is known of the island that is furthest ahead; None if no other is known. Collective.
+    def newest(self) -> tuple[Standing, list[str]] | None:
+        """What the first island holds, and where its ranks listen; None if it is not there. Collective.
 
         Raises:
-            RunError: It has another layout.
+            RunError: It has another layout, or knows another launch that is this island.
         """
+        client = self.node.client
+        return self._ranks.agree(lambda: None if client is None else client.newest())
 
-        def ask() -> Header | None:
-            delegate = self._station.delegate
-            assert delegate is not None, "rank 0 asks"
-            try:
-                found = delegate.newest(self._about(standing))
-            except LinkError:
-                return None
-            except RefusedError as error:
-                raise self._refused(error.args[0]) from None
-            if found is not None and found["layout"] != self._layout:
-                raise self._other_layout(found["island"])
-            return found
-
-        return self._ranks.agree(ask)
-
-    def fetched(self, addresses: Sequence[str]) -> Taken | None:
-        """An island's state, if every rank got its part, of one and the same. Collective.
-
-        Args:
-            addresses: Of that island's ranks.
-        """
-        found: Taken | None = None
+    def fetched(self, addresses: Sequence[str]) -> State | None:
+        """The first island's state, if every rank got its part, of one and the same. Collective."""
+        found: State | None = None
         try:
-            header, payload = self._station.fetch(addresses[self._ranks.rank])
-            if header["standing"] is not None:
-                flat = torch.frombuffer(payload, dtype=torch.float32) if payload else torch.zeros(0)
-                found = Standing(**header["standing"]), flat
-        except LinkError:
-            found = None
+            with self.connected(addresses, {"kind": "state"}) as link:
+                found = self.adoptable(link)
+        except LinkError as error:
+            self.news.append(f"the weights of island 0 cannot be taken: {error}")
         names = self._ranks.told(None if found is None else found[0].name)
         return found if len(set(names)) == 1 else None
 
-    def go_through(self, flight: Flight, standing: Standing, state: OuterState) -> RoundOutcome | None:
-        """Try until a round counts, or this island is left out of it: None then. Collective.
+    def go_through(self, pending: PendingRound, share_of: Callable[[int], Share]) -> RoundOutcome | None:
+        """The round; None if it was without this island. Collective.
+
+        Args:
+            pending: The round.
+            share_of: Gives what this rank brings to a round about a share.
 
         Raises:
-            RunError: Another island has another layout.
+            RunError: The first island has another layout, or knows another launch that is this island.
         """
-        ready = {**self._about(standing), "kind": "ready", "moved": flight.moved, "facts": flight.facts}
-        ready["samples"] = flight.samples
-        for _ in range(_MOST_ATTEMPTS):
-            decision = self._ranks.agree(partial(self._asked, ready, standing))
-            self.turns += 1
-            if decision is None:
-                if self._ranks.agree(self._gives_up):
-                    return None
-                continue
-            exchanged, taken, missed = self._tried(flight, decision, state)
-            well = self._ranks.everybody(exchanged is not None)
-            self.turns += 1
-            version = decision["version"] + 1
-            progress = decision["progress"] + len(decision["moved"])
-            done = {
-                "kind": "done",
-                "attempt": decision["attempt"],
-                "well": well,
-                "missed": sorted({island for island in self._ranks.told(missed) if island is not None}),
-                "progress": progress,
-                "version": version,
-            }
-            verdict = self._ranks.agree(partial(self._asked, done, standing))
-            self.turns += 1
-            if verdict is not None and verdict["kind"] == "again":
-                continue
-            if verdict is None or verdict["kind"] == "left":
-                return None
-            assert exchanged is not None, "it counts for those that came through"
-            seen = {str(island): decision["seen"][str(island)] for island in decision["moved"]}
-            return RoundOutcome(
-                members=tuple(decision["members"]),
-                moved=tuple(decision["moved"]),
-                share=decision["version"] % self._shares,
-                exchanged=exchanged,
-                standing=Standing(
-                    name=verdict["name"],
-                    version=version,
-                    progress=progress,
-                    facts=decision["facts"],
-                    seen=decision["earlier_seen"] | seen,
-                ),
-                taken=taken,
-            )
-        return None
+        if self.node.server is not None:
+            return self._lead(self.node.server, pending.ready, share_of)
+        return self._come(pending.ready, share_of)
 
-    def _tried(
-        self, flight: Flight, decision: Header, state: OuterState
-    ) -> tuple[Exchanged | None, Taken | None, int | None]:
-        """One try on this rank: what was exchanged, what had to be taken, which island was missed."""
-        self._station.inbox.begin(decision["attempt"])
-        over = self._say_busy(decision["attempt"])
-        taken: Taken | None = None
+    def wrong(self, ready: Ready) -> str:
+        """Why no island of this run can hold what one says, in words; empty if one can."""
+        now = Standing(facts=ready.facts)
+        limits = {"last_step": self._last_step, "shares": self._shares}
+        return ready.standing.impossible(**limits) or now.impossible(**limits)
+
+    @contextmanager
+    def connected(self, addresses: Sequence[str], header: Header) -> Iterator[Connection]:
+        """A connection with this rank's peer in the first island, and a first word. Raises LinkError."""
+        if len(addresses) != self._ranks.size:
+            raise LinkError(f"the first island has {len(addresses)} ranks, and this one {self._ranks.size}")
+        link = self.node.connection(addresses[self._ranks.rank])
         try:
-            sponsor = decision["takes_from"].get(str(self._station.islands.index))
-            if sponsor is not None:
-                taken = self.fetched(decision["addresses"][str(sponsor)])
-                if taken is None or taken[0].name != decision["name"]:
-                    return None, None, sponsor
-            meeting = Meeting(
-                attempt=decision["attempt"],
-                members=tuple(decision["members"]),
-                moved=tuple(decision["moved"]),
-                addresses={
-                    int(island): its[self._ranks.rank] for island, its in decision["addresses"].items()
-                },
-            )
-            share = decision["version"] % self._shares
-            # An island that is behind adds nothing: its pieces give their sizes alone.
-            pieces = self._ranks.mine(flight.movement if share == flight.share else state.weights(share))
-            errors = self._ranks.mine(state.errors(share))
-            return exchange(self._station, meeting, pieces, errors, self._wire), taken, None
-        except MissedError as error:
-            return None, None, int(error.args[0])
+            link.send({**header, "island": self.node.islands.index})
+            yield link
         finally:
-            over.set()
+            link.close()
 
-    def _asked(self, message: Header, standing: Standing) -> Header | None:
-        delegate = self._station.delegate
-        assert delegate is not None, "rank 0 asks"
-        try:
-            return delegate.ask(message, self._about(standing))
-        except RefusedError as error:
-            raise self._refused(error.args[0]) from None
+    def following(self, link: Connection) -> tuple[Header, int]:
+        """The next message, however often it is said that it is yet to come. Raises LinkError."""
+        while True:
+            header, size = link.receive()
+            self.node.moved(1)
+            if header.get("kind") != "wait":
+                return header, size
+            link.payload(size, 0)
 
-    def _gives_up(self) -> bool:
-        delegate = self._station.delegate
-        return delegate is not None and delegate.gives_up()
+    def adoptable(self, link: Connection, heard: Callable[[int], None] | None = None) -> State:
+        """A state that is to come next. Raises LinkError.
 
-    def _say_busy(self, attempt: str) -> threading.Event:
-        """Say now and then that this rank is exchanging, until the event is set."""
-        over, delegate = threading.Event(), self._station.delegate
-        every = self._station.islands.patience_seconds / 8
-        if delegate is not None:
-
-            def say() -> None:
-                while not over.wait(every):
-                    delegate.say({"kind": "busy", "attempt": attempt})
-
-            threading.Thread(target=say, name="islands busy", daemon=True).start()
-        return over
-
-    def _about(self, standing: Standing) -> Header:
-        """What a council needs to know of this island."""
-        return {
-            "island": self._station.islands.index,
-            "layout": self._layout,
-            "addresses": self._addresses,
-            "name": standing.name,
-            "version": standing.version,
-            "progress": standing.progress,
-            "samples": self._samples(),
-            "seen": standing.seen,
-        }
-
-    def _refused(self, answer: Header) -> RunError:
-        if "twin" in answer:
-            return RunError(
-                f"dsx.outer.island = {self._station.islands.index}",
-                f"another launch, at {answer['twin']}, is this island and is there",
-                "give each launch a number of its own",
-            )
-        return self._other_layout(answer["island"])
-
-    def _other_layout(self, other: int) -> RunError:
-        return RunError(
-            f"dsx.outer, island {self._station.islands.index}",
-            "its model, frozen weights, layout, batch, dsx.data.seed or dsx.outer is not that of "
-            f"island {other}",
-            "start all islands from the same config, on as many ranks, with the same version of dsx",
+        Args:
+            link: On which.
+            heard: Told of its bytes.
+        """
+        header, size = self.following(link)
+        standing, mine = parsed(Standing, header.get("standing")), self.state()
+        if mine is None:
+            raise LinkError("there is nothing yet that it could take the place of")
+        if wrong := standing.impossible(last_step=self._last_step, shares=self._shares):
+            raise LinkError(f"it says that it is at {wrong}")
+        whole = [(0, 0, mine[1].numel())]
+        (flat,) = decode(
+            link.payload(size, bytes_due(whole, "fp32"), heard or self.node.moved), whole, "fp32"
         )
+        if not flat.isfinite().all():
+            raise LinkError("its weights are not finite")
+        return standing, flat
+
+    def give_state(self, link: Connection, state: State | None) -> int:
+        """Send this rank's part of a state; the bytes. Raises LinkError."""
+        if state is None:
+            raise LinkError("there is no state yet")
+        standing, flat = state
+        return link.send(
+            {"kind": "state", "standing": standing.plain()}, encode([flat], "fp32"), self.node.moved
+        )
+
+    def _lead(
+        self, server: CoordinatorServer, ready: Ready, share_of: Callable[[int], Share]
+    ) -> RoundOutcome | None:
+        meeting: Round | None = self._ranks.agree(partial(server.gathered, ready, self._gives_up))
+        self.node.moved(1)
+        if meeting is None:
+            return None
+        here = LedRound(self, meeting, share_of(meeting.standing.version % self._shares))
+        server.begin(meeting.name, here)
+        outcome = None
+        try:
+            if self._ranks.everybody(here.adopts()):
+                outcome = here.averaged()
+                outcome = outcome if self._ranks.everybody(outcome is not None) else None
+            lost: dict[int, str] = {}
+            for its in self._ranks.told(here.failed):
+                lost |= its
+            for island, why in sorted(lost.items()):
+                self.news.append(f"island {island} is left out of a round: {why}")
+            if outcome is not None:
+                outcome.members = [island for island in meeting.members if island not in lost]
+                outcome.moved = [island for island in meeting.moved if island not in lost]
+                outcome.standing = meeting.after(outcome.moved)
+                here.end({"kind": "end", "members": outcome.members, "moved": outcome.moved})
+            return outcome
+        finally:
+            here.end({"kind": "out"})
+
+    def _come(self, ready: Ready, share_of: Callable[[int], Share]) -> RoundOutcome | None:
+        client = self.node.client
+        told = self._ranks.agree(lambda: None if client is None else client.ask(ready))
+        self.node.moved(1)
+        if told is None:
+            return None
+        meeting, addresses = told
+        found: RoundOutcome | None = None
+        try:
+            self._require_possible(meeting, ready)
+            here = ComingRound(self, meeting, share_of(meeting.standing.version % self._shares))
+            found = here.gone_through(addresses)
+        except LinkError as error:
+            self.news.append(f"this island is left out of a round: {error}")
+        return found if self._ranks.everybody(found is not None) else None
+
+    def _require_possible(self, meeting: Round, ready: Ready) -> None:
+        me, other = self.node.islands.index, meeting.standing.name != ready.standing.name
+        if me not in meeting.members or other != (me in meeting.behind) or self.wrong(meeting.ready):
+            raise LinkError("it is about weights that there cannot be")
+
+
+class LedRound:
+    """A round at a rank of the first island, of which the threads that serve the others take part.
+
+    Attributes:
+        failed: Why islands are left out.
+    """
+
+    def __init__(self, protocol: RoundProtocol, meeting: Round, mine: Share) -> None:
+        self._protocol, self._node, self._wire = protocol, protocol.node, protocol.wire
+        self._meeting, (self._pieces, self._kept) = meeting, mine
+        self._patience = self._node.islands.patience_seconds
+        self._segments = segments([piece.numel() for piece in self._pieces])
+        self._came: dict[int, dict[int, list[Tensor]]] = {island: {} for island in meeting.moved if island}
+        self._heard = dict.fromkeys(meeting.members, time.monotonic())
+        self._changed = threading.Condition()
+        # What those that are behind take, as it is before the round moves it.
+        self._state = protocol.state() if meeting.behind and not meeting.source else None
+        self._means: list[bytearray] = []
+        self._owed = {*meeting.members[1:]}
+        self._end: Header | None = None
+        self.failed: dict[int, str] = {}
+
+    def take(self, link: Connection, island: int) -> None:
+        """Take an island's state, if that is due, and its movement. Raises LinkError."""
+
+        def heard(count: int) -> None:
+            self._node.moved(count)
+            self._heard[island] = time.monotonic()
+
+        if island == self._meeting.source:
+            state = self._protocol.adoptable(link, heard)
+            _require_told(self._meeting, state)
+            with self._changed:
+                self._state = state
+                self._changed.notify_all()
+        for number, segment in enumerate(self._segments if island in self._came else ()):
+            _, size = link.receive()
+            values = decode(link.payload(size, bytes_due(segment, self._wire), heard), segment, self._wire)
+            if not _finite(values):
+                raise LinkError("its movement is not finite")
+            with self._changed:
+                while number - len(self._means) >= _AHEAD and self._end is None:
+                    self._changed.wait()
+                heard(0)
+                self._came[island][number] = values
+                self._changed.notify_all()
+
+    def give(self, link: Connection, island: int) -> None:
+        """Give an island the weights, if it is behind, and the mean. Raises LinkError."""
+        number = -1 if island in self._meeting.behind else 0
+        traffic, since = self._node.traffic, time.monotonic()
+        while True:
+            with self._changed:
+                due = self._state is not None if number < 0 else number < len(self._means)
+                if not due and self._end is None:
+                    self._changed.wait(self._patience / 8)
+                    due = self._state is not None if number < 0 else number < len(self._means)
+                end = self._end
+            if due:
+                if number < 0:
+                    self._protocol.give_state(link, self._state)
+                else:
+                    link.send({"kind": "mean"}, self._means[number], self._node.moved)
+                number += 1
+            elif end is not None:
+                link.send(end)
+                with self._changed:
+                    self._owed.discard(island)
+                    if not self._owed:
+                        self._means, self._state = [], None
+                return
+            elif self._node.traffic == traffic and time.monotonic() - since > 2 * self._patience:
+                raise LinkError("nothing moves at the first island")
+            else:
+                if self._node.traffic != traffic:
+                    traffic, since = self._node.traffic, time.monotonic()
+                link.send({"kind": "wait"})
+
+    def fails(self, island: int, why: str) -> None:
+        """Leave an island out."""
+        with self._changed:
+            if self._end is None and island in self._heard:
+                self.failed.setdefault(island, why)
+            self._changed.notify_all()
+
+    def end(self, said: Header) -> None:
+        """Say how it has ended, once."""
+        with self._changed:
+            self._end = said if self._end is None else self._end
+            self._changed.notify_all()
+
+    def adopts(self) -> bool:
+        """Whether this rank has the newest weights, once they have come, if another island has them."""
+        source = self._meeting.source
+        if not source:
+            return True
+        with self._changed:
+            while self._state is None and source not in self.failed:
+                self._look_for([source])
+            return self._state is not None
+
+    def averaged(self) -> RoundOutcome | None:
+        """The mean of the movements that come; None if that is not finite."""
+        pieces, errors = self._pieces, self._kept
+        moved = 0 in self._meeting.moved
+        means = [torch.empty_like(piece) for piece in pieces]
+        left = [torch.zeros_like(error) if moved else error.clone() for error in errors]
+        for number, segment in enumerate(self._segments):
+            mean, count = self._summed(number, moved=moved)
+            for total in mean:
+                total.div_(max(1, count))
+            data = encode(mean, self._wire)
+            said = decode(data, segment, self._wire)
+            if not _finite(said):
+                return None
+            for place, value in zip(taken(means, segment), said, strict=True):
+                place.copy_(value)
+            # All miss what rounding takes from the mean: the next time this island adds it for all.
+            for kept, exact, value in zip(taken(left, segment) if errors else (), mean, said, strict=False):
+                kept.add_(exact - value, alpha=count)
+            self._node.moved(1)
+            with self._changed:
+                self._means.append(data)
+                self._changed.notify_all()
+        sent_bytes = len(self._owed) * sum(map(len, self._means))
+        adopted = self._state if self._meeting.source else None
+        self._pieces, self._kept = [], []
+        return RoundOutcome(means=means, errors=left, sent_bytes=sent_bytes, adopted=adopted)
+
+    def _summed(self, number: int, *, moved: bool) -> tuple[list[Tensor], int]:
+        """The sum of a segment's movements, in the order of islands, and how many they are."""
+        segment, came = self._segments[number], self._came
+        with self._changed:
+            while missing := [i for i, its in came.items() if number not in its and i not in self.failed]:
+                self._look_for(missing)
+            parts = [its.pop(number) for island, its in came.items() if island not in self.failed]
+        if moved:
+            parts.insert(0, _added(self._pieces, self._kept, segment))
+        total = [torch.zeros(high - low) for _, low, high in segment]
+        for part in parts:
+            for place, value in zip(total, part, strict=True):
+                place.add_(value)
+        return total, len(parts)
+
+    def _look_for(self, islands: Sequence[int]) -> None:
+        """Wait a little, and leave out islands of which nothing has come for too long."""
+        self._changed.wait(_TICK_SECONDS)
+        for island in islands:
+            if time.monotonic() - self._heard[island] > self._patience:
+                self.failed.setdefault(island, f"nothing came for {self._patience:g} s")
+
+
+class ComingRound:
+    """A round at a rank of another island."""
+
+    def __init__(self, protocol: RoundProtocol, meeting: Round, mine: Share) -> None:
+        self._protocol, self._meeting, (self._pieces, self._kept) = protocol, meeting, mine
+        self._me, self._wire = protocol.node.islands.index, protocol.wire
+        self._segments = segments([piece.numel() for piece in self._pieces])
+        self._errors = self._kept
+        self._sent_bytes = 0
+        self._up: Connection | None = None
+
+    def gone_through(self, addresses: Sequence[str]) -> RoundOutcome:
+        """Send this rank's part, and take the mean. Raises LinkError."""
+        protocol, meeting, me = self._protocol, self._meeting, self._me
+        with protocol.connected(addresses, {"kind": "down", "round": meeting.name}) as down:
+            sender = threading.Thread(
+                target=self._send, args=(addresses, down), name="islands send", daemon=True
+            )
+            sender.start()
+            try:
+                adopted = protocol.adoptable(down) if me in meeting.behind else None
+                if adopted is not None:
+                    _require_told(meeting, adopted)
+                means = self._means(down)
+                header, size = protocol.following(down)
+                down.payload(size, 0)
+            finally:
+                if self._up is not None:  # what has not been taken by now is not waited for
+                    self._up.close()
+                sender.join()
+        moved = parsed(list[int], header.get("moved"))
+        if header.get("kind") != "end" or (me in meeting.moved and me not in moved):
+            raise LinkError("the first island has gone on without it")
+        return RoundOutcome(
+            means=means,
+            errors=self._errors,
+            members=parsed(list[int], header.get("members")),
+            moved=moved,
+            sent_bytes=self._sent_bytes,
+            standing=meeting.after([island for island in meeting.moved if island in moved]),
+            adopted=adopted,
+        )
+
+    def _means(self, down: Connection) -> list[Tensor]:
+        means = [torch.empty_like(piece) for piece in self._pieces]
+        for segment in self._segments:
+            header, size = self._protocol.following(down)
+            if header.get("kind") != "mean":
+                raise LinkError("the first island has ended the round")
+            data = down.payload(size, bytes_due(segment, self._wire), self._protocol.node.moved)
+            values = decode(data, segment, self._wire)
+            if not _finite(values):
+                raise LinkError("the mean that came is not finite")
+            for place, value in zip(taken(means, segment), values, strict=True):
+                place.copy_(value)
+        return means
+
+    def _send(self, addresses: Sequence[str], down: Connection) -> None:
+        """Send what is due, which takes as long as the slowest island does."""
+        node, source = self._protocol.node, self._me == self._meeting.source
+        if self._me not in self._meeting.moved and not source:
+            return
+        try:
+            with self._protocol.connected(addresses, {"kind": "up", "round": self._meeting.name}) as up:
+                self._up = up
+                up.patience_seconds = None  # the slowest island is waited for, as the other connection says
+                if source:
+                    self._sent_bytes += self._protocol.give_state(up, self._protocol.state())
+                if self._me not in self._meeting.moved:
+                    return
+                self._errors = [torch.empty_like(error) for error in self._kept]
+                for segment in self._segments:
+                    exact = _added(self._pieces, self._kept, segment)
+                    data = encode(exact, self._wire)
+                    self._sent_bytes += up.send({"kind": "part"}, data, node.moved)
+                    if self._errors:
+                        said = decode(data, segment, self._wire)
+                        for kept, value, rounded in zip(
+                            taken(self._errors, segment), exact, said, strict=True
+                        ):
+                            torch.sub(value, rounded, out=kept)
+        except LinkError:
+            down.close()
+
+
+def _require_told(meeting: Round, state: State) -> None:
+    """Raises LinkError unless the state is what was said of it."""
+    if state[0] != meeting.standing:
+        raise LinkError("its weights are others than it has said")
+
+
+def _added(pieces: list[Tensor], kept: list[Tensor], segment: Segment) -> list[Tensor]:
+    """A segment of a movement, with what rounding kept back before."""
+    exact = taken(pieces, segment)
+    return [m + e for m, e in zip(exact, taken(kept, segment), strict=True)] if kept else exact
+
+
+def _finite(values: Sequence[Tensor]) -> bool:
+    return all(bool(value.isfinite().all()) for value in values)

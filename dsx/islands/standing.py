@@ -1,9 +1,14 @@
-"""What the islands' common weights are, and what came of a round. Pure data."""
+"""What the islands' common weights are, what islands say of them, and what came of a round. Pure data."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
+
+Count = Annotated[int, Field(ge=0, lt=1 << 53)]
+Name = Annotated[str, Field(max_length=64)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,15 +23,82 @@ class Standing:
         seen: Samples that each island had trained on by then, by island.
     """
 
-    name: str = ""
-    version: int = 0
-    progress: int = 0
+    name: Name = ""
+    version: Count = 0
+    progress: Count = 0
     facts: dict[str, Any] = field(default_factory=lambda: {"step": 0, "lr_scheduler": None})
-    seen: dict[str, int] = field(default_factory=dict)
+    seen: dict[str, Count] = field(default_factory=dict)
 
     def plain(self) -> dict[str, Any]:
         """As JSON values, from which ``Standing(**plain)`` makes it again."""
         return asdict(self)
+
+    def impossible(self, *, last_step: int, shares: int) -> str:
+        """Why no run can have come to it after so many steps, in words; empty if one can."""
+        step = self.facts.get("step")
+        if not isinstance(step, int) or not 0 <= step <= last_step:
+            return f"step {step!r}, and the last one is {last_step}"
+        if self.version > step * shares:
+            return f"round {self.version}, and at step {step} there have been at most {step * shares}"
+        return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """What an island says when it is ready for a round.
+
+    Attributes:
+        standing: Of its common weights.
+        moved: Whether it has a movement that is to be counted.
+        facts: Those of a standing, as they are now.
+        samples: That it has trained on.
+    """
+
+    standing: Standing
+    moved: bool
+    facts: dict[str, Any]
+    samples: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """What the first island has decided of a round.
+
+    Attributes:
+        name: Of the round, and of the weights that it leads to.
+        members: Islands that take part.
+        moved: Those that have a movement to add.
+        behind: Those that hold other weights, and take the newest first.
+        source: Who has these.
+        standing: Of the newest weights.
+        facts: Of the weights that it leads to.
+        samples: Of each member.
+    """
+
+    name: Name
+    members: list[int]
+    moved: list[int]
+    behind: list[int]
+    source: int
+    standing: Standing
+    facts: dict[str, Any]
+    samples: dict[int, Count]
+
+    @property
+    def ready(self) -> Ready:
+        """What it says of the weights, as an island would."""
+        return Ready(standing=self.standing, moved=False, facts=self.facts, samples=0)
+
+    def after(self, moved: list[int]) -> Standing:
+        """What the weights are once these have moved them."""
+        seen = {str(island): self.samples[island] for island in moved}
+        return Standing(
+            name=self.name,
+            version=self.standing.version + 1,
+            progress=self.standing.progress + len(moved),
+            facts=self.facts,
+            seen=self.standing.seen | seen,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

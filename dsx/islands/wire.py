@@ -7,9 +7,41 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dsx.parallel.islands import BLOCK, Wire, wire_bytes
+from dsx.parallel.islands import BLOCK, SEGMENT, Wire, wire_bytes
 
 _MOST = 127
+
+Segment = list[tuple[int, int, int]]
+"""Parts of pieces: which piece, and from which element to which."""
+
+
+def segments(sizes: Sequence[int]) -> list[Segment]:
+    """Pieces of these sizes in segments, which are sent one by one and begin at blocks.
+
+    >>> segments([3, 2 * SEGMENT, 1]) == [
+    ...     [(0, 0, 3), (1, 0, SEGMENT)], [(1, SEGMENT, 2 * SEGMENT)], [(2, 0, 1)]]
+    True
+    """
+    found: list[Segment] = []
+    room = 0
+    for piece, size in enumerate(sizes):
+        for low in range(0, size, SEGMENT):
+            if room <= 0:
+                found.append([])
+                room = SEGMENT
+            found[-1].append((piece, low, min(low + SEGMENT, size)))
+            room -= min(SEGMENT, size - low)
+    return found
+
+
+def bytes_due(segment: Segment, wire: Wire) -> int:
+    """How many bytes a segment is."""
+    return sum(wire_bytes(high - low, wire) for _, low, high in segment)
+
+
+def taken(pieces: Sequence[Tensor], segment: Segment) -> list[Tensor]:
+    """The parts of a segment: views."""
+    return [pieces[piece][low:high] for piece, low, high in segment]
 
 
 def encode(pieces: Sequence[Tensor], wire: Wire) -> bytearray:
@@ -21,10 +53,10 @@ def encode(pieces: Sequence[Tensor], wire: Wire) -> bytearray:
     return bytearray(b"".join(_bytes_of(part) for piece in pieces for part in _parts(piece, wire)))
 
 
-def decode(data: bytearray, sizes: Sequence[int], wire: Wire) -> list[Tensor]:
-    """The pieces, fp32 of these sizes, that :func:`encode` made ``data`` of."""
+def decode(data: bytearray, segment: Segment, wire: Wire) -> list[Tensor]:
+    """The parts of a segment, fp32, that :func:`encode` made ``data`` of."""
     pieces, at, view = [], 0, memoryview(data)
-    for size in sizes:
+    for size in (high - low for _, low, high in segment):
         end = at + wire_bytes(size, wire)
         pieces.append(_piece(view[at:end], size, wire))
         at = end

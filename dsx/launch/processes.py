@@ -34,7 +34,7 @@ from dsx.parallel.islands import Islands
 from dsx.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
-    from dsx.islands.station import Station
+    from dsx.islands.coordinator import IslandNode
 
 _LOOK_SECONDS = 1.0
 _ASK_SECONDS = 0.05
@@ -216,14 +216,14 @@ def distributed(
     if dist.is_initialized() and (islands is None or not islands.together):
         deepspeed.init_distributed(dist_backend=backend, verbose=False)
         load_compilers_late()
-        with _station(islands, dist.get_rank(), None) as station:
-            yield _groups(mesh, sequence_parallel, seed, station)
+        with _island_node(islands, dist.get_rank(), None) as node:
+            yield _groups(mesh, sequence_parallel, seed, node)
         return
     store = _join_world(backend, islands, spare_ranks, timedelta(seconds=start_timeout_seconds), timeout)
     deepspeed.init_distributed(dist_backend=backend, verbose=False)
     load_compilers_late()  # torch loads them with a process group where it finds them begun
-    with _station(islands, dist.get_rank(), store) as station:
-        groups = _groups(mesh, sequence_parallel, seed, station)
+    with _island_node(islands, dist.get_rank(), store) as node:
+        groups = _groups(mesh, sequence_parallel, seed, node)
         yield groups
         dist.barrier()  # before the first rank takes leave of the other islands
     # Without this, ranks that end early tear down connections that others still use. An exception skips it:
@@ -286,30 +286,27 @@ def _default_store() -> Any:
 
 
 @contextmanager
-def _station(islands: Islands | None, place: int, shared: Any) -> Iterator[Station | None]:
+def _island_node(islands: Islands | None, place: int, shared: Any) -> Iterator[IslandNode | None]:
     """This rank's connections with other islands, closed in the end, whatever it is."""
     if islands is None:
         yield None
         return
-    from dsx.islands.links import doubts  # here: other runs have no islands
-    from dsx.islands.station import Station
+    from dsx.islands.coordinator import IslandNode  # here: other runs have no islands
 
-    for doubt in doubts(islands.meet, islands.index) if place == 0 else ():
-        sys.stderr.write(f"warning: {doubt}\n")
     launcher = f"{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{os.environ.get('MASTER_PORT', '29500')}"
-    station = Station(islands, place, shared=shared, launcher=launcher)
+    node = IslandNode(islands, place, shared=shared, launcher=launcher)
     try:
-        yield station
+        yield node
     except BaseException:
-        station.close(patience_seconds=0.0)
+        node.close(patience_seconds=0.0)
         raise
-    station.close()
+    node.close()
 
 
-def _groups(mesh: Mesh, sequence_parallel: bool, seed: int, station: Station | None = None) -> Groups:
-    groups = make_groups(mesh, sequence_parallel=sequence_parallel, station=station)
+def _groups(mesh: Mesh, sequence_parallel: bool, seed: int, node: IslandNode | None = None) -> Groups:
+    groups = make_groups(mesh, sequence_parallel=sequence_parallel, island=node)
     # Islands draw different masks of dropout, as data-parallel ranks do.
-    seed_generators(groups, seed if station is None else seed + mesh.size * station.islands.index)
+    seed_generators(groups, seed if node is None else seed + mesh.size * node.islands.index)
     return groups
 
 

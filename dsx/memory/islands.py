@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from dsx.memory.ledger import Label, Ledger, Storage
 from dsx.memory.states import States
-from dsx.parallel.islands import OUTER_ERROR, OUTER_MOMENTUM, OUTER_WEIGHTS, Wire, cut, wire_bytes
+from dsx.parallel.islands import OUTER_ERROR, OUTER_MOMENTUM, OUTER_WEIGHTS, SEGMENT, Wire, cut, wire_bytes
 
 OUTER_STEP = "outer step"
 """Name of the phase in which islands average their movements."""
 
-_STATE, _ROUNDS, _EXCHANGE = "dsx islands/state.py", "dsx islands/outer.py", "dsx islands/exchange.py"
+_STATE, _ROUNDS, _EXCHANGE = "dsx islands/state.py", "dsx islands/outer.py", "dsx islands/rounds.py"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,26 +77,17 @@ class IslandMemory:
         self._flight.append(self._hold("temporaries", "movement", "4 S", _ROUNDS, 4 * self._share))
 
     def exchange(self) -> None:
-        """The messages, at most all of a stage at once, then the mean."""
+        """The mean, segment by segment, as the first island makes it for the others."""
         of, mine = self._settings.count, -(-self._share // self._replicas)
-        others = sum(self._bytes(size) for size in self._pieces) * (of - 1) // (of * self._replicas)
-        kind = "transfers", "messages", f"2 (n-1)/n of {self._settings.wire}", _EXCHANGE
-        added: list[Storage] = []
         if self._rounds:
             kept_back = "temporaries", "what is kept back", "4 M", _EXCHANGE
             self._flight.append(self._hold(*kept_back, 4 * mine))
-            what = "temporaries", "movement with what was kept back", "4 M", _EXCHANGE
-            added.append(self._hold(*what, 4 * mine))
-        messages = self._hold(*kind, 2 * others)
-        part = "temporaries", "slices of the mean", "12 M/n", _EXCHANGE
-        _drop(self._hold(*part, 12 * mine // of))
-        _drop(messages)
         self._flight.append(self._hold("temporaries", "mean movement", "4 M", _EXCHANGE, 4 * mine))
-        slices, messages = (
-            self._hold(*part[:2], "8 M/n", _EXCHANGE, 8 * mine // of),
-            self._hold(*kind, others),
-        )
-        _drop(slices, messages, *added)
+        wired = sum(self._bytes(size) for size in self._pieces) // self._replicas
+        messages = self._hold("transfers", "means on their way", self._settings.wire, _EXCHANGE, wired)
+        # Of each other island two that wait and one that comes; the sum, and what is said of it.
+        what = "temporaries", "movements and mean", "12 (n-1) + 8 of a segment", _EXCHANGE
+        _drop(self._hold(*what, (12 * (of - 1) + 8) * min(mine, SEGMENT)), messages)
 
     def land(self) -> None:
         """The outer optimizer moves the common weights, and the masters follow."""

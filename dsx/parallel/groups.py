@@ -20,7 +20,7 @@ from dsx.parallel.mesh import Mesh
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from dsx.islands.station import Station
+    from dsx.islands.coordinator import IslandNode
 
 CHANNELS = ("F_up", "F_down", "B_up", "B_down")
 """Transfer kind x direction: activations (F) or gradients (B), to a higher or a lower rank."""
@@ -40,7 +40,7 @@ class Groups:
         channels: One group per transfer kind and direction over the pipe ranks. NCCL runs the transfers of
             a pair of ranks in a group one after the other, so directions and kinds have groups of their own.
         sequence_parallel: Whether activations between tensor-parallel blocks are split along the sequence.
-        station: This rank's connections with other islands; None without islands.
+        island: This rank's connections with other islands; None without islands.
         silent: Whether what is done in these groups is not to be told on any console.
         pp_rank: Coordinate on the pipeline axis.
         dp_rank: Coordinate on the data-parallel axis.
@@ -59,7 +59,7 @@ class Groups:
     model: ProcessGroup
     channels: Mapping[str, ProcessGroup]
     sequence_parallel: bool = False
-    station: Station | None = None
+    island: IslandNode | None = None
     silent: bool = False
 
     # Looked up for every message: computed once.
@@ -84,7 +84,7 @@ class Groups:
     @property
     def mute(self) -> bool:
         """Whether this rank has no console: all but the first of the job, or of its first island."""
-        told = self.station is None or self.station.islands.speaks
+        told = self.island is None or self.island.islands.speaks
         return self.silent or self.rank != 0 or not told
 
     @property
@@ -102,7 +102,7 @@ class Groups:
         return self._peers[pp_rank]
 
 
-def make_groups(mesh: Mesh, *, sequence_parallel: bool = False, station: Station | None = None) -> Groups:
+def make_groups(mesh: Mesh, *, sequence_parallel: bool = False, island: IslandNode | None = None) -> Groups:
     """Create every process group of ``mesh``; a collective call over all ranks.
 
     Raises:
@@ -125,7 +125,7 @@ def make_groups(mesh: Mesh, *, sequence_parallel: bool = False, station: Station
         model=new_group(mesh.group_of(rank, *mesh.model_axes)),
         channels={name: new_group(pipe) for name in CHANNELS},
         sequence_parallel=sequence_parallel,
-        station=station,
+        island=island,
     )
 
 

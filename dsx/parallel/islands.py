@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -16,6 +17,9 @@ that all had last, their momentum, and what rounding has kept back."""
 BLOCK = 4096
 """Consecutive elements of a parameter that share one fp32 scale when they travel as int8."""
 
+SEGMENT = 8 * BLOCK
+"""Elements that travel in one message."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Islands:
@@ -25,15 +29,19 @@ class Islands:
         count: How many they are when all are there.
         index: Which this is, from 0.
         ranks: Ranks of each.
-        meet: Where each island listens, ``host:port`` by island, if a launcher starts each by itself; empty
-            if one launcher has started all.
+        meet: Where the first island listens, ``host:port``, if a launcher starts each by itself; empty if one
+            launcher has started all.
+        keys: The folder with their keys; None for links that are neither encrypted nor authenticated.
+        insecure: Whether such links are wanted beyond this machine.
         patience_seconds: How long an island waits for another of which nothing comes.
     """
 
     count: int
     index: int
     ranks: int
-    meet: tuple[str, ...] = ()
+    meet: str = ""
+    keys: str | None = None
+    insecure: bool = False
     patience_seconds: float = 60.0
 
     @property
@@ -131,7 +139,7 @@ def wrong_address(text: str) -> tuple[str, str] | None:
     if found is None or not 0 < int(found["port"]) < 1 << 16:
         return "which is no host:port", "write it as hostA:29700, 10.0.0.5:29700 or [fd00::5]:29700"
     if not (found["v6"] or found["host"]).strip("0:.*"):  # one may listen at 0.0.0.0, and at ::
-        fix = "give a name or an address of the machine; it listens on all of them"
+        fix = "give a name or an address of the first island's machine"
         return "to which no other island can connect", fix
     return None
 
@@ -144,6 +152,18 @@ def place_of(address: str) -> tuple[str, int]:
     """
     host, _, port = address.rpartition(":")
     return host.strip("[]").lower(), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is reached from this machine alone.
+
+    >>> [is_loopback(host) for host in ("localhost", "127.0.0.1", "::1", "10.0.0.5", "127.example.org")]
+    [True, True, True, False, False]
+    """
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 def cut(start: int, stop: int, part: int, parts: int) -> tuple[int, int]:

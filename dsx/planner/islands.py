@@ -1,8 +1,8 @@
 """What islands cost over a slow link: seconds of a round, tokens per second, and when they pay. Pure.
 
-A site is a cluster of its own for its layout (:mod:`dsx.planner.plan`). Between sites each of n islands
-sends, for a round, 2 (n-1)/n of the weights that are trained, in the bytes of its wire: to every other island
-that one's slice of the movement, and then its own slice of the mean. Ranks of a site send their parts at once
+A site is a cluster of its own for its layout (:mod:`dsx.planner.plan`). For a round each of n islands but
+the first sends that one the weights that are trained, in the bytes of its wire, and gets as many back: the
+link of the first carries n-1 times that, in each direction at once. Ranks of a site send their parts at once
 and share its link.
 """
 
@@ -27,8 +27,8 @@ PAYS = 1.05
 """So many times the tokens per second of one job islands must have before they pay: their loss may be worse.
 """
 
-_LATENCIES = 6
-"""Of a round: two messages between peers, and two questions to a council with their answers."""
+_LATENCIES = 8
+"""Of a round: a question to the first island, a connection, its TLS and a movement, and each one's answer."""
 
 _HOST_SECONDS = 30e-9
 """Of a core, for each element of a round's movement that a rank has: reading, rounding, averaging, the outer
@@ -107,8 +107,8 @@ class IslandTask:
         )
 
     def sent_bytes(self, terms: Terms) -> float:
-        """Bytes over the link of an island, in each direction, for a round about every share."""
-        return 2 * (self.count - 1) / self.count * wire_bytes(self.elements, terms.wire)
+        """Bytes over the link of the first island, in each direction, for a round about every share."""
+        return (self.count - 1) * wire_bytes(self.elements, terms.wire)
 
     def round_seconds(self, terms: Terms) -> float:
         """A round about one share."""

@@ -201,7 +201,7 @@ def _compared(
 ) -> Proof | ParityFinding:
     """A step of a job beside ``plan``; if it differs, beside ``thorough``, which tells more in more time."""
     with _steps(where, "a small model of it does not take a step"), _undisturbed():
-        seen = passed(job, replace(groups, station=None, silent=True), 0.0)  # one island by itself
+        seen = passed(job, replace(groups, island=None, silent=True), 0.0)  # one island by itself
 
     def judged() -> Proof | ParityFinding:
         assert seen is not None, "this is rank 0"
@@ -281,7 +281,7 @@ def _way_out(config: RunConfig, refusal: Callable[..., LayoutError]) -> LayoutEr
         job = agree(partial(_changed, config, way.block))
         if job is None:
             continue
-        other = replace(make_groups(job.mesh(), sequence_parallel=job.sequence_parallel), station=None)
+        other = replace(make_groups(job.mesh(), sequence_parallel=job.sequence_parallel), island=None)
         try:
             found = _job_tried(job, config, other)
         except DsxError as error:

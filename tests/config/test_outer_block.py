@@ -9,7 +9,7 @@ from dsx.config.resolve import resolve
 from dsx.errors import ConfigError
 
 ISLANDS = {"dsx.outer": {"islands": 2}}
-MEET = ["hostA:29700", "hostB:29700"]
+MEET = {"meet": "hostA:29700", "keys": "keys"}
 
 REFUSED = {
     "elastic": ({"dsx.elastic": {"tensor": [1]}}, "dsx.elastic changes the layout"),
@@ -49,22 +49,18 @@ def test_ranks_that_make_no_equal_islands_are_refused():
     [
         ({"shares": 51}, "use at most 50 shares"),
         ({"every": 10, "delay": 5, "shares": 2}, "use at most 4, or a larger every"),
-        ({"meet": MEET[:1], "island": 0}, "meet has 1 address for islands = 2"),
-        ({"meet": [MEET[0]] * 2, "island": 0}, "meet names an address twice"),
-        ({"meet": [MEET[0], "HOSTA:29700"], "island": 0}, "meet names an address twice"),
-        ({"meet": ["*:29700", MEET[1]], "island": 0}, "to which no other island can connect"),
-        ({"meet": ["[0:0::0]:29700", MEET[1]], "island": 0}, "to which no other island can connect"),
-        ({"meet": MEET}, r"start each island with --set dsx\.outer\.island=0, 1 and so on"),
-        ({"meet": MEET, "island": 2}, r"island = 2, and islands = 2 are numbered from 0. Fix: use 0 to 1"),
+        ({"meet": "*:29700", "island": 0}, "to which no other island can connect"),
+        ({"meet": "[0:0::0]:29700", "island": 0}, "to which no other island can connect"),
+        (MEET, r"start each island with --set dsx\.outer\.island=0, 1 and so on"),
+        ({**MEET, "island": 2}, r"island = 2, and islands = 2 are numbered from 0. Fix: use 0 to 1"),
         ({"island": 0}, "island = 0 is given without meet: one launcher starts all islands"),
-        (
-            {"meet": ["hostA", MEET[1]], "island": 0},
-            '"hostA", which is no host:port. Fix: write it as hostA:29700',
-        ),
-        ({"meet": ["hostA:99999", MEET[1]], "island": 0}, '"hostA:99999", which is no host:port'),
-        ({"meet": ["fd00::5:29700", MEET[1]], "island": 0}, r"or \[fd00::5\]:29700"),
-        ({"meet": ["0.0.0.0:29700", MEET[1]], "island": 0}, "to which no other island can connect"),
-        ({"meet": ["[::]:29700", MEET[1]], "island": 0}, "to which no other island can connect"),
+        ({"meet": "hostA", "island": 0}, '"hostA", which is no host:port. Fix: write it as hostA:29700'),
+        ({"meet": "hostA:99999", "island": 0}, '"hostA:99999", which is no host:port'),
+        ({"meet": "fd00::5:29700", "island": 0}, r"or \[fd00::5\]:29700"),
+        ({"meet": "0.0.0.0:29700", "island": 0}, "to which no other island can connect"),
+        ({"meet": "[::]:29700", "island": 0}, "to which no other island can connect"),
+        ({"meet": "10.0.0.6:29700", "island": 0}, "whoever reaches it could read .* dsx islands keys FOLDER"),
+        ({**MEET, "island": 0, "insecure": True}, "keys are given, and insecure is true"),
     ],
 )
 def test_a_block_that_cannot_be(outer, said):
@@ -81,11 +77,21 @@ def test_what_islands_must_have_in_common():
 
 
 def test_each_island_may_have_a_launcher_of_its_own():
-    meet = ["[fd00::5]:29700", "10.0.0.6:29700"]
-    run = resolve(changed({"dsx.outer": {"islands": 2, "meet": meet, "island": 1}}), world_size=3)
-    assert (run.islands.index, run.islands.ranks, run.islands.meet) == (1, 3, tuple(meet))
+    meet = {"meet": "[fd00::5]:29700", "keys": "keys", "island": 1}
+    run = resolve(changed({"dsx.outer": {"islands": 2, **meet}}), world_size=3)
+    assert (run.islands.index, run.islands.ranks, run.islands.meet) == (1, 3, "[fd00::5]:29700")
+    assert (run.islands.keys, run.islands.insecure) == ("keys", False)
     assert run.summary()["islands"] == {"count": 2, "index": 1, "ranks": 3}
     assert run.output.name == "island1"
+
+
+@pytest.mark.parametrize(
+    "outer",
+    [{"meet": "localhost:29700"}, {"meet": "[::1]:29700"}, {"meet": "10.0.0.6:29700", "insecure": True}],
+)
+def test_keys_are_not_needed_on_one_machine_or_where_somebody_has_said_so(outer):
+    run = resolve(changed({"dsx.outer": {"islands": 2, "island": 0, **outer}}), world_size=1)
+    assert run.islands.keys is None
 
 
 def test_a_run_without_a_round_before_its_end_says_so():
@@ -106,9 +112,9 @@ def test_a_run_without_a_round_before_its_end_says_so():
 @pytest.mark.parametrize(
     ("edits", "says"),
     [
-        ({}, True),
-        ({"dsx.outer.optimizer": {"lr": 1.0, "momentum": 0.0}}, False),
-        ({"dsx.train.resume": "one-job"}, False),
+        ({}, False),
+        ({"dsx.outer.optimizer": {"lr": 0.7, "momentum": 0.9}}, True),
+        ({"dsx.outer.optimizer": {"lr": 0.7, "momentum": 0.9}, "dsx.train.resume": "one-job"}, False),
     ],
 )
 def test_momentum_on_fresh_weights_is_noted(edits, says, tmp_path, monkeypatch):

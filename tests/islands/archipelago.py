@@ -32,6 +32,7 @@ from typing import Any
 
 import machines
 import ranks as harness
+from dsx.islands.keys import write_keys
 from dsx.launch.local_ranks import environment
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "gpt_3d.py"
@@ -47,7 +48,9 @@ MODEL = {
 }  # fmt: skip
 
 
-def config_of(folder: Path, meet: Sequence[str], *, steps: int, every: int, **outer: Any) -> dict[str, Any]:
+def config_of(
+    folder: Path, islands: int, meet: str, *, steps: int, every: int, **outer: Any
+) -> dict[str, Any]:
     """A model for which a step takes milliseconds, on text that comes with Python."""
     warmup = {"warmup_num_steps": 5, "warmup_max_lr": 0.01, "warmup_min_lr": 0.0}
     return {
@@ -70,7 +73,7 @@ def config_of(folder: Path, meet: Sequence[str], *, steps: int, every: int, **ou
             "memory_check": "off",
             "proof": "off",  # islands that start late have no time for it
             "outer": {
-                "islands": len(meet), "every": every, "meet": [*meet],
+                "islands": islands, "every": every, "meet": meet,
                 "optimizer": {"lr": 0.7, "momentum": 0.5},  # 0.9 is for runs of more than twelve rounds
                 "patience_seconds": PATIENCE_SECONDS, **outer,
             },
@@ -337,10 +340,12 @@ def started(
             addresses = [f"10.78.0.{island + 1}" for island in range(islands)]
             for island, address in enumerate(addresses):
                 spaces.append(stack.enter_context(machines.cabled(hub, _name(island), address)))
-            meet = [f"{address}:29700" for address in addresses]
+            meet = f"{addresses[0]}:29700"
+            write_keys(folder / "keys", islands)
+            outer["keys"] = str(folder / "keys")
         else:
-            meet = [f"127.0.0.1:{reserved_port(stack)}" for _ in range(islands)]
-        content = config_of(folder, meet, steps=steps, every=every, **outer)
+            meet = f"127.0.0.1:{reserved_port(stack)}"
+        content = config_of(folder, islands, meet, steps=steps, every=every, **outer)
         content["dsx"]["train"]["seed"] = seed
         content["train_micro_batch_size_per_gpu"] = 8 // ranks
         change(content)

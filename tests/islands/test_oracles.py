@@ -29,6 +29,8 @@ LAYOUTS = {
 # With a small eps, rounding of a gradient that is all but zero becomes a part of a step.
 ADAMW = {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-3}
 
+NESTEROV = {"lr": 0.7, "momentum": 0.9}
+
 HF = {
     "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32,
     "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 2,
@@ -66,7 +68,7 @@ def config_of(parallel, stage, *, outer=None, batch=ROWS, optimizer=None, **trai
             "train": {"steps": STEPS, "output": train.pop("output", "unused"), "seed": 3, **train},
             "memory_check": "off",
             "faults": {"nonfinite": "off"},
-            **({} if outer is None else {"outer": outer}),
+            **({} if outer is None else {"outer": {"optimizer": NESTEROV, **outer}}),
         },
     }
 

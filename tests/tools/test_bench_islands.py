@@ -76,7 +76,7 @@ def test_islands_send_less(tmp_path):
     assert synchronous["bytes"] > 4 * 3 * islands["bytes"]
     assert islands["tokens_per_second"] > 0
     assert len(islands["rounds"]) == 2 + 1  # and the one that it waits for before the first step that counts
-    # What the engine counts is what the kernel counts, but for headers and the council's words.
+    # What the engine counts is what the kernel counts, but for headers and what islands tell each other.
     assert sum(its["sent_bytes"] for its in islands["rounds"][1:]) < 6 * islands["bytes"]
     assert str(System.of("islands:every=3,wire=int8")) in done.stdout
 

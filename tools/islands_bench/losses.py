@@ -15,7 +15,7 @@ from typing import Any
 from islands_bench.links import alone, inside
 
 ROOT = Path(__file__).parents[2]
-_FIRST_PORT = 29700
+_PORT = 29700
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +65,8 @@ class Outer:
     islands: int
     every: int
     wire: str = "fp32"
-    lr: float = 0.7
-    momentum: float = 0.9
+    lr: float = 1.0
+    momentum: float = 0.0
 
 
 def held_out_loss(
@@ -86,7 +86,7 @@ def held_out_loss(
             "every": outer.every,
             "wire": outer.wire,
             "optimizer": {"lr": outer.lr, "momentum": outer.momentum},
-            "meet": [f"127.0.0.1:{_FIRST_PORT + island}" for island in range(outer.islands)],
+            "meet": f"127.0.0.1:{_PORT}",
             "patience_seconds": 600,
         }
         own = training.settings(training.batch // outer.islands, folder / "run")

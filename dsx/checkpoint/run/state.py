@@ -229,8 +229,8 @@ def restore_facts(run: CheckpointedRun, facts: Mapping[str, Any], where: str) ->
 
 def _islands(run: CheckpointedRun, saved: Mapping[str, Any] | None) -> tuple[int, int, int]:
     """Islands of a saved job and of this one, and samples of an optimizer step of one of these."""
-    station = run.groups.station
-    now = 1 if station is None else station.islands.count
+    island = run.groups.island
+    now = 1 if island is None else island.islands.count
     return int((saved or {}).get("islands", 1)), now, int(run.deepspeed_engine.train_batch_size())
 
 
