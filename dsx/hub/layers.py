@@ -18,9 +18,8 @@ from dsx.models.spec import HubModel, Recompute
 from dsx.nn import collectives
 from dsx.nn.block import recomputed
 from dsx.nn.documents import Stream, carried, ending, joined, parted
-from dsx.nn.embedding import check_ids
+from dsx.nn.embedding import looked_up, own_rows
 from dsx.nn.linear import column_linear
-from dsx.nn.parallel import TensorParallel
 from dsx.nn.parameters import Weights
 
 
@@ -81,7 +80,7 @@ def _vocabulary(table: Any, weights: Weights) -> int | None:
     """
     tp, split, look_up = weights.tp, weights.split, table.forward
     size, rows = weights.specs["word.weight"].shape[0], table.weight.shape[0]
-    first, num_valid = _own_rows(size, rows, tp)
+    first, num_valid = own_rows(size, rows, tp)
     padding = getattr(table, "padding_idx", None)
     if padding is not None:
         table.padding_idx = padding - first if first <= padding < first + rows else None
@@ -91,24 +90,10 @@ def _vocabulary(table: Any, weights: Weights) -> int | None:
             return loss(x, table.weight, num_valid=num_valid)
         if as_head:
             return column_linear(x, table.weight, None, tp, num_valid=num_valid, split=split)
-        check_ids(x, size, "token id")
-        if tp.size == 1:
-            y: Tensor = look_up(x)
-            return y
-        row_BS = x - first
-        elsewhere_BS = (row_BS < 0) | (row_BS >= rows)
-        partial_BSH = look_up(row_BS.masked_fill(elsewhere_BS, 0))
-        return collectives.reduce_from(partial_BSH.masked_fill(elsewhere_BS.unsqueeze(-1), 0.0), tp)
+        return looked_up(x, look_up, size, rows, tp)
 
     table.forward = forward
     return num_valid
-
-
-def _own_rows(size: int, rows: int, tp: TensorParallel) -> tuple[int, int | None]:
-    """The first of a rank's rows, and how many of them are no padding; None for all."""
-    first = tp.rank * rows
-    valid = min(max(size - first, 0), rows)
-    return first, valid if valid < rows else None
 
 
 class HubStart(nn.Module):
@@ -344,7 +329,7 @@ class HubHead(nn.Module):
         self.word: Any = copied(anatomy.model.get_submodule(anatomy.head))
         settled(self, model, weights, set())
         size, rows = weights.specs["word.weight"].shape[0], self.word.weight.shape[0]
-        valid = _own_rows(size, rows, weights.tp)[1]
+        valid = own_rows(size, rows, weights.tp)[1]
         table, tp, split = self.word, weights.tp, weights.split
 
         def forward(x: Tensor, loss: Callable[..., Tensor] | None = None) -> Tensor:

@@ -34,7 +34,7 @@ from dsx.models.params import param_specs
 from dsx.models.quiet_transformers import first_line, torch_forms
 from dsx.models.spec import HubModel
 from dsx.nn.parallel import TensorParallel
-from dsx.nn.parameters import regions
+from dsx.nn.parameters import take_part
 
 _SAMPLES, _TOKENS = 2, 16
 _TOLERANCE = 1e-4
@@ -221,8 +221,7 @@ def layers_of(
             for spec in (spec for spec in param_specs(model, pad_multiple=1) if spec.layer == layer):
                 parameter = module.get_parameter(spec.name.partition(".")[2])
                 values = whole.get_parameter(spec.hf_whole)
-                for region, box in regions(parameter, spec, tp=tp.size, tp_rank=tp.rank):
-                    region.copy_(values[tuple(slice(*span) for span in box)])
+                take_part(parameter, values, spec, tp=tp.size, tp_rank=tp.rank)
                 parameters.append((spec, parameter))
             if model.kinds[layer] == "Block":
                 prefix = f"{anatomy.blocks}.{layer - model.kinds.index('Block')}"

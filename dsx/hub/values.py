@@ -22,7 +22,7 @@ from dsx.models.param import Init, ParamSpec
 from dsx.models.quiet_transformers import first_line
 from dsx.models.spec import HubModel
 from dsx.nn.dropout import seeded
-from dsx.nn.parameters import Weights, regions
+from dsx.nn.parameters import Weights, take_part
 
 _aten = torch.ops.aten
 
@@ -126,5 +126,4 @@ def own_values(local: Tensor, memory: str, spec: ParamSpec, model: HubModel, wei
         raise ModelError(
             memory, "the family's code gives it no fresh values", "start from a folder with weights"
         )
-    for region, box in regions(local, spec, tp=weights.tp.size, tp_rank=weights.tp.rank):
-        region.copy_(value[tuple(slice(*span) for span in box)])
+    take_part(local, value, spec, tp=weights.tp.size, tp_rank=weights.tp.rank)

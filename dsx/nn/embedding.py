@@ -96,6 +96,32 @@ def _look_up(row_BS: Tensor, weight: Tensor, split: WeightGradients | None, padd
     return y
 
 
+def own_rows(size: int, rows: int, tp: TensorParallel) -> tuple[int, int | None]:
+    """The first of a rank's ``rows`` of a table, and how many of them are no padding; None for all."""
+    first = tp.rank * rows
+    valid = min(max(size - first, 0), rows)
+    return first, valid if valid < rows else None
+
+
+def looked_up(
+    ids_BS: Tensor,
+    look_up: Callable[[Tensor], Tensor],
+    size: int,
+    rows: int,
+    tp: TensorParallel,
+    *,
+    fill: Callable[..., Tensor] = Tensor.masked_fill,
+) -> Tensor:
+    """Vectors [B, s, H] of a table of ``size``, of which each rank looks its own ``rows`` up."""
+    check_ids(ids_BS, size, "token id")
+    if tp.size == 1:
+        return look_up(ids_BS)
+    row_BS = ids_BS - tp.rank * rows
+    elsewhere_BS = (row_BS < 0) | (row_BS >= rows)
+    partial_BSH = look_up(row_BS.masked_fill(elsewhere_BS, 0))
+    return collectives.reduce_from(fill(partial_BSH, elsewhere_BS.unsqueeze(-1), 0.0), tp)
+
+
 class VocabParallelEmbedding(nn.Module):
     """Rows of a vocabulary table on this rank, used as embedding or, ``as_head``, as output linear.
 
@@ -135,9 +161,7 @@ class VocabParallelEmbedding(nn.Module):
             device=device,
         )
         rows = self.weight.shape[0]
-        self.first = tp.rank * rows
-        num_valid = min(max(vocab_size - self.first, 0), rows)
-        self.num_valid = num_valid if num_valid < rows else None
+        self.first, self.num_valid = own_rows(vocab_size, rows, tp)
         here = padding_idx is not None and self.first <= padding_idx < self.first + rows
         self.padding = padding_idx - self.first if padding_idx is not None and here else None
 
@@ -152,14 +176,9 @@ class VocabParallelEmbedding(nn.Module):
             return loss(x, self.weight, num_valid=self.num_valid)
         if as_head:
             return column_linear(x, self.weight, None, self.tp, num_valid=self.num_valid, split=self.split)
-        check_ids(x, self.vocab_size, "token id")
-        if self.tp.size == 1:
-            return _look_up(x, self.weight, self.split, self.padding)
-        row_BS = x - self.first
-        elsewhere_BS = (row_BS < 0) | (row_BS >= self.weight.shape[0])
-        partial_BSH = _look_up(row_BS.masked_fill(elsewhere_BS, 0), self.weight, self.split, self.padding)
-        partial_BSH = partial_BSH.masked_fill_(elsewhere_BS.unsqueeze(-1), 0.0)
-        return collectives.reduce_from(partial_BSH, self.tp)
+        look_up = partial(_look_up, weight=self.weight, split=self.split, padding=self.padding)
+        fill = Tensor.masked_fill_  # of a tensor that nobody else has
+        return looked_up(x, look_up, self.vocab_size, self.weight.shape[0], self.tp, fill=fill)
 
     def extra_repr(self) -> str:
         """What ``repr`` shows."""

@@ -98,6 +98,14 @@ def regions(out: Tensor, spec: ParamSpec, *, tp: int, tp_rank: int) -> Iterator[
         yield region, box
 
 
+@torch.no_grad()
+def take_part(out: Tensor, whole: Tensor, spec: ParamSpec, *, tp: int, tp_rank: int) -> None:
+    """Write one rank's part of a whole tensor into ``out``; padding becomes zero."""
+    out.zero_()
+    for region, box in regions(out, spec, tp=tp, tp_rank=tp_rank):
+        region.copy_(whole[tuple(slice(*span) for span in box)])
+
+
 def _key(seed: int, name: str) -> tuple[int, int]:
     digest = int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest(), "little")
     return digest & _MASK, digest >> 32
@@ -232,9 +240,7 @@ def _fill(parameter: Any, spec: ParamSpec, init: Initialiser, tp: TensorParallel
         given = init(whole)
     if isinstance(given, Tensor) and given.shape == whole.shape:
         whole = given
-    parameter.zero_()
-    for region, box in regions(parameter, spec, tp=tp.size, tp_rank=tp.rank):
-        region.copy_(whole[tuple(slice(*span) for span in box)])
+    take_part(parameter, whole, spec, tp=tp.size, tp_rank=tp.rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -557,7 +557,7 @@ def weights_of(whole: PreTrainedModel, model: Model, groups: Groups) -> Callable
         own = names.in_memory(spec)
         joined = hf.join(own, lambda name: held[_found(held, own, name)])
         assert joined is not None
-        return slices.cut(own, lambda box: joined[tuple(slice(*span) for span in box)], tp, tp_rank)
+        return slices.part_of(own, joined, tp, tp_rank)
 
     buffers = [spec for spec in specs if spec.buffer]
     return torch.no_grad()(partial(fill_base, read, buffers, (groups.mesh.tp, groups.tp_rank)))

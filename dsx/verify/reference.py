@@ -429,8 +429,9 @@ def put(parameter: Tensor, values: Tensor, *, tp: int, tp_rank: int) -> None:
     """Write one rank's part of a logical tensor into a parameter; padding becomes zero."""
     spec = getattr(parameter, "dsx_spec", None)
     if isinstance(spec, ParamSpec):
-        values = slices.cut(spec, lambda box: values[tuple(slice(*span) for span in box)], tp, tp_rank)
-    parameter.copy_(values)
+        parameters.take_part(parameter, values, spec, tp=tp, tp_rank=tp_rank)
+    else:
+        parameter.copy_(values)
 
 
 def is_row_bias(spec: ParamSpec, specs: Sequence[ParamSpec]) -> bool:

@@ -25,6 +25,11 @@ def cut(spec: ParamSpec, fetch: Callable[[Box], Tensor], tp: int, tp_rank: int) 
     return torch.cat(pieces, dim)
 
 
+def part_of(spec: ParamSpec, whole: Tensor, tp: int, tp_rank: int) -> Tensor:
+    """:func:`cut` of a tensor that is there whole."""
+    return cut(spec, lambda box: whole[tuple(slice(*span) for span in box)], tp, tp_rank)
+
+
 def merge(spec: ParamSpec, shards: Sequence[Tensor]) -> Tensor:
     """The logical tensor from every tensor-parallel rank's local one, in rank order; padding is dropped."""
     if spec.split is None:

@@ -112,7 +112,7 @@ def _read_left(
     matrix = base.read(spec)
     for _, (first, stop) in held:
         matrix[first:stop] = left(adapter, matrix[first:stop].to(device))
-    return slices.cut(spec, lambda box: matrix[tuple(slice(*span) for span in box)], tp, tp_rank)
+    return slices.part_of(spec, matrix, tp, tp_rank)
 
 
 def fill_base(
