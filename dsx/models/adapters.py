@@ -264,16 +264,9 @@ def in_peft(spec: ParamSpec) -> ParamSpec:
 def combined(
     scale: float, weight: Any, a: Any, b: Any, dora: tuple[Any, Callable[[Any], Any]] | None = None
 ) -> Any:
-    """``W + scale B A`` of any library's arrays, and of DoRA its rows with their magnitudes.
+    """``W + scale B A`` of any library's arrays, with ``dora`` its rows scaled to their magnitudes.
 
-    DoRA takes the rows' norms for constants (arXiv:2402.09353, section 4.3).
-
-    Args:
-        scale: Of the adapter.
-        weight: [outputs, inputs].
-        a: [rank, inputs].
-        b: [outputs, rank].
-        dora: The magnitudes [outputs], and what gives the norms of the sum's rows.
+    ``dora`` has these, and what gives the rows' norms, constants to DoRA (arXiv:2402.09353, section 4.3).
     """
     whole = weight + scale * (b @ a)
     if dora is None:

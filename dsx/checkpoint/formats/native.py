@@ -430,13 +430,7 @@ class StoredBlock:
     ) -> StoredBlock | None:
         """What a rank writes of the elements that it holds; None if that is nothing, or padding.
 
-        Args:
-            entry: Of what state.
-            spec: Of what parameter.
-            at: The tensor-parallel degree, and the rank's index.
-            held: As :func:`share_of` takes it.
-            number: Likewise.
-            copies: Likewise, both: which of how many.
+        ``at`` is the tensor-parallel degree and the rank's index; the rest is as :func:`share_of` takes it.
         """
         local = spec.local_shape(at[0])
         parts = local_parts(spec, *at, *share_of(local, number, held, *copies))
