@@ -12,8 +12,7 @@ to OUT removes, and begins anew.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -25,6 +24,7 @@ from dsx.checkpoint.file_io import blamed, write_from
 from dsx.errors import CheckpointError
 
 AGAIN = "free space, or choose another target, and run the same command again: nothing was left behind"
+_ELSEWHERE = "choose another target"
 _LOCK = "conversion.lock"
 _DATA = "data"
 
@@ -61,11 +61,11 @@ class Staging:
             )
         self._check_leftover()
         self._lock = FileLock(self._partial / _LOCK, timeout=0, thread_local=False, fallback_to_soft=False)
-        with _about(self._partial):
+        with blamed(self._partial, "the folder", "making", _ELSEWHERE):
             self._partial.mkdir(parents=True, exist_ok=True)
             self._acquire()
         try:
-            with _about(self.data):
+            with blamed(self.data, "what a kill left", "removing", _ELSEWHERE):
                 store.remove(self.data)
             total_bytes = sum(skeleton.num_bytes for skeleton in target.skeletons)
             store.require_space(self.final.absolute().parent, total_bytes)
@@ -87,7 +87,7 @@ class Staging:
     def commit(self, *, point_latest: bool) -> None:
         """Flush everything, give the folder its name, and make it what ``latest`` names if wanted."""
         store.sync(self.data)
-        with blamed(self.final, "the folder", "renaming", "choose another target"):
+        with blamed(self.final, "the folder", "renaming", _ELSEWHERE):
             self.data.rename(self.final)
         store.sync_folder(self.final.absolute().parent)
         if point_latest:
@@ -113,7 +113,7 @@ class Staging:
     def _check_leftover(self) -> None:
         if not os.path.lexists(self._partial):
             return
-        with _about(self._partial):
+        with blamed(self._partial, "the folder", "looking into", _ELSEWHERE):
             is_folder = self._partial.is_dir() and not self._partial.is_symlink()
             names = {path.name for path in self._partial.iterdir()} if is_folder else {""}
         if names and (_LOCK not in names or names - {_LOCK, _DATA}):
@@ -138,16 +138,6 @@ def check_absent(final: Path) -> None:
     if final.is_dir() and not final.is_symlink() and not any(final.iterdir()):
         return
     raise CheckpointError(str(final), "it exists already", "remove it or choose another target")
-
-
-@contextmanager
-def _about(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            str(path), f"cannot be made ({error.strerror})", "choose another target"
-        ) from error
 
 
 def _make(path: Path, skeleton: Skeleton) -> None:
