@@ -39,9 +39,9 @@ def torch_forms() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """The type of an error that is not dsx's, and the first line of its message, with what that leads to.
+    r"""The type of an error that is not dsx's, and the first line of its message, with what that leads to.
 
-    >>> first_line(ValueError("a field is wrong:\\n  it is no number\\nAnd so on."))
+    >>> first_line(ValueError("a field is wrong:\n  it is no number\nAnd so on."))
     'ValueError: a field is wrong: it is no number'
     """
     lines = str(error).strip().splitlines()
