@@ -40,8 +40,7 @@ def start(program: Path, words: Sequence[str], *, gpus: int | None) -> int:
     # Without the folder of the caller among the places of modules, which python -m would put first.
     command = [sys.executable, "-P", "-u", "-m", __name__, str(gpus or 0), str(program), *words]
     told = 0
-    # This interpreter and the caller's own words.
-    with subprocess.Popen(command, env=_environment()) as launcher:  # noqa: S603
+    with _launcher(command) as launcher:
 
         def pass_on(number: int, _: object) -> None:
             nonlocal told
@@ -66,6 +65,16 @@ def start(program: Path, words: Sequence[str], *, gpus: int | None) -> int:
         why = ", as the system does when memory is short" if killed == signal.SIGKILL else ""
         sys.stderr.write(f"dsx: a rank was ended by {name}{why}\n")
     return 128 + killed if killed else code
+
+
+def _launcher(command: Sequence[str]) -> subprocess.Popen[bytes]:
+    """The launcher's process. Ctrl-C waits, from its first moment, until ``main`` has a handler for it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        # This interpreter and the caller's own words.
+        return subprocess.Popen(command, env=_environment())  # noqa: S603
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _environment() -> dict[str, str]:
@@ -112,6 +121,7 @@ def main() -> int:
     """DeepSpeed's launcher, with a free port for the ranks to meet at."""
     # Until the launcher sets handlers of its own: Ctrl-C while packages are loaded is told by no traceback.
     signal.signal(signal.SIGINT, lambda number, _: os._exit(128 + number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     gpus, program, *words = sys.argv[1:]
     quiet()
     try:

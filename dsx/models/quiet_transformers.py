@@ -39,6 +39,11 @@ def torch_forms() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """The type of an error that is not dsx's, and the first line of its message."""
+    r"""The type of an error that is not dsx's, and the first line of its message, with what that leads to.
+
+    >>> first_line(ValueError("a field is wrong:\n  it is no number\nAnd so on."))
+    'ValueError: a field is wrong: it is no number'
+    """
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    lines = lines[: 2 if lines and lines[0].endswith(":") else 1]
+    return ": ".join([type(error).__name__, " ".join(line.strip() for line in lines)][: len(lines) + 1])

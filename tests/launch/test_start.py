@@ -164,3 +164,11 @@ def test_ctrl_c_while_packages_are_loaded_is_no_traceback():
     command = [sys.executable, "-c", INTERRUPTED]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_ctrl_c_while_the_launcher_starts_is_no_traceback(capfd):
+    launcher = start._launcher([sys.executable, "-P", "-m", start.__name__, "1", "none.py"])
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(100) == 130
+    assert capfd.readouterr() == ("", "")
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
