@@ -486,16 +486,17 @@ def diagnose_norm(
 
     ``seen`` is what the engine reports or, ``from_clipping``, what the scale of the gradients implies.
     """
-    assert facts.seen is not None
+    seen = facts.seen
+    assert seen is not None
     tolerance = 2e-3 if from_clipping else 1e-3
-    ratio = facts.seen / facts.expected if facts.expected else 0.0
+    ratio = seen / facts.expected if facts.expected else 0.0
     otherwise = NORM, f"{ratio:.7g} times the norm: each element must count once"
-    found = [(said, value) for said, value in _norms(facts, degrees) if _equal(facts.seen, value, tolerance)]
+    found = [(said, value) for said, value in _norms(facts, degrees) if _equal(seen, value, tolerance)]
     # What counts twice may be so little that several explanations are near, and the truth itself.
     found = [(otherwise, facts.expected), *found]
-    said, _ = min(found, key=lambda one: abs(one[1] - facts.seen))
+    said, _ = min(found, key=lambda one: abs(one[1] - seen))
     whose = "clipped as if the norm were" if from_clipping else "norm"
-    what = f"all gradients agree; {whose} {facts.seen:.7g}, true norm {facts.expected:.7g}"
+    what = f"all gradients agree; {whose} {seen:.7g}, true norm {facts.expected:.7g}"
     return ParityFinding(cause=said[0], what=what, why=said[1], step=step)
 
 

@@ -11,18 +11,13 @@ computes.
 
 from __future__ import annotations
 
-import hashlib
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import zip_longest
 from typing import Any, TypeAlias
 
 import deepspeed
 import torch
-import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero import partitioned_param_coordinator
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 from deepspeed.utils import z3_leaf_module
@@ -33,7 +28,8 @@ from dsx.engine.zero.alike import GradientPart
 from dsx.engine.zero.calls import GradientHooks
 from dsx.engine.zero.loss_scale import LossScale
 from dsx.engine.zero.norm import NormScope, Refuses, all_reduce_sum
-from dsx.errors import ConfigError, LayoutError
+from dsx.engine.zero.order import FetchOrder
+from dsx.errors import ConfigError
 from dsx.parallel.groups import Groups
 from dsx.schedules.gathers import ChunkHolds, GatherPlan, StepTrace
 from dsx.schedules.schedule import Schedule
@@ -51,7 +47,7 @@ class StepGathers:
         optimizer: DeepSpeed's ZeRO-3 optimizer.
         uses: Virtual stage of this rank -> parameters that its layers use.
         groups: This rank's process groups.
-        varies: Whether layers may run other modules from step to step, as no layer of dsx's families does.
+        varies: As of :class:`FetchOrder`.
         budget_bytes: Memory for parameters that stay gathered between actions of their chunk. 0 leaves the
             choice to ``stage3_max_reuse_distance``.
 
@@ -75,8 +71,8 @@ class StepGathers:
                 'use 0, or "offload_param": {"device": "cpu"}',
             )
         self._coordinator = optimizer.parameter_offload.get_param_coordinator()
-        self._groups, self._varies, self._budget_bytes = groups, varies, budget_bytes
-        self._names = {module: name for name, module in optimizer.parameter_offload.module.named_modules()}
+        self._pp_rank, self._budget_bytes = groups.pp_rank, budget_bytes
+        self._order = FetchOrder(self._coordinator, optimizer.parameter_offload.module, groups, varies=varies)
         self.holds: ChunkHolds[Parameter] = ChunkHolds(
             uses,
             persistent=lambda p: bool(p.ds_persist),
@@ -88,9 +84,6 @@ class StepGathers:
         self._traced: tuple[nn.Module, ...] = ()
         self._trace: StepTrace[Parameter] = StepTrace(())
         optimizer.parameter_offload.fwd_pre_hook.remove()  # the reset at every forward
-        # DeepSpeed compares all ranks, of which pipeline ranks rightly differ, by numbers that count the
-        # modules of every engine that a process has had: see _require_same_order.
-        partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda _: None
         setattr(self._coordinator, f"{_PRIVATE}params_to_release", self._releasable)
         self._release_leftovers = self._coordinator.release_backward_leftovers
         self._coordinator.release_backward_leftovers = self._release_rest
@@ -105,45 +98,12 @@ class StepGathers:
         Raises:
             LayoutError: The step before ran other modules on other data-parallel ranks. On each of them.
         """
-        if self._varies or not self._coordinator.is_complete_trace():
-            self._require_same_order()
+        self._order.begin(known=self._coordinator.is_complete_trace())
         if schedule is not self._schedule and not self._coordinator.is_invalid_trace():
             self._coordinator._invalidate_trace()  # noqa: SLF001
         self._schedule = schedule
         self._coordinator.reset_step()
         self._keep(frozenset())
-
-    def _require_same_order(self) -> None:
-        """Refuse to go on where replicas have gathered parameters for different modules."""
-        group, size = self._groups.data, self._groups.mesh.num_replicas
-        if size == 1:
-            return
-        run = [
-            self._names.get(module, "") for module in getattr(self._coordinator, f"{_PRIVATE}submodule_order")
-        ]
-        digest = int.from_bytes(hashlib.blake2b("\n".join(run).encode(), digest_size=7).digest(), "little")
-        device = get_accelerator().current_device_name()
-        ends = torch.tensor([digest, -digest], device=device)
-        dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=group)
-        if not int(ends.sum()):
-            return
-        everywhere: list[list[str]] = [[]] * size
-        dist.all_gather_object(everywhere, run, group=group)
-        other = next(number for number, names in enumerate(everywhere) if names != everywhere[0])
-        place, pair = next(
-            (place, pair)
-            for place, pair in enumerate(
-                zip_longest(everywhere[0], everywhere[other], fillvalue="nothing more")
-            )
-            if pair[0] != pair[1]
-        )
-        raise LayoutError(
-            f"ZeRO-3 over {size} replicas",
-            f"in the step before they ran different layers, as module {place + 1} of it replica 0 {pair[0]} "
-            f"and replica {other} {pair[1]}: each computed with parts of what another one gathered",
-            "have layers that are skipped at random skipped by all replicas together (seed their generators "
-            "alike), or use zero_optimization.stage 2",
-        )
 
     def before_action(self, position: int) -> None:
         """Hold what the plan keeps after the action at ``position`` of this rank's row, which comes next."""
@@ -159,7 +119,7 @@ class StepGathers:
         for known, plan in self._plans:
             if known is schedule:
                 return plan
-        plan = self.holds.plan(schedule.rows[self._groups.pp_rank])
+        plan = self.holds.plan(schedule.rows[self._pp_rank])
         self._plans.append((schedule, plan))
         return plan
 
