@@ -12,7 +12,8 @@ from dsx.models.flops import WIDTHS, auto_chunk, flops_per_token
 from dsx.models.params import layer_kinds, param_specs
 from dsx.models.spec import HubModel, Model
 from dsx.parallel.limits import Asked
-from dsx.planner.layer_times import LayerTime, Machine, layer_times, record_times, recorded_flops
+from dsx.planner.layer_cost import LayerCost
+from dsx.planner.layer_times import Machine, layer_times, record_times, recorded_flops
 from dsx.planner.layout import Candidate, Task
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class ModelLayers:
             piles_up=layout.program.piles_up,
         )
 
-    def times(self, machine: Machine, layout: Candidate) -> tuple[LayerTime, ...]:
+    def times(self, machine: Machine, layout: Candidate) -> tuple[LayerCost, ...]:
         """What every layer takes for one micro-batch; the loss counts to the last one."""
         return layer_times(machine, self.shape(layout))
 
@@ -175,13 +176,13 @@ class OwnLayers:
         loss = self.records.of_loss
         return (*self.records.layers, *(() if loss is None else (loss,)))
 
-    def times(self, machine: Machine, layout: Candidate) -> tuple[LayerTime, ...]:
+    def times(self, machine: Machine, layout: Candidate) -> tuple[LayerCost, ...]:
         """What every layer takes for one micro-batch; the loss counts to the last one."""
         del layout
         *layers, last = (record_times(machine, record, self.width) for record in self._all)
         if self.records.of_loss is None:
             return (*layers, last)
-        return (*layers[:-1], LayerTime.total((layers[-1], last)))
+        return (*layers[:-1], LayerCost.total((layers[-1], last)))
 
     def elements(self, tensor: int, *, trained: bool = False) -> tuple[int, ...]:
         """Parameters of every layer, or those that are trained; tensor-parallel ranks there are none."""

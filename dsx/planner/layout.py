@@ -17,7 +17,8 @@ from dsx.schedules.builders import NAMES
 from dsx.schedules.program import Program
 
 if TYPE_CHECKING:
-    from dsx.planner.layer_times import LayerTime, Machine
+    from dsx.planner.layer_cost import LayerCost
+    from dsx.planner.layer_times import Machine
 
 CHUNKS = (2, 3, 4, 6, 8)
 """Virtual stages per rank that "auto" tries where a schedule can have any number."""
@@ -41,7 +42,7 @@ class PlannedLayers(Protocol):
     def sequence_length(self) -> int | None:
         """Tokens of a sequence; None where samples are not known to be such."""
 
-    def times(self, machine: Machine, layout: Candidate) -> tuple[LayerTime, ...]:
+    def times(self, machine: Machine, layout: Candidate) -> tuple[LayerCost, ...]:
         """What every layer takes for one micro-batch."""
 
     def elements(self, tensor: int, *, trained: bool = False) -> tuple[int, ...]:
