@@ -25,7 +25,7 @@ from dsx.models.spec import HubModel, Model
 from dsx.parallel.islands import Islands
 from dsx.parallel.limits import Asked, objections, possible
 from dsx.parallel.mesh import AXES, Mesh
-from dsx.planner.search import search
+from dsx.planner.best_first import best_first
 from dsx.schedules.builders import Options, default_chunks
 from dsx.schedules.program import Program
 from dsx.schedules.schedule import Schedule
@@ -399,7 +399,7 @@ def _mesh(dsx: DsxConfig, asked: Asked) -> Mesh:
     turns = tuple(name for name, degree in fixed.items() if degree is None)
     factors = tuple(reversed(_prime_factors((asked.ranks or 1) // prod(degrees.values()))))
     start: _Deal = ((), degrees, turns, factors)
-    _, degrees, _, _ = next(search([start], cost=lambda deal: deal[0], grow=dealt))
+    _, degrees, _, _ = next(best_first([start], cost=lambda deal: deal[0], grow=dealt))
     return Mesh.of(**degrees)
 
 
@@ -538,13 +538,13 @@ def _resolved(
         return replace(run, islands=islands, notes=(*run.notes, *_outer_notes(run)))
     if dsx.elastic is None:
         return _resolve(name, deepspeed, dsx, world_size)
-    judge = None
+    scorer = None
     if dsx.elastic.cluster is not None:
         from dsx.planner.cluster import read_cluster  # here: other runs need none of the planner
-        from dsx.planner.predicted import Judge
+        from dsx.planner.predicted import LayoutScorer
 
-        judge = Judge.of(read_cluster(dsx.elastic.cluster))
-    return elastic.lay_out(deepspeed, dsx, world_size, partial(_resolve, name), judge)
+        scorer = LayoutScorer.of(read_cluster(dsx.elastic.cluster))
+    return elastic.lay_out(deepspeed, dsx, world_size, partial(_resolve, name), scorer)
 
 
 def which_island(outer: OuterConfig, world_size: int, rank: int) -> Islands:

@@ -302,13 +302,13 @@ class Replay:
         self._seen.clear()
 
     def wants(self, action: Action) -> bool:
-        """Whether this one, walked now, is to be noted."""
+        """Whether to record the memory delta of this action: at its kind's second occurrence."""
         kind = (action.op, action.stage)
         self._seen[kind] = self._seen.get(kind, 0) + 1
         return kind not in self._deltas and self._seen[kind] == 2
 
     def note(self, action: Action, delta: Delta) -> None:
-        """What it did."""
+        """Record an action's memory delta."""
         self._deltas[action.op, action.stage] = delta
 
     def sends(self, kind: str, stage: int, message: Message) -> None:

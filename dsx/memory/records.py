@@ -31,7 +31,7 @@ class LayerRecords(Protocol):
 
     @property
     def remakes(self) -> bool:
-        """Whether backwards make once more what layers make of a micro-batch's positions."""
+        """Whether backwards recompute the rotary tables and masks that layers make of positions."""
 
     def layer(self, index: int, *, divided: bool, hooked: bool) -> LayerRecord:
         """The record of a layer of the layer list."""

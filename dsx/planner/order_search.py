@@ -13,7 +13,7 @@ from dsx.planner.partition_search import LayerCut, SimulatedPipeline, shortest_c
 from dsx.planner.profile import Conditions, Profile
 from dsx.schedules.program import Program
 from dsx.schedules.schedule import Op
-from dsx.schedules.search import Room, Shop, search
+from dsx.schedules.search import MemoryLimit, SchedulingProblem, search
 from dsx.schedules.simulate import Costs
 
 _CUTS = 3  # Cuts, each with where its stages lie, that the search begins with.
@@ -140,19 +140,19 @@ def _searches(
         pipeline = _pipeline(profile, best, *sizes, ranking.most_bytes)
         each = stage_costs(pipeline.layers, stages.bounds)
         costs = pipeline.costs(each)
-        room = Room(
+        limit = MemoryLimit(
             most=ranking.most_bytes,
             kept=[stage.kept_bytes for stage in each],
             pending=[stage.pending_bytes for stage in each],
             working=[stage.working_bytes for stage in each],
         )
-        shop = Shop((sizes[0], stages.num_chunks, sizes[1]), stages.placement, costs, room)
-        result = search(shop, starts, most_actions=int(share * most_actions), progress=progress)
+        problem = SchedulingProblem((sizes[0], stages.num_chunks, sizes[1]), stages.placement, costs, limit)
+        result = search(problem, starts, most_actions=int(share * most_actions), progress=progress)
         found = replace(pipeline, program=Program(name="searched", rows=result.schedule))
         # Whole backwards may be shorter than their parts, so that what there was can be the best still.
         cut = min(best.cut, found.judge(stages.bounds), key=lambda each: each.step_seconds)
         best = Choice(best.recompute, cut)
-        bound = min(_least(shop, costs).bound(), cut.step_seconds)
+        bound = min(_least(problem, costs).bound(), cut.step_seconds)
         yield Searched(ranking=ranking, found=best, costs=costs, bound_seconds=bound)
         moved = shortest_cut(found, most_actions=_CUT_ACTIONS)
         if moved.step_seconds >= cut.step_seconds * _BETTER or max(moved.peak_bytes) > (
@@ -162,13 +162,13 @@ def _searches(
         best, starts = Choice(best.recompute, moved), [moved.schedule]
 
 
-def _least(shop: Shop, costs: Costs) -> Shop:
-    """The shop whose parts of a backward are no longer, and keep no more, than what a whole one takes.
+def _least(problem: SchedulingProblem, costs: Costs) -> SchedulingProblem:
+    """The problem whose parts of a backward are no longer, and keep no more, than what a whole one takes.
 
     A kernel may do a whole backward in less time than its two parts. An order with whole ones is one of this
-    shop too, with waits, so that the shop's bound is below it.
+    problem too, with waits, so that the problem's bound is below it.
     """
-    by_op = costs.by_op(shop.stages)
+    by_op = costs.by_op(problem.stages)
     whole = by_op[Op.BACKWARD]
     first = tuple(map(min, by_op[Op.BACKWARD_INPUT], whole))
     rest = tuple(a - b for a, b in zip(whole, first, strict=True))
@@ -176,8 +176,10 @@ def _least(shop: Shop, costs: Costs) -> Shop:
     seconds = replace(
         costs, backward_seconds=None, backward_input_seconds=first, backward_weight_seconds=second
     )
-    pending = tuple(map(min, shop.room.pending, shop.room.kept))
-    return Shop(shop.size, shop.placement, seconds, replace(shop.room, pending=pending))
+    pending = tuple(map(min, problem.limit.pending, problem.limit.kept))
+    return SchedulingProblem(
+        problem.size, problem.placement, seconds, replace(problem.limit, pending=pending)
+    )
 
 
 def _pipeline(

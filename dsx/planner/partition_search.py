@@ -202,7 +202,7 @@ class _Search:
         self._stages: dict[tuple[int, int], LayerCost] = {}
 
     def judge(self, bounds: Bounds) -> LayerCut:
-        """Judge a cut exactly, each cut once."""
+        """LayoutScorer a cut exactly, each cut once."""
         if bounds not in self._judged:
             cut = self._judged[bounds] = self._pipeline.judge(bounds)
             self.left -= self._work(cut)

@@ -68,7 +68,7 @@ def predicted_step(run: RunConfig, cluster: Cluster) -> StepTime:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judge:
+class LayoutScorer:
     """What whole runs are compared by.
 
     Attributes:
@@ -85,7 +85,7 @@ class Judge:
 
     @classmethod
     def of(cls, cluster: Cluster, capacity_bytes: int | None = None) -> Self:
-        """The judge by a cluster's rates and memory, or by ``capacity_bytes`` in place of its memory.
+        """The scorer by a cluster's rates and memory, or by ``capacity_bytes`` in place of its memory.
 
         Raises:
             ConfigError: The cluster has several sites, and which of them a run is on is not said.
@@ -106,7 +106,7 @@ class Judge:
         )
 
     def too_large(self, peak_bytes: int) -> ConfigError:
-        """The error for runs of which even the smallest takes so much."""
+        """The error when no layout fits, with the peak of the smallest."""
         need, have = amount(peak_bytes), amount(self.capacity_bytes)
         return ConfigError(
             f"dsx.elastic.cluster {self.name}",

@@ -243,7 +243,7 @@ def _rows(
 def _check_warmup(
     name: str, size: tuple[int, int, int], parts: Sequence[range], warmup_per_rank: int
 ) -> None:
-    """The first rank, so many forwards ahead, must not wait for what the last rank does two groups later.
+    """Reject warm-ups that deadlock: rank 0 would wait for what the last rank does two groups later.
 
     The condition is sufficient. It was found by trying all sizes up to p = 6, v = 3, m = 20;
     tests/schedules/test_zero_bubble.py tries a part of them.
