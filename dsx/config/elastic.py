@@ -51,9 +51,6 @@ def lay_out(
         world_size: Ranks that were started.
         attempt: Resolves a config for a number of ranks.
         scorer: Of the cluster that ``dsx.elastic`` names.
-
-    Raises:
-        ConfigError: A key that contradicts elasticity, or no layout within its limits, with a reason.
     """
     limits = dsx.elastic
     assert limits is not None

@@ -135,7 +135,6 @@ class Context:
 
     @cached_property
     def table(self) -> Table:
-        """The reference."""
         return reference()
 
     @cached_property
@@ -186,7 +185,6 @@ class Context:
         return value if isinstance(value, str) else ""
 
     def is_on(self, name: str) -> bool:
-        """Whether the value is true."""
         return self.value(name) is True
 
     def written(self, name: str) -> bool:

@@ -35,11 +35,7 @@ __all__ = ["RunConfig", "resolve"]
 
 
 def read_file(dsx: DsxConfig) -> tuple[DsxConfig, Program | None]:
-    """The schedule in ``dsx.schedule.file``, and the config with the degrees for which it is written.
-
-    Raises:
-        ConfigError: The file cannot be read or run, or the config has other degrees.
-    """
+    """The schedule in ``dsx.schedule.file``, and the config with the degrees for which it is written."""
     if dsx.schedule.file is None:
         return dsx, None
     key = at("dsx.schedule.file", dsx.schedule.file)
@@ -341,9 +337,6 @@ def resolve_degrees(dsx: DsxConfig, model: Model, *, num_layers: int, world_size
     sequence, and stays within 8; pipeline x chunks leaves every stage a block. So 1, 2, 4, 8 ranks become
     tensor x pipeline x data = 1x1x1, 1x1x2, 1x2x2, 2x2x2. ``num_layers`` counts the
     whole list: embedding, blocks, norm, head.
-
-    Raises:
-        ConfigError: A number that does not divide or does not fit; names the legal ones.
     """
     asked = _asked(dsx, model, num_layers=num_layers, world_size=world_size)
     raise_all("config", _refusals(asked))
@@ -548,11 +541,7 @@ def _resolved(
 
 
 def which_island(outer: OuterConfig, world_size: int, rank: int) -> Islands:
-    """The islands as a rank of a launch sees them.
-
-    Raises:
-        ConfigError: One launch starts all of them, and they cannot have as many ranks each.
-    """
+    """The islands as a rank of a launch sees them."""
     if outer.meet:
         assert outer.island is not None, "its schema says so"
         index, ranks = outer.island, world_size

@@ -35,7 +35,6 @@ class Choice:
 
     @property
     def options(self) -> Options:
-        """Of the schedule."""
         return self.cut.program.options
 
     @property

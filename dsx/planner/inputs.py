@@ -57,7 +57,6 @@ class PlanInputs:
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole model."""
         return self.run.num_parameters
 
     @property
@@ -67,12 +66,10 @@ class PlanInputs:
 
     @property
     def batch_words(self) -> str:
-        """The global batch in words."""
         return f"{self.global_batch} sequences of {self.run.sequence_length} tokens"
 
     @property
     def precision(self) -> str:
-        """Of the parameters."""
         return self.run.precision
 
     @property
@@ -152,11 +149,7 @@ def _outer(written: Any, cluster: Cluster) -> OuterConfig | None:
 
 
 def site_inputs(joined: PlanInputs, cluster: Cluster) -> PlanInputs:
-    """One island of what is planned as one job over all sites of ``cluster``, with its part of the batch.
-
-    Raises:
-        ConfigError: Batch or GPUs cannot be divided over the sites.
-    """
+    """One island of what is planned as one job over all sites of ``cluster``, with its part of the batch."""
     count, batch = cluster.sites, joined.global_batch
     if batch % count:
         raise ConfigError(

@@ -31,7 +31,6 @@ class Product:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations."""
         return 2.0 * self.m * self.n * self.k * self.count
 
     @property

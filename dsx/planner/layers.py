@@ -42,16 +42,13 @@ class ModelLayers:
 
     @property
     def asked(self) -> Asked:
-        """The model's own limits."""
         return Asked(model=self.model, layers=self.model.num_layers, layers_are="blocks")
 
     @property
     def num_layers(self) -> int:
-        """Its blocks."""
         return self.model.num_layers
 
     def shape(self, layout: Candidate) -> Shape:
-        """A micro-batch of the layout."""
         return Shape(
             model=self.model.for_tensor(layout.tensor),
             tensor=layout.tensor,
@@ -79,7 +76,6 @@ class ModelLayers:
         )
 
     def times(self, machine: Machine, layout: Candidate) -> tuple[LayerCost, ...]:
-        """What every layer takes for one micro-batch; the loss counts to the last one."""
         return layer_times(machine, self.shape(layout))
 
     def elements(self, tensor: int, *, trained: bool = False) -> tuple[int, ...]:
@@ -117,15 +113,12 @@ class ModelLayers:
         return recorded_for_many(LayerRequest(shape=short, kind="Block", divided=True)).kept_bytes
 
     def cuts_sequence(self, layout: Candidate) -> bool:
-        """As sequence parallelism has it."""
         return self.shape(layout).cuts_sequence
 
     def boundary_bytes(self, layout: Candidate) -> int:
-        """A whole tensor between layers."""
         return self.shape(layout).boundary_bytes
 
     def flops(self, samples: int) -> float:
-        """By the convention of MFU."""
         return samples * self.sequence_length * flops_per_token(self.model, self.sequence_length)
 
 
@@ -163,12 +156,10 @@ class OwnLayers:
 
     @property
     def asked(self) -> Asked:
-        """The number of layers is all that limits the degrees."""
         return Asked(layers=self.num_layers)
 
     @property
     def num_layers(self) -> int:
-        """All of the list."""
         return len(self.records.layers)
 
     @property
@@ -177,7 +168,6 @@ class OwnLayers:
         return (*self.records.layers, *(() if loss is None else (loss,)))
 
     def times(self, machine: Machine, layout: Candidate) -> tuple[LayerCost, ...]:
-        """What every layer takes for one micro-batch; the loss counts to the last one."""
         del layout
         *layers, last = (record_times(machine, record, self.width) for record in self._all)
         if self.records.of_loss is None:
@@ -202,12 +192,10 @@ class OwnLayers:
         return 0
 
     def cuts_sequence(self, layout: Candidate) -> bool:
-        """Never."""
         del layout
         return False
 
     def boundary_bytes(self, layout: Candidate) -> int:
-        """The largest message between layers."""
         del layout
         return max(sum(form.size_bytes for form in record.outputs) for record in self.records.layers[:-1])
 

@@ -120,12 +120,10 @@ class Candidate:
 
     @cached_property
     def tensor(self) -> int:
-        """Tensor-parallel degree."""
         return self.mesh.tp
 
     @cached_property
     def pipeline(self) -> int:
-        """Pipeline degree."""
         return self.mesh.pp
 
     @cached_property
@@ -135,12 +133,10 @@ class Candidate:
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs that it takes."""
         return self.mesh.size
 
     @property
     def program(self) -> Program:
-        """Its schedule."""
         return Program(name=self.schedule)
 
     def micro_batches(self, global_batch: int) -> int:
@@ -164,7 +160,6 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """In words."""
         parts = self.mesh.words.split(" x ")
         if self.pipeline > 1:
             parts.append(self.schedule + (f" x {self.chunks}" if self.chunks > 1 else ""))

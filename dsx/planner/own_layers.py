@@ -83,12 +83,10 @@ class OwnInputs:
 
     @property
     def device(self) -> DeviceKind:
-        """Whose kernels run."""
         return "cpu" if self.cluster.is_host else "cuda"
 
     @property
     def precision(self) -> Precision:
-        """Of the parameters."""
         return precision(self.content)
 
     @property
@@ -99,12 +97,10 @@ class OwnInputs:
 
     @property
     def batch_words(self) -> str:
-        """The global batch in words."""
         return f"{self.global_batch} samples"
 
     @property
     def offloads(self) -> bool:
-        """Whether the optimizer or parameters live on the host."""
         return lowest_stage(self.content) > 0
 
     def list_for(self, zero_stage: int) -> RecordedList:

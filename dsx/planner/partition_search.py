@@ -90,7 +90,6 @@ class SimulatedPipeline:
 
     @property
     def num_stages(self) -> int:
-        """Virtual stages."""
         return self.num_ranks * self.num_chunks
 
     def balanced(self) -> Bounds:
@@ -202,7 +201,7 @@ class _Search:
         self._stages: dict[tuple[int, int], LayerCost] = {}
 
     def judge(self, bounds: Bounds) -> LayerCut:
-        """LayoutScorer a cut exactly, each cut once."""
+        """Judge a cut exactly, each cut once."""
         if bounds not in self._judged:
             cut = self._judged[bounds] = self._pipeline.judge(bounds)
             self.left -= self._work(cut)

@@ -68,7 +68,6 @@ class Profile:
 
     @property
     def num_layers(self) -> int:
-        """Length of the layer list."""
         return len(next(iter(self.layers.values())))
 
     def transfer_seconds(self, recompute: Recompute) -> float:
@@ -117,11 +116,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str, *, name: str = "profile") -> Self:
-        """Read what :meth:`to_json` wrote.
-
-        Raises:
-            ConfigError: Not such a text, of another version, or with figures that cannot be.
-        """
+        """Read what :meth:`to_json` wrote."""
         try:
             content = json.loads(text)
             if content["version"] != VERSION:

@@ -42,11 +42,9 @@ class BestLayout:
 
     @property
     def best(self) -> Ranked:
-        """The fastest."""
         return self.plan.best[0]
 
     def config(self) -> dict[str, Any]:
-        """Of the fastest."""
         return layout_config(self.inputs, self.best.layout, self.predictor)
 
 
@@ -121,7 +119,6 @@ class SiteComparison:
         }
 
     def facts(self) -> dict[str, Any]:
-        """As JSON values."""
         task, settings = self.task, self.settings
         return {
             "sites": self.cluster.sites,
@@ -149,7 +146,6 @@ class SiteComparison:
         }
 
     def text(self) -> list[str]:
-        """In words."""
         link, task, settings = self.cluster.across, self.task, self.settings
         assert link is not None, "there are several sites"
         rate = f"{link.bytes_per_second * 8 / 1e6:,g} Mbit/s"

@@ -66,7 +66,6 @@ class PipelineStep:
 
     @cached_property
     def schedules(self) -> tuple[Schedule, ...]:
-        """Of these lengths."""
         return tuple(self.program.build(self.num_ranks, self.num_chunks, m) for m in self.lengths)
 
     @cached_property
@@ -84,7 +83,6 @@ class PipelineStep:
         return divided / (divided + whole)
 
     def run(self, costs: Costs) -> PipelineTime:
-        """Simulate with these costs."""
         timelines = [replay.timeline(costs) for replay in self._replays]
         figures = [
             (timeline.seconds, *timeline.busy_seconds, *_left(schedule, timeline))
@@ -215,11 +213,9 @@ class ZeroActions:
         self._action = task.machine.network.efficiency.action_seconds
 
     def forward(self, stage: StageTotal) -> float:
-        """A forward."""
         return self._beside(stage.cost.forward_seconds, self._gather(stage.elements), self._hooks(stage))
 
     def backward(self, stage: StageTotal) -> float:
-        """A whole backward."""
         beside = self._gather(stage.elements) + self._reduce(stage.trained)
         seconds = self._beside(stage.cost.backward_seconds, beside, 2 * self._hooks(stage))
         return seconds + self._reduce_after(stage.trained)
@@ -297,11 +293,9 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """The whole step."""
         return sum(self.parts().values())
 
     def parts(self) -> dict[str, float]:
-        """The parts by name."""
         return {
             "compute": self.compute,
             "recompute": self.recompute,
@@ -334,7 +328,6 @@ class Predictor:
     _runs: dict[object, PipelineTime] = field(default_factory=dict)
 
     def times(self, layout: Candidate) -> tuple[LayerCost, ...]:
-        """Of every layer."""
         key = _timing(layout)
         if key not in self._times:
             self._times[key] = self.task.layers.times(self.task.machine, layout)
@@ -348,7 +341,6 @@ class Predictor:
         return self._elements[key]
 
     def stages(self, layout: Candidate) -> StageMap:
-        """Layers over virtual stages."""
         count = layout.pipeline * layout.chunks
         bounds = layout.bounds
         if bounds is None:

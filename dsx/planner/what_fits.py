@@ -50,7 +50,6 @@ class Saving:
 
     @property
     def keys(self) -> set[str]:
-        """What is changed."""
         return {*self.fields, *self.degrees, *self.more}
 
 

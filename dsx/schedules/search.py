@@ -108,7 +108,6 @@ class SchedulingProblem:
                 self.users[need].append(action)
 
     def number(self, op: int, stage: int, micro_batch: int) -> int:
-        """The number of an action."""
         return (op * self.stages + stage) * self.count + micro_batch
 
     def _need(self, op: int, stage: int, micro_batch: int) -> int:
@@ -582,9 +581,6 @@ def search(
         name: Of the schedule.
         most_actions: Bound on the actions that are timed in all, about two microseconds each.
         progress: Told how many more were.
-
-    Raises:
-        ScheduleError: No order that fits was found.
     """
     bound = problem.bound()
     pool: list[tuple[float, int, Rows]] = []

@@ -37,11 +37,7 @@ class Costs:
     transfer_seconds: float = 0.0
 
     def by_op(self, num_stages: int) -> dict[Op, tuple[float, ...]]:
-        """Seconds of every op that computes, per virtual stage.
-
-        Raises:
-            ScheduleError: Costs that are not one per virtual stage, or a negative one.
-        """
+        """Seconds of every op that computes, per virtual stage."""
         whole = _per_stage(num_stages, "backward_seconds", self.backward_seconds)
         first = _per_stage(num_stages, "backward_input_seconds", self.backward_input_seconds)
         second = _per_stage(num_stages, "backward_weight_seconds", self.backward_weight_seconds)
@@ -151,11 +147,7 @@ class Replay:
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Timeline of a schedule, lowered or not: each rank runs its row as early as its inputs allow.
-
-    Raises:
-        ScheduleError: It deadlocks, or per-stage costs are not one per virtual stage.
-    """
+    """Timeline of a schedule, lowered or not: each rank runs its row as early as its inputs allow."""
     return Replay(schedule).timeline(costs or Costs())
 
 
@@ -178,9 +170,6 @@ def execution_order(schedule: Schedule) -> Iterator[tuple[int, Action, Action | 
 
     Ranks run their rows in order; receives block, sends never do. The schedule may be lowered or not: without
     transfers an action waits for its producer on the other rank directly.
-
-    Raises:
-        ScheduleError: A deadlock: after the last action that can run, with every waiting rank's place.
     """
     depends = Dependencies(schedule)
     heads = [0] * schedule.num_ranks
@@ -284,9 +273,6 @@ def validate(schedule: Schedule) -> None:
     receives that block and sends that do not, every action finds what it needs and every rank reaches its
     end. (Receives must be posted in the order of :func:`dsx.schedules.schedule.receive_order`; then both ends
     of a channel agree by construction.)
-
-    Raises:
-        ScheduleError: With the actions at fault.
     """
     if len(schedule.rows) != schedule.num_ranks:
         raise ScheduleError(

@@ -116,9 +116,6 @@ class Trace:
         """The ranks' records by rank 0's clock.
 
         A wait for a first message that began before the first computation counts from that computation.
-
-        Raises:
-            ScheduleError: A record that is not its rank's row.
         """
         apart = offsets([record.rounds for record in records], [record.machine for record in records])
         ahead = [offset.seconds for offset in apart]
@@ -202,11 +199,7 @@ class Trace:
 
     @classmethod
     def from_json(cls, text: str, *, where: str) -> Trace:
-        """Read what :meth:`to_json` wrote; ``where`` is the name for it in errors, such as its file.
-
-        Raises:
-            ScheduleError: It is something else, of another version, or no step that can have run.
-        """
+        """Read what :meth:`to_json` wrote; ``where`` is the name for it in errors, such as its file."""
         fix = "give a step*.json that dsx.train.trace_steps or Trace.to_json wrote"
         try:
             data = json.loads(text)

@@ -46,9 +46,6 @@ def fill(schedule: Schedule, most_live: Sequence[int], costs: Costs | None = Non
             forwards alone demands it.
         costs: What to fill for; by default a forward, an ``I`` and a ``W`` of the same length and free
             transfers, as in arXiv:2401.10241.
-
-    Raises:
-        ScheduleError: It deadlocks.
     """
     costs = costs or Costs()
     floor = _floor(schedule, costs) * (1 + 1e-9)
