@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from dsx.config.run import RunConfig
     from dsx.memory.estimate import RunMemory
     from dsx.memory.layer_list import LayerList
+    from dsx.memory.layer_record import DeviceKind
     from dsx.memory.ledger import Label
-    from dsx.memory.record import DeviceKind
     from dsx.planner.cluster import Cluster, GpuMemory
 
 _GIB = 1 << 30

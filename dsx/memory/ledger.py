@@ -1,8 +1,8 @@
 """Live bytes by what they are for, storages that live as long as somebody holds them, and steps that repeat.
 
 A storage is given back to its :class:`Ledger` when the last of its holders goes, which is torch's own rule.
-Who holds what during a layer is recorded (:mod:`dsx.memory.record`); who holds what between layers follows
-from the schedule (:mod:`dsx.memory.walk`).
+Who holds what during a layer is recorded (:mod:`dsx.memory.layer_record`); who holds what between layers
+follows from the schedule (:mod:`dsx.memory.walk`).
 
 An action's memory depends on its kind, its virtual stage and whether its parameters have gradients yet. So
 the first two micro-batches of every (kind, stage) are walked storage by storage, the second one noted, and

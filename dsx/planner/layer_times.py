@@ -1,7 +1,7 @@
 """What one layer and one micro-batch take on one rank: the operators of its record, priced one by one.
 
-A record (:mod:`dsx.memory.record`) has every operator of a layer's forward and backward with its sizes, and
-every collective of its tensor-parallel ranks with what runs between its start and its end. Memory traffic
+A record (:mod:`dsx.memory.layer_record`) has every operator of a layer's forward and backward with its sizes,
+and every collective of its tensor-parallel ranks with what runs between its start and its end. Memory traffic
 counts what each operator must read and write.
 """
 
@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields, replace
 from itertools import chain
 from math import prod
 
-from dsx.memory.record import Event, LayerRecord, Shape, counted
-from dsx.memory.records import ModelRecords
+from dsx.memory.layer_record import Event, LayerRecord, Shape, counted
+from dsx.memory.record_cache import ModelRecords
 from dsx.models.flops import Precision
 from dsx.planner.cluster import Group
 from dsx.planner.costs import Network, Software

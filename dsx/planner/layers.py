@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Literal
 
-from dsx.memory.record import LayerRecord, LayerRequest, Shape
-from dsx.memory.records import ModelRecords, alone, recorded_for_many
+from dsx.memory.layer_record import LayerRecord, LayerRequest, Shape
+from dsx.memory.record_cache import ModelRecords, alone, recorded_for_many
 from dsx.models.flops import WIDTHS, auto_chunk, flops_per_token
 from dsx.models.params import layer_kinds, param_specs
 from dsx.models.spec import HubModel, Model

@@ -23,7 +23,7 @@ from dsx.planner.plan import Looked, Plan, Search, looks_away
 from dsx.planner.step_time import Predictor
 
 if TYPE_CHECKING:
-    from dsx.memory.record import DeviceKind
+    from dsx.memory.layer_record import DeviceKind
 
 _SCHEDULES = ("1f1b", "interleaved")  # Plain layers have no weight gradients that could wait.
 

@@ -23,7 +23,7 @@ import dsx
 from dsx.config.run import RunConfig
 from dsx.engine.chunks import Loss
 from dsx.errors import ModelError
-from dsx.memory.record import Shape
+from dsx.memory.layer_record import Shape
 from dsx.models import families
 from dsx.models.flops import Precision, layer_flops, peak_flops
 from dsx.models.params import layer_kinds

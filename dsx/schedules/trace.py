@@ -72,7 +72,7 @@ _DIGITS = 9  # nanoseconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class RankTrace:
     """One rank's step, by its own clock.
 
     Attributes:
@@ -112,7 +112,7 @@ class Trace:
     device: str = ""
 
     @classmethod
-    def of(cls, schedule: Schedule, records: Sequence[Record], *, step: int, device: str = "") -> Trace:
+    def of(cls, schedule: Schedule, records: Sequence[RankTrace], *, step: int, device: str = "") -> Trace:
         """The ranks' records by rank 0's clock.
 
         A wait for a first message that began before the first computation counts from that computation.

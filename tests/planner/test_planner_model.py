@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from dsx.errors import ConfigError, DsxError
-from dsx.memory.record import Shape
-from dsx.memory.records import ModelRecords
+from dsx.memory.layer_record import Shape
+from dsx.memory.record_cache import ModelRecords
 from dsx.models.flops import layer_flops
 from dsx.models.hf_config import model_spec
 from dsx.models.params import layer_kinds, num_parameters, param_specs

@@ -6,7 +6,7 @@ import pytest
 
 from dsx.errors import LayoutError
 from dsx.memory.estimate import Job, estimate
-from dsx.memory.records import ModelRecords
+from dsx.memory.record_cache import ModelRecords
 from dsx.memory.states import Optimizer, StateSettings
 from dsx.models.hf_config import model_spec
 from dsx.models.params import param_specs
