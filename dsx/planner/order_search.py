@@ -9,7 +9,7 @@ from math import inf
 from dsx.planner.choose import Choice, Ranking, choose
 from dsx.planner.layer_cost import LayerCost, stage_costs
 from dsx.planner.layout import Space
-from dsx.planner.partition_search import LayerCut, SimulatedPipeline, shortest_cut
+from dsx.planner.partition_search import SimulatedPipeline, shortest_cut
 from dsx.planner.profile import Conditions, Profile
 from dsx.schedules.program import Program
 from dsx.schedules.schedule import Op
@@ -137,7 +137,9 @@ def _searches(
     starts = [choice.cut.schedule for choice in group]
     for share in _SHARES:
         stages = best.cut.stage_map
-        pipeline = _pipeline(profile, best, *sizes, ranking.most_bytes)
+        size = sizes[0], stages.num_chunks, sizes[1]
+        program = best.cut.program
+        pipeline = SimulatedPipeline.of(profile, best.recompute, program, size, ranking.most_bytes)
         each = stage_costs(pipeline.layers, stages.bounds)
         costs = pipeline.costs(each)
         limit = MemoryLimit(
@@ -146,7 +148,7 @@ def _searches(
             pending=[stage.pending_bytes for stage in each],
             working=[stage.working_bytes for stage in each],
         )
-        problem = SchedulingProblem((sizes[0], stages.num_chunks, sizes[1]), stages.placement, costs, limit)
+        problem = SchedulingProblem(size, stages.placement, costs, limit)
         result = search(problem, starts, most_actions=int(share * most_actions), progress=progress)
         found = replace(pipeline, program=Program(name="searched", rows=result.schedule))
         # Whole backwards may be shorter than their parts, so that what there was can be the best still.
@@ -179,19 +181,4 @@ def _least(problem: SchedulingProblem, costs: Costs) -> SchedulingProblem:
     pending = tuple(map(min, problem.limit.pending, problem.limit.kept))
     return SchedulingProblem(
         problem.size, problem.placement, seconds, replace(problem.limit, pending=pending)
-    )
-
-
-def _pipeline(
-    profile: Profile, choice: Choice, num_ranks: int, num_micro_batches: int, most_bytes: int | None
-) -> SimulatedPipeline:
-    cut: LayerCut = choice.cut
-    return SimulatedPipeline(
-        layers=profile.layers[choice.recompute],
-        program=cut.program,
-        num_ranks=num_ranks,
-        num_chunks=cut.stage_map.num_chunks,
-        num_micro_batches=num_micro_batches,
-        transfer_seconds=profile.transfer_seconds(choice.recompute) if num_ranks > 1 else 0.0,
-        most_bytes=most_bytes,
     )

@@ -12,11 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise, starmap
 from math import comb
+from typing import Self
 
+from dsx.models.spec import Recompute
 from dsx.parallel.partition import balanced, partition
 from dsx.parallel.stages import StageMap
 from dsx.planner.layer_cost import LayerCost, action_costs, stage_costs
 from dsx.planner.layout import Bounds
+from dsx.planner.profile import Profile
 from dsx.schedules.program import Program
 from dsx.schedules.schedule import Schedule
 from dsx.schedules.simulate import Costs, Replay, peaks, simulate
@@ -87,6 +90,27 @@ class SimulatedPipeline:
     num_micro_batches: int
     transfer_seconds: float = 0.0
     most_bytes: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        profile: Profile,
+        recompute: Recompute,
+        program: Program,
+        size: tuple[int, int, int],
+        most_bytes: int | None,
+    ) -> Self:
+        """The pipeline of ``size`` (ranks, chunks, micro-batches) of a profiled model."""
+        num_ranks, num_chunks, num_micro_batches = size
+        return cls(
+            layers=profile.layers[recompute],
+            program=program,
+            num_ranks=num_ranks,
+            num_chunks=num_chunks,
+            num_micro_batches=num_micro_batches,
+            transfer_seconds=profile.transfer_seconds(recompute) if num_ranks > 1 else 0.0,
+            most_bytes=most_bytes,
+        )
 
     @property
     def num_stages(self) -> int:

@@ -161,11 +161,8 @@ class _Filler:
     def _run(self, rank: _Rank, action: Action, start: float) -> None:
         rank.clock = self._ends[action] = start + self._lengths[action.op][action.stage]
         rank.done.append(action)
-        if action.op is Op.FORWARD:
-            rank.live += 1
-        elif action.op in RELEASES:
-            rank.live -= 1
-        else:
+        rank.live += _change(action)
+        if action.op is Op.BACKWARD_INPUT:
             rank.pending.append(replace(action, op=Op.BACKWARD_WEIGHT))
 
 
