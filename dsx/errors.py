@@ -19,7 +19,7 @@ class KeyPlace(str):
     path: tuple[str | int, ...]
     value: Any
 
-    def __new__(cls, words: str, path: tuple[str | int, ...], value: Any = None) -> Self:  # noqa: D102
+    def __new__(cls, words: str, path: tuple[str | int, ...], value: Any = None) -> Self:
         place = super().__new__(cls, words)
         place.path, place.value = path, value
         return place

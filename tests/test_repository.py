@@ -85,7 +85,7 @@ def test_what_needs_no_tensors_loads_nothing_heavy():
     light -= {"dsx.models.families", "dsx.parallel.groups", "dsx.planner.profiler", "dsx.memory.watch"}
     light -= {"dsx.planner.own_layers"}
     light -= {
-        f"dsx.memory.{name}" for name in ("recorder", "module_gathers", "layer_list", "device", "meter")
+        f"dsx.memory.{name}" for name in ("layer_recorder", "module_gathers", "layer_list", "device", "meter")
     }
     light |= {
         "dsx.verify.diagnosis",
@@ -105,7 +105,7 @@ RECORDING = {
     "hub.values",
     "memory.module_gathers",
     "memory.device",
-    "memory.recorder",
+    "memory.layer_recorder",
 }
 
 FIRST_STEP = """

@@ -31,7 +31,7 @@ from planner_bench.published import CALIBRATED_ON, LATER, ROWS, SEQUENCE_LENGTH,
 from planner_bench.runs import content
 
 from dsx.planner.cluster import preset
-from dsx.planner.inputs import Fixed, plan_inputs, plan_search
+from dsx.planner.inputs import PinnedChoices, plan_inputs, plan_search
 from dsx.planner.step_time import Predictor
 
 MOST_ERROR = 0.10
@@ -197,7 +197,7 @@ def choice(row: Run) -> dict[str, Any]:
             global_batch=row.batch,
             sequence_length=SEQUENCE_LENGTH,
         )
-    search = plan_search(inputs, Fixed())
+    search = plan_search(inputs, PinnedChoices())
     first = search.run(1).best[0]
     papers = search.predictor.predict(row.layout).seconds
     ratio, seconds = first.time.seconds / papers, time.perf_counter() - start

@@ -3,13 +3,15 @@
     python tools/bench_schedules.py [--ranks 4,8] [--micro-batches p,2p,4p] [--wire 0.25] [--only zbv,torch]
     python tools/bench_schedules.py --real
     python tools/bench_schedules.py --parts 1,1.4,1,1.4,1,1.4,1,1.4 --micro-batches 8 --files best.csv
+    python tools/bench_schedules.py --ranks 2 --parts 4,5 --micro-batches 4 --files best.csv@2:2:2:3
 
 Layers sleep instead of computing (a micro-batch takes a rank FORWARD ms forward, as long again for the input
 gradient and for the weight gradient), so that many ranks fit on few cores and what is measured is schedule
 and engine. Each sleep is shortened by what the latest ones overshot, in the median. With --wire every engine
 also runs with messages that arrive late, by that share of FORWARD. With --parts stages differ, and FORWARD is
-the mean; with --files schedules from CSV files run as well, such as those of dsx schedule search. With --real
-a small GPT-2 computes on two ranks in place of sleeping.
+the mean; with --files schedules from CSV files run as well, such as those of dsx schedule search, each with
+its own cut of the model if that follows an @. With --real a small GPT-2 computes on two ranks in place of
+sleeping.
 
 The engines are dsx's, stock DeepSpeed's (1F1B, DualPipeV) and torch.distributed.pipelining's. They take turns
 in the same processes, round by round, each round beginning with another one. A step ends when the last rank
@@ -122,10 +124,11 @@ def _arguments() -> argparse.Namespace:
     )
     add(
         "--files",
-        type=lambda text: tuple(text.split(",")),
+        type=lambda text: tuple(map(_file, text.split(","))),
         default=(),
-        metavar="CSV,...",
-        help="schedules from files, as dsx schedule search writes them, all for the one size that runs",
+        metavar="CSV[@T:...],...",
+        help="schedules from files, as dsx schedule search writes them, all for the one size that runs, and "
+        "their own parts",
     )
     add("--rounds", type=int, default=5, metavar="N", help="turns of every engine (default 5)")
     add(
@@ -157,6 +160,11 @@ def _numbers(text: str) -> list[int]:
 
 def _times(text: str) -> tuple[float, ...]:
     return tuple(float(word) for word in text.split(","))
+
+
+def _file(text: str) -> tuple[str, tuple[float, ...]]:
+    name, _, parts = text.partition("@")
+    return name, _times(parts.replace(":", ",")) if parts else ()
 
 
 def _sizes(text: str) -> list[tuple[int, int]]:

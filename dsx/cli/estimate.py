@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from dsx.config.run import RunConfig
     from dsx.memory.estimate import RunMemory
     from dsx.memory.layer_list import LayerList
+    from dsx.memory.layer_record import DeviceKind
     from dsx.memory.ledger import Label
-    from dsx.memory.record import DeviceKind
     from dsx.planner.cluster import Cluster, GpuMemory
 
 _GIB = 1 << 30
@@ -346,19 +346,19 @@ def _advice(
 ) -> str:
     """The cheapest changes, by the step's time on ``cluster``: on an H100's if there is none."""
     from dsx.planner.cluster import preset
-    from dsx.planner.fit import what_would_fit
-    from dsx.planner.predicted import Judge
+    from dsx.planner.predicted import LayoutScorer
+    from dsx.planner.what_fits import what_would_fit
     from dsx.terminal import amount
 
     where = cluster or preset("H100")
-    judge = Judge.of(where, capacity)
-    found = what_would_fit(source, items, run, judge)
+    scorer = LayoutScorer.of(where, capacity)
+    found = what_would_fit(source, items, run, scorer)
     if not found:
         return (
             "dsx: it does not fit, and no one or two changes make it fit: `dsx plan` looks through all "
             "layouts of these GPUs; if none fits, use more GPUs"
         )
-    now = judge.seconds(run)
+    now = scorer.seconds(run)
     lines = [f"dsx: it does not fit. The cheapest changes with which it would (steps on {where.name}):"]
     for fit in found:
         flags = " ".join(f"--set {item}" for item in fit.items)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dsx.planner.cluster import Cluster
-    from dsx.planner.inputs import Calibration, Fixed, PlanInputs
+    from dsx.planner.inputs import Calibration, PinnedChoices, PlanInputs
     from dsx.planner.own_layers import OwnInputs
     from dsx.planner.plan import Plan, Ranked
     from dsx.planner.sites import SiteComparison
@@ -84,11 +84,13 @@ def plan(
     best layout of one job over all of them; GPUs and batch are those of all sites.
     """
     from dsx.planner.cluster import read_cluster
-    from dsx.planner.inputs import Fixed, layout_config, plan_inputs, plan_search
+    from dsx.planner.inputs import PinnedChoices, layout_config, plan_inputs, plan_search
     from dsx.waiting import Waiting
 
     style_of(None, output, ("json",))
-    fixed = Fixed(tensor=tensor, pipeline=pipeline, zero=zero, micro_batch=micro_batch, gpu_memory=gpu_memory)
+    pinned = PinnedChoices(
+        tensor=tensor, pipeline=pipeline, zero=zero, micro_batch=micro_batch, gpu_memory=gpu_memory
+    )
     if layers is not None:
         given = {
             "--model": model,
@@ -99,7 +101,7 @@ def plan(
         }
         own = own_layers(layers, config, given)
         _plan_own(
-            own, fixed, top, style, output, cluster=read_cluster(cluster), gpus=gpus, batch=global_batch
+            own, pinned, top, style, output, cluster=read_cluster(cluster), gpus=gpus, batch=global_batch
         )
         return
     where = read_cluster(cluster)
@@ -114,11 +116,11 @@ def plan(
         sequence_length=sequence_length,
     )
     if where.sites > 1:
-        _plan_sites(inputs, where, fixed, top, style, output, measure=measure)
+        _plan_sites(inputs, where, pinned, top, style, output, measure=measure)
         return
     measured = _measured(inputs) if measure else None
     waiting = Waiting("comparing", unit="layouts")
-    search = plan_search(inputs, fixed, measured, looked=waiting.stands)
+    search = plan_search(inputs, pinned, measured, looked=waiting.stands)
     with judging(DsxError), waiting:
         found = search.run(top)
         content = layout_config(inputs, found.best[0].layout, search.predictor)
@@ -128,7 +130,7 @@ def plan(
 def _plan_sites(
     joined: PlanInputs,
     cluster: Cluster,
-    fixed: Fixed,
+    pinned: PinnedChoices,
     top: int,
     style: str,
     output: Path | None,
@@ -144,14 +146,14 @@ def _plan_sites(
     measured = _measured(inputs) if measure else None
     waiting = Waiting("comparing", unit="layouts")
     with judging(DsxError), waiting:
-        sites = compare(joined, inputs, cluster, fixed, measured, top=top, looked=waiting.stands)
+        sites = compare(joined, inputs, cluster, pinned, measured, top=top, looked=waiting.stands)
     taken = sites.taken
     _tell(taken.inputs, taken.plan, measured, sites.config(joined), style, output, sites=sites)
 
 
 def _plan_own(
     own: tuple[str, Callable[[], Any], dict[str, Any]],
-    fixed: Fixed,
+    pinned: PinnedChoices,
     top: int,
     style: str,
     output: Path | None,
@@ -167,7 +169,7 @@ def _plan_own(
     waiting = Waiting("comparing", unit="layouts")
     inputs = OwnInputs.of(*own, cluster=cluster, gpus=gpus, global_batch=batch)
     with waiting, redirect_stdout(sys.stderr):  # the layers may print
-        search = inputs.search(fixed, looked=waiting.stands)
+        search = inputs.search(pinned, looked=waiting.stands)
         with judging(DsxError):
             found = search.run(top)
     best = found.best[0].layout

@@ -74,9 +74,6 @@ def adapter_of(block: AdapterConfig, model: Model) -> Adapter:
     Args:
         block: ``dsx.adapter``.
         model: The model, without one.
-
-    Raises:
-        ConfigError: A folder that cannot be read, keys that contradict it, or targets that the model has not.
     """
     given = {
         key: getattr(block, key) for key in Adapter.__dataclass_fields__ if key in block.model_fields_set
@@ -193,9 +190,6 @@ def _names_here(
     """The names in a folder that the model has, as PEFT passes over the others if it finds any.
 
     The folder's tensors, which are the model's or are refused, prove that nothing is lost.
-
-    Raises:
-        ConfigError: It has none of those of ``target_modules`` and ``target_parameters``.
     """
     modules = {name for spec in specs for name in names_of(spec)}
     stacks = {spec.hf_whole for spec in specs if is_stack(spec)}

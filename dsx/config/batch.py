@@ -41,10 +41,6 @@ def resolve_batch(config: Mapping[str, Any], dp: int) -> Batch:
 
     As in DeepSpeed (runtime/config.py, _set_batch_related_parameters), two keys give the third, and a batch
     size alone means accumulation 1.
-
-    Raises:
-        ConfigError: A key is no positive integer, too few are given, they contradict each other, or a step
-            would have more than :data:`MOST_ACCUMULATION` micro-batches.
     """
     batch = _resolved(config, dp)
     if batch.accumulation > MOST_ACCUMULATION:

@@ -513,11 +513,7 @@ def from_mapping(config: Mapping[str, Any], name: str = "config") -> Source:
 
 
 def from_text(text: str, name: str = "config") -> Source:
-    """The config in ``text``.
-
-    Raises:
-        ConfigError: It is no HJSON, or no object.
-    """
+    """The config in ``text``."""
     if not text.strip("\ufeff \t\r\n"):
         raise ConfigError(name, "the file is empty", 'write a config, {"train_batch_size": 8} at the least')
     config: Any = _with_constants(text)

@@ -14,17 +14,17 @@ from dsx.config.schema import DsxConfig
 from dsx.config.wording import at, key
 from dsx.errors import ConfigError, DsxError
 from dsx.parallel.limits import divisors
-from dsx.planner.search import search
+from dsx.planner.best_first import best_first
 
 if TYPE_CHECKING:
-    from dsx.planner.predicted import Judge
+    from dsx.planner.predicted import LayoutScorer
 
 Attempt: TypeAlias = Callable[[dict[str, Any], DsxConfig, int], RunConfig]
 """(DeepSpeed's keys, dsx block, ranks) -> the run, or a DsxError."""
 
 
 class _Option(NamedTuple):
-    """A run on so many ranks, or the number alone while it is open; the lower its cost, the better."""
+    """A candidate number of ranks, with its cost and its resolved run once they are known."""
 
     ranks: int
     cost: float = 0.0
@@ -32,12 +32,16 @@ class _Option(NamedTuple):
 
 
 def lay_out(
-    deepspeed: dict[str, Any], dsx: DsxConfig, world_size: int, attempt: Attempt, judge: Judge | None = None
+    deepspeed: dict[str, Any],
+    dsx: DsxConfig,
+    world_size: int,
+    attempt: Attempt,
+    scorer: LayoutScorer | None = None,
 ) -> RunConfig:
     """The run on as many of ``world_size`` ranks as a legal layout can use.
 
     The largest number of ranks wins. Among its layouts, the order of ``dsx.elastic`` decides (tensor, then
-    pipeline), or, with a judge, the shortest predicted step that fits its memory. The micro-batch is the
+    pipeline), or, with a scorer, the shortest predicted step that fits its memory. The micro-batch is the
     largest divisor of the config's that keeps the global batch. The choice depends on the arguments alone, so
     that every rank makes the same choice.
 
@@ -46,10 +50,7 @@ def lay_out(
         dsx: The block; its ``elastic`` is not None.
         world_size: Ranks that were started.
         attempt: Resolves a config for a number of ranks.
-        judge: Of the cluster that ``dsx.elastic`` names.
-
-    Raises:
-        ConfigError: A key that contradicts elasticity, or no layout within its limits, with a reason.
+        scorer: Of the cluster that ``dsx.elastic`` names.
     """
     limits = dsx.elastic
     assert limits is not None
@@ -64,16 +65,16 @@ def lay_out(
             except DsxError as error:
                 refusals.append(error)
                 continue
-            if judge is None:
+            if scorer is None:
                 yield _Option(ranks, place, run)
                 return
-            peak_bytes = judge.peak_bytes(run)
-            if peak_bytes <= judge.capacity_bytes:
-                yield _Option(ranks, judge.seconds(run), run)
+            peak_bytes = scorer.peak_bytes(run)
+            if peak_bytes <= scorer.capacity_bytes:
+                yield _Option(ranks, scorer.seconds(run), run)
             else:
                 too_large.append((-ranks, peak_bytes))
 
-    found = search(
+    found = best_first(
         map(_Option, range(world_size, limits.min_ranks - 1, -1)),
         cost=lambda option: (-option.ranks, option.cost),
         grow=lambda option: None if option.run is not None else options(option.ranks),
@@ -82,8 +83,8 @@ def lay_out(
     if chosen is not None:
         return _noted(chosen, world_size)
     reason = refusals[0] if refusals else None
-    if too_large and judge is not None:
-        reason = judge.too_large(min(too_large)[1])
+    if too_large and scorer is not None:
+        reason = scorer.too_large(min(too_large)[1])
     raise _nothing(dsx, world_size, reason)
 
 

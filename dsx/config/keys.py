@@ -39,11 +39,7 @@ REFERENCE: Version = (0, 19, 8)
 
 
 def version(text: str) -> Version:
-    """``0.19.8`` as numbers; what follows them (``+cu121``, ``rc1``) is left out.
-
-    Raises:
-        ConfigError: It is no version.
-    """
+    """``0.19.8`` as numbers; what follows them (``+cu121``, ``rc1``) is left out."""
     found = re.match(r"v?(\d+)\.(\d+)(?:\.(\d+))?", text.strip())
     if found is None:
         raise ConfigError(f"version {text}", "it is no version number", "write one such as 0.16.4")
@@ -223,7 +219,6 @@ class Table:
     members: Mapping[tuple[str, str], Mapping[str, Key]] = field(repr=False)
 
     def key(self, name: str, variant: str = "") -> Key | None:
-        """The row of a dotted name."""
         return self.keys.get((name, variant))
 
     def common(self, name: str) -> Key | None:

@@ -83,9 +83,6 @@ def complete(
         overrides: ``key=value`` items that replace the content's, as ``--set`` takes them.
         where: The file's name, for messages.
         steps: Steps of the run, for a schedule whose length the Trainer decides.
-
-    Raises:
-        ConfigError: No model is named or there is none of that name; an override that is none.
     """
     out = content_of(content, overrides)
     is_empty, has_block = not content, "dsx" in content

@@ -135,7 +135,6 @@ class Context:
 
     @cached_property
     def table(self) -> Table:
-        """The reference."""
         return reference()
 
     @cached_property
@@ -186,7 +185,6 @@ class Context:
         return value if isinstance(value, str) else ""
 
     def is_on(self, name: str) -> bool:
-        """Whether the value is true."""
         return self.value(name) is True
 
     def written(self, name: str) -> bool:
@@ -681,7 +679,7 @@ def is_tuned(context: Context, slot: Slot) -> bool:
 
 
 def errors(context: Context) -> list[Finding] | None:
-    """What stops a run; None if DeepSpeed does not know a key or value, of which the doctor knows more."""
+    """Errors that stop a run; None where DeepSpeed does not know a key or value: that is the doctor's."""
     if not all(is_right(context, slot) for slot in context.slots):
         return None
     found = [finding for check in CHECKS for finding in check(context)]

@@ -25,7 +25,7 @@ from dsx.models.spec import HubModel, Model
 from dsx.parallel.islands import Islands
 from dsx.parallel.limits import Asked, objections, possible
 from dsx.parallel.mesh import AXES, Mesh
-from dsx.planner.search import search
+from dsx.planner.best_first import best_first
 from dsx.schedules.builders import Options, default_chunks
 from dsx.schedules.program import Program
 from dsx.schedules.schedule import Schedule
@@ -35,11 +35,7 @@ __all__ = ["RunConfig", "resolve"]
 
 
 def read_file(dsx: DsxConfig) -> tuple[DsxConfig, Program | None]:
-    """The schedule in ``dsx.schedule.file``, and the config with the degrees for which it is written.
-
-    Raises:
-        ConfigError: The file cannot be read or run, or the config has other degrees.
-    """
+    """The schedule in ``dsx.schedule.file``, and the config with the degrees for which it is written."""
     if dsx.schedule.file is None:
         return dsx, None
     key = at("dsx.schedule.file", dsx.schedule.file)
@@ -341,9 +337,6 @@ def resolve_degrees(dsx: DsxConfig, model: Model, *, num_layers: int, world_size
     sequence, and stays within 8; pipeline x chunks leaves every stage a block. So 1, 2, 4, 8 ranks become
     tensor x pipeline x data = 1x1x1, 1x1x2, 1x2x2, 2x2x2. ``num_layers`` counts the
     whole list: embedding, blocks, norm, head.
-
-    Raises:
-        ConfigError: A number that does not divide or does not fit; names the legal ones.
     """
     asked = _asked(dsx, model, num_layers=num_layers, world_size=world_size)
     raise_all("config", _refusals(asked))
@@ -399,7 +392,7 @@ def _mesh(dsx: DsxConfig, asked: Asked) -> Mesh:
     turns = tuple(name for name, degree in fixed.items() if degree is None)
     factors = tuple(reversed(_prime_factors((asked.ranks or 1) // prod(degrees.values()))))
     start: _Deal = ((), degrees, turns, factors)
-    _, degrees, _, _ = next(search([start], cost=lambda deal: deal[0], grow=dealt))
+    _, degrees, _, _ = next(best_first([start], cost=lambda deal: deal[0], grow=dealt))
     return Mesh.of(**degrees)
 
 
@@ -538,21 +531,17 @@ def _resolved(
         return replace(run, islands=islands, notes=(*run.notes, *_outer_notes(run)))
     if dsx.elastic is None:
         return _resolve(name, deepspeed, dsx, world_size)
-    judge = None
+    scorer = None
     if dsx.elastic.cluster is not None:
         from dsx.planner.cluster import read_cluster  # here: other runs need none of the planner
-        from dsx.planner.predicted import Judge
+        from dsx.planner.predicted import LayoutScorer
 
-        judge = Judge.of(read_cluster(dsx.elastic.cluster))
-    return elastic.lay_out(deepspeed, dsx, world_size, partial(_resolve, name), judge)
+        scorer = LayoutScorer.of(read_cluster(dsx.elastic.cluster))
+    return elastic.lay_out(deepspeed, dsx, world_size, partial(_resolve, name), scorer)
 
 
 def which_island(outer: OuterConfig, world_size: int, rank: int) -> Islands:
-    """The islands as a rank of a launch sees them.
-
-    Raises:
-        ConfigError: One launch starts all of them, and they cannot have as many ranks each.
-    """
+    """The islands as a rank of a launch sees them."""
     if outer.meet:
         assert outer.island is not None, "its schema says so"
         index, ranks = outer.island, world_size

@@ -95,7 +95,6 @@ class RunConfig:
 
     @property
     def sequence_length(self) -> int:
-        """Tokens per sequence."""
         return self.dsx.data.sequence_length
 
     @property
@@ -213,11 +212,7 @@ class RunConfig:
 def cut_layers(
     dsx: DsxConfig, model: Model, specs: Sequence[ParamSpec], *, num_ranks: int, num_chunks: int
 ) -> StageMap:
-    """Stage map for this many ranks and chunks; before anything is measured, ``time`` goes by FLOPs.
-
-    Raises:
-        ConfigError: The method cannot cut the model like that.
-    """
+    """Stage map for this many ranks and chunks; before anything is measured, ``time`` goes by FLOPs."""
     method, names = dsx.partition.method, layer_kinds(model)
     key = at("dsx.partition.method", method)
     if isinstance(method, list) and len(method) != num_ranks * num_chunks:

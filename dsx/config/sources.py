@@ -78,11 +78,7 @@ _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def resolve_tokenizer(dsx: DsxConfig, weights: Path | None) -> str:
-    """The tokenizer's name: the config's own, the model folder, "bytes", or "none" for samples that are ids.
-
-    Raises:
-        ConfigError: "auto", and the folder has weights, which know their own tokens only, but no tokenizer.
-    """
+    """Name of the tokenizer: the config's own, the model folder, "bytes", or "none" for samples of ids."""
     if dsx.data.tokenizer != "auto":
         return dsx.data.tokenizer
     folder = dsx.model.path
@@ -297,9 +293,6 @@ def find_model(model: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
     Args:
         model: A preset, as ``llama-3-8b`` or ``gpt2/tiny``; a Hugging Face config.json; or a model folder.
-
-    Raises:
-        ConfigError: There is no such preset, file or folder, or the folder has no config.json.
     """
     where = f"--model {model}"
     path = Path(model)

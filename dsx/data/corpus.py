@@ -141,7 +141,6 @@ class CorpusInfo:
             )
 
     def save(self, folder: Path) -> None:
-        """Write ``corpus.json``, synced."""
         with (folder / INFO).open("w") as file:
             json.dump(asdict(self), file, indent=1)
             file.flush()
@@ -324,10 +323,6 @@ class Corpus:
             vocab_size: The model's vocabulary.
             apart: Keep documents apart; chats and completions are then packed whole.
             drop: Leave those of them out that are longer than a sequence, instead of their ends.
-
-        Raises:
-            DataError: The folder is missing, damaged or of another version; either split is too small for
-                one sequence; or the tokenizer has more ids than the model.
         """
         folder = Path(path)
         info = CorpusInfo.load(folder)
@@ -357,21 +352,13 @@ class Corpus:
 
     @property
     def bytes_per_token(self) -> float:
-        """UTF-8 bytes of held-out text per held-out token, end tokens counted.
-
-        Raises:
-            DataError: Nothing is held out.
-        """
+        """UTF-8 bytes of held-out text per held-out token, end tokens counted."""
         self._need_held_out()
         return self.info.held_out.text_bytes / self.info.held_out.tokens
 
     @property
     def unigram_bits_per_byte(self) -> float:
-        """Entropy of the held-out bytes' own frequencies: the best that a model without context can reach.
-
-        Raises:
-            DataError: Nothing is held out.
-        """
+        """Entropy of the held-out bytes' own frequencies: the best that a model without context can reach."""
         self._need_held_out()
         counts = np.array(self.info.held_out_byte_counts, np.float64)
         share = counts[counts > 0] / counts.sum()
@@ -424,10 +411,6 @@ def prepare(data: DataConfig, cache_dir: str | Path) -> Path:
         data: The ``dsx.data`` block; its ``sequence_length`` does not matter here, unless records that are
             longer are refused.
         cache_dir: Folder for prepared corpora, made if missing.
-
-    Raises:
-        DataError: The source or the tokenizer cannot be read, there is no text, or the cache cannot be
-            written.
     """
     from dsx.data.files import documents, open_source
     from dsx.data.tokenizers import load_tokenizer

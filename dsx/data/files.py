@@ -230,12 +230,7 @@ class Tables:
         return {**where, "name": self.name, "split": self.split, "text_column": self.text_column}
 
     def documents(self) -> Iterator[str]:
-        """Documents in order; empty cells are skipped.
-
-        Raises:
-            DataError: No such data set, configuration, split or column; a table that cannot be read; or no
-                network and not in the cache.
-        """
+        """Documents in order; empty cells are skipped."""
         table = self._table(stream=self.stream)
         try:
             for batch in () if table is None else table.with_format("arrow").iter(batch_size=_BATCH_ROWS):
@@ -332,12 +327,10 @@ class TableShard:
 
     @property
     def name(self) -> str:
-        """See :class:`dsx.data.units.Unit`."""
         sizes = "-".join(str(stamp.size_bytes) for stamp in self.stamps)
         return f"shard {self.index} of {self.count}, {sizes}"
 
     def documents(self, start: int | None) -> Iterator[tuple[int, str]]:
-        """See :class:`dsx.data.units.Unit`."""
         row, skip = 0, start or 0
         for stamp in self.stamps:
             stamp.check()
@@ -469,11 +462,7 @@ DocumentSource = TextFiles | Tables
 
 
 def documents(data: DataConfig) -> Iterator[str]:
-    """Documents of ``data.source`` in order, up to about ``data.max_bytes`` of UTF-8.
-
-    Raises:
-        DataError: The source is missing, unreadable, not UTF-8 or without the text column.
-    """
+    """Documents of ``data.source`` in order, up to about ``data.max_bytes`` of UTF-8."""
     left = data.max_bytes
     for document in open_source(data).documents():
         if not document:
@@ -486,11 +475,7 @@ def documents(data: DataConfig) -> Iterator[str]:
 
 
 def open_source(data: DataConfig) -> DocumentSource:
-    """The reader of ``data.source``: "python-stdlib", a file, a folder, a glob, or else a hub name.
-
-    Raises:
-        DataError: Nothing there, or files of several kinds.
-    """
+    """The reader of ``data.source``: "python-stdlib", a file, a folder, a glob, or else a hub name."""
     source = data.source
     if source == STANDARD_LIBRARY:
         _refuse_table_keys(data)

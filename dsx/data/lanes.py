@@ -107,7 +107,6 @@ class LaneUnit:
     lanes: int
 
     def documents(self, start: int | None) -> Iterator[tuple[int, str]]:
-        """As :meth:`dsx.data.units.Unit.documents`."""
         shared = self._lane_of(0) != self._lane_of(_POINTS - 1)
         for offset, text in self.unit.documents(start):
             if self.source.is_held_out(self.unit, offset):
@@ -143,11 +142,7 @@ class LaneReader:
         return StreamPlace(document.turn, document.unit, document.offset, self._skip)
 
     def read(self) -> npt.NDArray[np.unsignedinteger[Any]]:
-        """The next sequence: S + 1 ids; the last one is the next sequence's first.
-
-        Raises:
-            DataError: See :class:`dsx.data.units.Unit`; or no document is left to train on.
-        """
+        """The next sequence: S + 1 ids; the last one is the next sequence's first."""
         wanted = self._length + 1
         while self._held < wanted:
             self._refill()
@@ -400,11 +395,7 @@ _PLACES = 64  # parts of a source that the held-out text is gathered from
 
 
 def open_stream(data: DataConfig, name: str) -> StreamedSource:
-    """The one source of ``data``, to be streamed.
-
-    Raises:
-        DataError: The source or the tokenizer cannot be read, or there is no text.
-    """
+    """The one source of ``data``, to be streamed."""
     units = open_source(data).units(data.lanes)
     if not units:
         raise DataError(
@@ -438,9 +429,6 @@ def prepare_stream(data: DataConfig, name: str, cache_dir: str | Path, *, held_o
 
     The folder is a corpus without training text. Its held-out documents come from all over the source; they
     are about as many as an evaluation reads, not all that training leaves out.
-
-    Raises:
-        DataError: The source or the tokenizer cannot be read, or a lane finds no text.
     """
     source, opened = open_stream(data, name), open_source(data)
     if not isinstance(opened, Tables) or isinstance(opened.source, LocalFiles):

@@ -61,11 +61,7 @@ class _Marked:
 
 
 def _template_of(data: DataConfig) -> str | None:
-    """The template that ``dsx.data.chat_template`` names; None leaves it to the tokenizer.
-
-    Raises:
-        DataError: There is no such file, or it is no template.
-    """
+    """The template that ``dsx.data.chat_template`` names; None leaves it to the tokenizer."""
     named = data.chat_template
     if named is None:
         return None

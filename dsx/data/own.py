@@ -50,8 +50,7 @@ class OwnCorpus(Protocol):
 
     digest: str
 
-    def __len__(self) -> int:
-        """Number of samples."""
+    def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Any:
         """Sample ``index``, always the same, on any rank."""
@@ -157,11 +156,7 @@ class OwnText:
         return sequences
 
     def check(self) -> tuple[str, ...]:
-        """Read the first samples; what must be the same on all ranks, for people.
-
-        Raises:
-            DataError: A sample of another shape than :class:`OwnCorpus` names.
-        """
+        """Read the first samples; what must be the same on all ranks, for people."""
         lengths = []
         for sequences in (self._train, *(part.sequences for part in self.held_out)):
             sequences.window(0)

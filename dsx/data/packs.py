@@ -35,8 +35,7 @@ class Windows(Protocol):
     def sequence_length(self) -> int:
         """S."""
 
-    def __len__(self) -> int:
-        """Number of samples."""
+    def __len__(self) -> int: ...
 
     def window(self, index: int) -> Sample:
         """Sample ``index``."""
@@ -130,7 +129,6 @@ class Fill:
 
     @property
     def text(self) -> str:
-        """For people."""
         full, trained = 100 * self.tokens / self.places, 100 * self.trained / self.tokens
         said = f"{self.documents:,} documents in {self.packs:,} packs, {full:.1f}% full; "
         said += f"{trained:.1f}% of the tokens trained"

@@ -73,11 +73,7 @@ class _Row:
 
 
 def examples(data: DataConfig) -> Iterator[Example | BadRecordError]:
-    """The records of the one source of ``data``, checked; those that cannot be used as errors.
-
-    Raises:
-        DataError: A file that cannot be read at all, or text where records were expected.
-    """
+    """The records of the one source of ``data``, checked; those that cannot be used as errors."""
     read = _completion if data.format == "completion" else _chat
     for row in _rows(data):
         if row.cells is None:

@@ -179,11 +179,7 @@ class Text:
         return any(part.corpus.info.masked for part in self.parts)
 
     def bits_per_byte(self, loss: float) -> float | None:
-        """Bits per held-out byte of a mean cross-entropy per token of ``loss`` nats; None if it is masked.
-
-        Raises:
-            DataError: Nothing is held out.
-        """
+        """Bits per held-out byte of a mean cross-entropy per token of ``loss`` nats; None if it is masked."""
         if self.is_masked:
             return None
         if not self.held_out:
@@ -192,11 +188,7 @@ class Text:
 
     @property
     def unigram_bits_per_byte(self) -> float | None:
-        """Entropy of the held-out bytes' own frequencies, the parts' bytes by their share; None if masked.
-
-        Raises:
-            DataError: Nothing is held out.
-        """
+        """Entropy of the held-out bytes' own frequencies, the parts' bytes by their share; None if masked."""
         if self.is_masked:
             return None
         if len(self.held_out) < 2:

@@ -35,7 +35,6 @@ class ByteTokenizer:
     bos_id = None
 
     def identity(self) -> str:
-        """Always the same string."""
         return "bytes"
 
     def encode(self, documents: Sequence[str]) -> list[TokenIds]:
@@ -115,7 +114,6 @@ class TransformersTokenizer:
         return about.hexdigest()
 
     def save(self, folder: Path) -> None:
-        """Write its files into ``folder``."""
         self._tokenizer.save_pretrained(folder)
 
     def encode(self, documents: Sequence[str]) -> list[TokenIds]:
@@ -132,9 +130,6 @@ class TransformersTokenizer:
         Args:
             texts: Texts, special tokens included.
             special: Whether the tokenizer adds its own special tokens, as before the text of a prompt.
-
-        Raises:
-            DataError: It does not know where its tokens end.
         """
         if not getattr(self._tokenizer, "is_fast", False):
             raise DataError(
@@ -256,11 +251,7 @@ Tokenizer = ByteTokenizer | TransformersTokenizer
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Tokenizer:
-    """``"bytes"``, or a tokenizer of ``transformers`` by folder or hub name.
-
-    Raises:
-        DataError: See :class:`TransformersTokenizer`.
-    """
+    """``"bytes"``, or a tokenizer of ``transformers`` by folder or hub name."""
     if name == "bytes":
         return ByteTokenizer()
     return TransformersTokenizer(name, trust_remote_code=trust_remote_code)

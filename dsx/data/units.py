@@ -32,9 +32,6 @@ class Unit(Protocol):
 
         Args:
             start: Where to begin, as an earlier call said; None for the unit's first document.
-
-        Raises:
-            DataError: The file is gone, has changed since the run started, or cannot be read.
         """
 
 

@@ -137,9 +137,6 @@ def examine(
         from_version: An older version of DeepSpeed, since which changes of behaviour are reported, too.
         pipeline: Pipeline stages of the model under stock DeepSpeed, 1 for none.
         client_optimizer: Whether the script passes its own optimizer to deepspeed.initialize.
-
-    Raises:
-        ConfigError: It cannot be read.
     """
     source = _source(config)
     who = runner or infer(source.config)

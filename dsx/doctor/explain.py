@@ -62,9 +62,6 @@ def explain(path: str) -> str:
     Args:
         path: Dotted key, the end of one that no other key has, or the name of an optimizer or scheduler.
 
-    Raises:
-        ConfigError: There is no such key, or several.
-
     >>> print(explain("prefetch_bucket_size"))  # doctest: +ELLIPSIS
     zero_optimization.stage3_prefetch_bucket_size
       parameter elements gathered ahead of their use
@@ -78,11 +75,7 @@ def explain(path: str) -> str:
 
 
 def explain_json(path: str) -> dict[str, Any]:
-    """As ``explain``, for programs: one item per variant (optimizer or scheduler) of the key.
-
-    Raises:
-        ConfigError: There is no such key, or several.
-    """
+    """As ``explain``, for programs: one item per variant (optimizer or scheduler) of the key."""
     return {"keys": [_json(key) for rows in _found(path) for key in rows]}
 
 

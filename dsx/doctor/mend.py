@@ -21,11 +21,7 @@ from dsx.errors import ConfigError
 
 
 def apply_to_text(text: str, edits: Iterable[Edit]) -> str:
-    """``text`` with ``edits`` made one after the other.
-
-    Raises:
-        ConfigError: An edit names a key that is not there, or would change more than it says.
-    """
+    """``text`` with ``edits`` made one after the other."""
     for edit in edits:
         before = from_text(text).config
         expected = apply_to_config(before, edit)
@@ -36,11 +32,7 @@ def apply_to_text(text: str, edits: Iterable[Edit]) -> str:
 
 
 def apply_to_config(config: dict[str, Any], edit: Edit) -> dict[str, Any]:
-    """A copy of ``config`` with ``edit`` made.
-
-    Raises:
-        ConfigError: The key is not there.
-    """
+    """A copy of ``config`` with ``edit`` made."""
     out = copy.deepcopy(config)
     node: Any = out
     for part in edit.path[:-1]:
@@ -227,9 +219,6 @@ def write(path: File, text: str) -> File:
 
     Returns:
         The path of the kept file.
-
-    Raises:
-        ConfigError: The file cannot be written.
     """
     kept = path.with_name(path.name + ".orig")
     try:

@@ -21,7 +21,7 @@ from dsx.schedules.schedule import Action, Schedule
 from dsx.schedules.simulate import Span
 
 if TYPE_CHECKING:  # loaded by the runs that record a step
-    from dsx.schedules.trace import Comparison, Record, Rounds, Trace
+    from dsx.schedules.trace import Comparison, RankTrace, Rounds, Trace
 
 _ROUNDS = 8
 
@@ -96,13 +96,13 @@ class Recorder:
         yield
         self._marks.append(self._clock.mark())
 
-    def finish(self, rounds: Rounds) -> Record:
+    def finish(self, rounds: Rounds) -> RankTrace:
         """End of the step."""
-        from dsx.schedules.trace import Record
+        from dsx.schedules.trace import RankTrace
 
         *times, end = self._clock.seconds([*self._marks, self._clock.mark()])
         spans: list[Span] = list(zip(self._actions, times[::2], times[1::2], strict=True))
-        return Record(
+        return RankTrace(
             spans=tuple(spans),
             end=end,
             rounds=rounds,
@@ -168,7 +168,7 @@ class Tracer:
             for traces in wanted:
                 traces.append(trace)
 
-    def _gather(self, record: Record) -> list[Record]:
+    def _gather(self, record: RankTrace) -> list[RankTrace]:
         """Records of the pipeline that rank 0 is in, on its first rank; nothing elsewhere."""
         groups = self._groups
         if groups.pipe_peer(0):

@@ -26,7 +26,7 @@ from dsx.hub.layers import hidden_of
 from dsx.hub.read import block_plan, hub_model
 from dsx.hub.shrunk import random_keys, random_model, shrunk
 from dsx.hub.tensor_plan import mixing_children
-from dsx.memory.records import code_version, keep
+from dsx.memory.record_cache import code_version, keep
 from dsx.models import families
 from dsx.models.config_values import at
 from dsx.models.param import ParamSpec

@@ -8,10 +8,10 @@ from fractions import Fraction
 from math import prod
 
 from dsx.memory.islands import OUTER_STEP, IslandMemory, IslandSettings
+from dsx.memory.layer_record import DeviceKind, Kept
 from dsx.memory.ledger import Label, Leaf, Ledger, Message, Storage, dropped
 from dsx.memory.partitioned import Bf16, Bucketed, Partitioned, PartitionedOffload
-from dsx.memory.record import DeviceKind, Kept
-from dsx.memory.records import LayerRecords
+from dsx.memory.record_cache import LayerRecords
 from dsx.memory.stage3 import Stage3, built, uses
 from dsx.memory.states import Flat, States, StateSettings, Unfused
 from dsx.memory.walk import RankLayers, Walk

@@ -13,8 +13,8 @@ from dsx.config.wording import at
 from dsx.errors import ConfigError
 from dsx.memory.estimate import Job, enough_micro_batches
 from dsx.memory.islands import IslandSettings
-from dsx.memory.record import DeviceKind, Shape
-from dsx.memory.records import ModelRecords
+from dsx.memory.layer_record import DeviceKind, Shape
+from dsx.memory.record_cache import ModelRecords
 from dsx.memory.states import Gathering, Offload, Optimizer, StateSettings
 from dsx.models.flops import WIDTHS
 from dsx.models.param import PRECISIONS

@@ -20,9 +20,9 @@ from dsx.errors import ConfigError, LayoutError, ModelError
 from dsx.memory.device import swapped
 from dsx.memory.estimate import Job, RunMemory, enough_micro_batches, estimate_run
 from dsx.memory.job import require_learned, state_settings
+from dsx.memory.layer_record import DeviceKind, LayerRecord, TensorForm
+from dsx.memory.layer_recorder import fake_build, record_layer
 from dsx.memory.module_gathers import TiedCall
-from dsx.memory.record import DeviceKind, LayerRecord, TensorForm
-from dsx.memory.recorder import booth, record_layer
 from dsx.models.flops import Precision
 from dsx.models.param import Init, ParamSpec
 from dsx.nn.loss import of_head
@@ -220,7 +220,7 @@ def record_list(
     """
     # torch composes some operators, dropout among them, of others on meta tensors, but not on a GPU.
     place = "cpu" if device == "cpu" else "paper"
-    with booth(place), torch.device(place), _linear(hooked=hooked):
+    with fake_build(place), torch.device(place), _linear(hooked=hooked):
         made = make()
         if not isinstance(made, LayerList):
             raise ModelError(

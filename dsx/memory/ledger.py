@@ -1,8 +1,8 @@
 """Live bytes by what they are for, storages that live as long as somebody holds them, and steps that repeat.
 
 A storage is given back to its :class:`Ledger` when the last of its holders goes, which is torch's own rule.
-Who holds what during a layer is recorded (:mod:`dsx.memory.record`); who holds what between layers follows
-from the schedule (:mod:`dsx.memory.walk`).
+Who holds what during a layer is recorded (:mod:`dsx.memory.layer_record`); who holds what between layers
+follows from the schedule (:mod:`dsx.memory.walk`).
 
 An action's memory depends on its kind, its virtual stage and whether its parameters have gradients yet. So
 the first two micro-batches of every (kind, stage) are walked storage by storage, the second one noted, and
@@ -302,13 +302,13 @@ class Replay:
         self._seen.clear()
 
     def wants(self, action: Action) -> bool:
-        """Whether this one, walked now, is to be noted."""
+        """Whether to record the memory delta of this action: at its kind's second occurrence."""
         kind = (action.op, action.stage)
         self._seen[kind] = self._seen.get(kind, 0) + 1
         return kind not in self._deltas and self._seen[kind] == 2
 
     def note(self, action: Action, delta: Delta) -> None:
-        """What it did."""
+        """Record an action's memory delta."""
         self._deltas[action.op, action.stage] = delta
 
     def sends(self, kind: str, stage: int, message: Message) -> None:

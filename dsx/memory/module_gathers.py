@@ -20,7 +20,7 @@ GATHERED = "w"
 
 
 class Notes(Protocol):
-    """What is asked of :class:`dsx.memory.recorder.LayerRecorder`."""
+    """What is asked of :class:`dsx.memory.layer_recorder.LayerRecorder`."""
 
     def emit(self, *event: Any) -> None:
         """Note an event."""

@@ -20,7 +20,7 @@ _FILE = "zero/stage_1_and_2.py"
 
 @dataclass(slots=True)
 class _Slice:
-    """Neighbours in a bucket that go to one rank; ``own`` ones are added to this rank's sums one by one."""
+    """Consecutive gradients of a bucket that one rank owns; ``own``: this rank adds each to its sums."""
 
     owner: int
     numel: int

@@ -1,4 +1,4 @@
-"""A chunk of recorded layers (:mod:`dsx.memory.record`) on the ledger, forward and backward."""
+"""A chunk of recorded layers (:mod:`dsx.memory.layer_record`) on the ledger, forward and backward."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from dsx.memory.layer_record import Event, LayerRecord
 from dsx.memory.ledger import Label, Leaf, Ledger, Message, Storage, Tensor, dropped
-from dsx.memory.record import Event, LayerRecord
 
 
 class Hooks(Protocol):

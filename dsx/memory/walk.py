@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from dsx.memory.layer_record import LayerRecord, TensorForm
 from dsx.memory.ledger import Label, Leaf, Ledger, Message, Replay, Storage, dropped
-from dsx.memory.record import LayerRecord, TensorForm
-from dsx.memory.records import LayerRecords
+from dsx.memory.record_cache import LayerRecords
 from dsx.memory.replay import Hooks, RecordedChunk, RecordedLayer
 from dsx.memory.states import States
 from dsx.parallel.stages import StageMap

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from dsx.memory.estimate import RunMemory
-    from dsx.memory.record import DeviceKind
+    from dsx.memory.layer_record import DeviceKind
 
 COUNTED_STEP = 2
 """Of a process on a CPU: the first step makes the optimizer's states, the second is like all that follow."""

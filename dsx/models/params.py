@@ -53,7 +53,11 @@ def param_specs(model: Model, *, pad_multiple: int = 64) -> tuple[ParamSpec, ...
 
 def vocabulary_rows(model: Model, tensor: int, *, pad_multiple: int) -> int:
     """Rows of the vocabulary's tables on one of ``tensor`` ranks, padding included: columns of its logits."""
-    return param_specs(model, pad_multiple=pad_multiple)[0].local_extent(tensor)
+    if isinstance(model, HubModel):
+        (word,) = _padded(model.params[:1], pad_multiple)
+    else:
+        (word,) = _layer(model, 0, "WordEmbedding", 0, pad_multiple)
+    return word.local_extent(tensor)
 
 
 def stored_specs(model: Model, *, pad_multiple: int = 64) -> tuple[ParamSpec, ...]:

@@ -35,7 +35,6 @@ class Choice:
 
     @property
     def options(self) -> Options:
-        """Of the schedule."""
         return self.cut.program.options
 
     @property
@@ -188,15 +187,8 @@ class _Task:
 
     def _cut(self, candidate: _Candidate, most_actions: int) -> LayerCut:
         program, chunks, recompute = candidate
-        pipeline = SimulatedPipeline(
-            layers=self.profile.layers[recompute],
-            program=program,
-            num_ranks=self.num_ranks,
-            num_chunks=chunks,
-            num_micro_batches=self.num_micro_batches,
-            transfer_seconds=self.profile.transfer_seconds(recompute) if self.num_ranks > 1 else 0.0,
-            most_bytes=self.space.most_bytes,
-        )
+        size = self.num_ranks, chunks, self.num_micro_batches
+        pipeline = SimulatedPipeline.of(self.profile, recompute, program, size, self.space.most_bytes)
         if self.space.cut is not None:
             return pipeline.judge(self.space.cut(pipeline.num_stages))
         return shortest_cut(pipeline, most_actions=most_actions)

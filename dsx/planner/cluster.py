@@ -144,11 +144,7 @@ class Cluster:
             )
 
     def site(self, gpus: int) -> Cluster:
-        """One of its sites, with its part of ``gpus``.
-
-        Raises:
-            ConfigError: The sites cannot have as many GPUs each, in whole nodes.
-        """
+        """One of its sites, with its part of ``gpus``."""
         each, node = gpus // self.sites, self.gpus_per_node
         if gpus < 1 or gpus % self.sites or (each > node and each % node):
             raise ConfigError(
@@ -181,7 +177,6 @@ class Group:
         return max(1, min(self.size, gpus_per_node // self.stride))
 
     def nodes(self, gpus_per_node: int) -> int:
-        """Nodes that the group lies on."""
         return ceil(self.size / self.members_per_node(gpus_per_node))
 
 
@@ -203,7 +198,6 @@ class GpuMemory:
 
     @property
     def usable_bytes(self) -> int:
-        """What is left."""
         return self.memory_bytes - self.reserved_bytes
 
     def __str__(self) -> str:
@@ -219,9 +213,6 @@ def gpu_memory(gib: float, cluster: Cluster | None = None) -> GpuMemory:
         gib: All memory of a GPU.
         cluster: The cluster of these GPUs; None for any GPU. Its own reserve stays, the usual one depends on
             ``gib``, and CPU processes have none.
-
-    Raises:
-        ConfigError: Nothing is left.
     """
     memory_bytes = int(gib * _GIB)
     is_usual = cluster is None or cluster.reserved_bytes == allowance(cluster.memory_bytes)
@@ -253,7 +244,6 @@ class LinkConfig(SchemaBlock):
 
     @property
     def link(self) -> Link:
-        """In bytes and seconds."""
         return Link((self.gigabytes_per_second or 0) * _GIGA, (self.latency_microseconds or 0) / 1e6)
 
 
@@ -307,9 +297,6 @@ PRESETS = tuple(_PRESETS)
 def preset(name: str) -> Cluster:
     """A cluster of usual nodes of eight, of any size, by :data:`PRESETS` name (case does not matter).
 
-    Raises:
-        ConfigError: No such cluster.
-
     >>> preset("h200").memory_bytes >> 30
     139
     """
@@ -318,11 +305,7 @@ def preset(name: str) -> Cluster:
 
 
 def read_cluster(name: str) -> Cluster:
-    """The cluster that ``--cluster`` names.
-
-    Raises:
-        ConfigError: Neither a preset nor a readable file, or a file with unknown, missing or senseless keys.
-    """
+    """The cluster that ``--cluster`` names."""
     path = Path(name)
     if path.suffix != ".json" and not path.exists():
         return preset(name)
@@ -347,9 +330,6 @@ def described(file: str, config: ClusterConfig, *, name: str | None = None) -> C
         file: Where it stands, for messages.
         config: What it says; a known GPU gives what is left out.
         name: What to call it if it has no name of its own; None for ``file``.
-
-    Raises:
-        ConfigError: Something is missing, unknown or senseless.
     """
     if config.gpu is not None:
         base = _PRESETS[_known(config.gpu)]

@@ -57,7 +57,6 @@ class Network:
         return rate * self.efficiency.link
 
     def transfer_seconds(self, num_bytes: float, *, leaves_node: bool) -> float:
-        """A message from one rank to another."""
         link = self.cluster.between if leaves_node else self.cluster.inside
         return link.latency_seconds + num_bytes / (link.bytes_per_second * self.efficiency.link)
 
@@ -68,7 +67,6 @@ class Network:
         return link.latency_seconds + num_bytes * senders / (link.bytes_per_second * self.efficiency.link)
 
     def sites(self, group: Group) -> int:
-        """Sites that a group lies on."""
         each = self.cluster.gpus_per_site
         return group.nodes(each) if each else 1
 

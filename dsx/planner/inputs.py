@@ -32,7 +32,7 @@ from dsx.planner.step_time import Predictor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanInputs:
-    """What is to be trained.
+    """Inputs of a plan for a config's model.
 
     Attributes:
         content: A whole config without its layout: DeepSpeed's keys and the ``dsx`` block.
@@ -57,7 +57,6 @@ class PlanInputs:
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole model."""
         return self.run.num_parameters
 
     @property
@@ -67,12 +66,10 @@ class PlanInputs:
 
     @property
     def batch_words(self) -> str:
-        """The global batch in words."""
         return f"{self.global_batch} sequences of {self.run.sequence_length} tokens"
 
     @property
     def precision(self) -> str:
-        """Of the parameters."""
         return self.run.precision
 
     @property
@@ -152,11 +149,7 @@ def _outer(written: Any, cluster: Cluster) -> OuterConfig | None:
 
 
 def site_inputs(joined: PlanInputs, cluster: Cluster) -> PlanInputs:
-    """One island of what is planned as one job over all sites of ``cluster``, with its part of the batch.
-
-    Raises:
-        ConfigError: Batch or GPUs cannot be divided over the sites.
-    """
+    """One island of what is planned as one job over all sites of ``cluster``, with its part of the batch."""
     count, batch = cluster.sites, joined.global_batch
     if batch % count:
         raise ConfigError(
@@ -268,7 +261,7 @@ _GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fixed:
+class PinnedChoices:
     """What a user has already decided; None is open.
 
     Attributes:
@@ -303,7 +296,7 @@ class Calibration:
 
 def plan_search(
     inputs: PlanInputs,
-    fixed: Fixed,
+    pinned: PinnedChoices,
     measured: Calibration | None = None,
     *,
     looked: Looked = looks_away,
@@ -313,7 +306,7 @@ def plan_search(
 
     Args:
         inputs: What is trained, and on what.
-        fixed: What is not to be chosen.
+        pinned: What is not to be chosen.
         measured: Rates in place of the cluster's usual ones.
         looked: Told how far the search is.
         slack: As :class:`~dsx.planner.plan.Search` has it.
@@ -322,18 +315,18 @@ def plan_search(
         ConfigError: A fixed value that cannot be.
         LayoutError: A fixed degree that the model or the number of GPUs does not allow.
     """
-    _check(inputs, fixed)
+    _check(inputs, pinned)
     used = measured or Calibration(cluster=inputs.cluster, efficiency=Efficiency.of(inputs.cluster))
     cluster, open_run = used.cluster, inputs.run
     task = task_of(open_run, cluster, used.efficiency)
-    space = _space(inputs, fixed)
-    _check_space(task, space, fixed)
+    space = _space(inputs, pinned)
+    _check_space(task, space, pinned)
     job_of(open_run, device="cpu" if cluster.is_host else "cuda")  # Refuses what no layout could mend.
     search = Search(
         task=task,
         space=space,
         memory=lambda _: 0,
-        cap_bytes=None if fixed.gpu_memory is None else gpu_memory(fixed.gpu_memory, cluster).usable_bytes,
+        cap_bytes=None if pinned.gpu_memory is None else gpu_memory(pinned.gpu_memory, cluster).usable_bytes,
         update_bytes=update_bytes(inputs.run.deepspeed),
         looked=looked,
         slack=slack,
@@ -342,48 +335,48 @@ def plan_search(
     return replace(search, memory=memory, least=memory.least)
 
 
-def _check(inputs: PlanInputs, fixed: Fixed) -> None:
-    for name, value in (("--tensor", fixed.tensor), ("--pipeline", fixed.pipeline)):
+def _check(inputs: PlanInputs, pinned: PinnedChoices) -> None:
+    for name, value in (("--tensor", pinned.tensor), ("--pipeline", pinned.pipeline)):
         if value is not None and value < 1:
             raise ConfigError(f"{name} {value}", "not a degree", "use 1 or more")
-    if fixed.zero is not None and not 0 <= fixed.zero <= 3:
-        raise ConfigError(f"--zero {fixed.zero}", "ZeRO has stages 0 to 3", "use 0, 1, 2 or 3")
-    if fixed.zero is not None and fixed.zero < inputs.lowest_zero_stage:
+    if pinned.zero is not None and not 0 <= pinned.zero <= 3:
+        raise ConfigError(f"--zero {pinned.zero}", "ZeRO has stages 0 to 3", "use 0, 1, 2 or 3")
+    if pinned.zero is not None and pinned.zero < inputs.lowest_zero_stage:
         raise ConfigError(
-            f"--zero {fixed.zero}",
+            f"--zero {pinned.zero}",
             f"what the config offloads needs stage {inputs.lowest_zero_stage} or more",
             "use that, or remove zero_optimization.offload_optimizer and offload_param",
         )
-    micro, batch = fixed.micro_batch, inputs.run.global_batch_size
+    micro, batch = pinned.micro_batch, inputs.run.global_batch_size
     if micro is not None and (micro < 1 or batch % micro):
         raise ConfigError(
             f"--micro-batch {micro}", f"it does not divide the global batch {batch}", "use a divisor of it"
         )
-    if fixed.gpu_memory is not None and not 0 < fixed.gpu_memory < 1e6:
+    if pinned.gpu_memory is not None and not 0 < pinned.gpu_memory < 1e6:
         raise ConfigError(
-            f"--gpu-memory {fixed.gpu_memory:g}", "it is the GiB of one GPU", "use 79 for an A100-80GB"
+            f"--gpu-memory {pinned.gpu_memory:g}", "it is the GiB of one GPU", "use 79 for an A100-80GB"
         )
 
 
-def _check_space(task: Task, space: Space, fixed: Fixed) -> None:
+def _check_space(task: Task, space: Space, pinned: PinnedChoices) -> None:
     """Raise unless there is something to search."""
     found = tuple(meshes(task, space))
     if any(True for mesh in found for _ in variants(task, space, mesh)):
         return
     shares = sorted({task.global_batch // mesh.data for mesh in found})
     raise ConfigError(
-        f"--micro-batch {fixed.micro_batch}",
+        f"--micro-batch {pinned.micro_batch}",
         f"it divides no rank's share of the global batch ({either(shares[:6])} sequences)",
         "use a divisor of one of these",
     )
 
 
-def _space(inputs: PlanInputs, fixed: Fixed) -> Space:
+def _space(inputs: PlanInputs, pinned: PinnedChoices) -> Space:
     given = {
-        "tensor": fixed.tensor,
-        "pipeline": fixed.pipeline,
-        "micro_batches": fixed.micro_batch,
-        "zero_stages": fixed.zero,
+        "tensor": pinned.tensor,
+        "pipeline": pinned.pipeline,
+        "micro_batches": pinned.micro_batch,
+        "zero_stages": pinned.zero,
     }
     decided = {name: (value,) for name, value in given.items() if value is not None}
     return Space.of(inputs.gpus, **{"zero_stages": tuple(range(inputs.lowest_zero_stage, 4))} | decided)

@@ -37,7 +37,7 @@ steps above that of rounds every 30 is 28 ns with fp32, and 33 with int8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class RoundSettings:
     """How islands meet, as ``dsx.outer`` has it.
 
     Attributes:
@@ -56,7 +56,7 @@ class Terms:
     def words(self) -> str:
         """In words.
 
-        >>> Terms(every=100, wire="int8", delay=3).words
+        >>> RoundSettings(every=100, wire="int8", delay=3).words
         'every 100, wire int8, delay 3'
         """
         shares = f", shares {self.shares}" if self.shares > 1 else ""
@@ -106,44 +106,44 @@ class IslandTask:
             latency_seconds=link.latency_seconds,
         )
 
-    def sent_bytes(self, terms: Terms) -> float:
+    def sent_bytes(self, settings: RoundSettings) -> float:
         """Bytes over the link of the first island, in each direction, for a round about every share."""
-        return (self.count - 1) * wire_bytes(self.elements, terms.wire)
+        return (self.count - 1) * wire_bytes(self.elements, settings.wire)
 
-    def round_seconds(self, terms: Terms) -> float:
+    def round_seconds(self, settings: RoundSettings) -> float:
         """A round about one share."""
-        wire = self.sent_bytes(terms) / self.bytes_per_second
+        wire = self.sent_bytes(settings) / self.bytes_per_second
         host = _HOST_SECONDS * self.elements / self.ranks
-        return _LATENCIES * self.latency_seconds + (wire + host) / terms.shares
+        return _LATENCIES * self.latency_seconds + (wire + host) / settings.shares
 
-    def mean_step_seconds(self, terms: Terms) -> float:
-        """An inner step with its part of the rounds, of which those are hidden that steps go on beside."""
-        return self.step_seconds + self._waits(terms) * terms.shares / terms.every
+    def mean_step_seconds(self, settings: RoundSettings) -> float:
+        """Mean seconds of an inner step, with the part of the rounds that no step hides."""
+        return self.step_seconds + self._waits(settings) * settings.shares / settings.every
 
-    def speed(self, terms: Terms) -> float:
+    def speed(self, settings: RoundSettings) -> float:
         """Part of the speed over a link that costs nothing, 0 to 1."""
-        return self.step_seconds / self.mean_step_seconds(terms)
+        return self.step_seconds / self.mean_step_seconds(settings)
 
-    def near_from(self, terms: Terms) -> int:
+    def near_from(self, settings: RoundSettings) -> int:
         """The least ``every`` with which islands reach :data:`NEAR` of that speed."""
-        waits = self._waits(terms) * terms.shares / self.step_seconds
-        return max(ceil(waits * NEAR / (1 - NEAR)), terms.delay * terms.shares + 1, terms.shares)
+        waits = self._waits(settings) * settings.shares / self.step_seconds
+        return max(ceil(waits * NEAR / (1 - NEAR)), settings.delay * settings.shares + 1, settings.shares)
 
-    def chosen(self) -> Terms:
-        """The most careful of the usual terms that come near: seldom rounds, then narrow wires, then delay.
+    def chosen(self) -> RoundSettings:
+        """The most careful usual settings that come near: seldom rounds, then narrow wires, then delay.
 
         fp32 where rounds every 50 steps or more often are near enough, else bf16, else int8; where int8 is
         not near with the most seldom rounds, steps go on while a round is under way.
         """
         wires: tuple[Wire, ...] = ("fp32", "bf16", "int8")
         for wire in wires:
-            least = self.near_from(Terms(wire=wire))
-            most = USUAL[-1] if wire == wires[-1] else Terms().every
+            least = self.near_from(RoundSettings(wire=wire))
+            most = USUAL[-1] if wire == wires[-1] else RoundSettings().every
             if least <= most:
-                return Terms(wire=wire, every=next(every for every in USUAL if every >= least))
-        delay = ceil(self.round_seconds(Terms(wire=wires[-1])) / self.step_seconds)
-        return Terms(wire=wires[-1], delay=delay, every=max(USUAL[-1], delay + 1))
+                return RoundSettings(wire=wire, every=next(every for every in USUAL if every >= least))
+        delay = ceil(self.round_seconds(RoundSettings(wire=wires[-1])) / self.step_seconds)
+        return RoundSettings(wire=wires[-1], delay=delay, every=max(USUAL[-1], delay + 1))
 
-    def _waits(self, terms: Terms) -> float:
+    def _waits(self, settings: RoundSettings) -> float:
         """Seconds of a round that no step hides."""
-        return max(0.0, self.round_seconds(terms) - terms.delay * self.step_seconds)
+        return max(0.0, self.round_seconds(settings) - settings.delay * self.step_seconds)

@@ -1,7 +1,7 @@
 """What one layer and one micro-batch take on one rank: the operators of its record, priced one by one.
 
-A record (:mod:`dsx.memory.record`) has every operator of a layer's forward and backward with its sizes, and
-every collective of its tensor-parallel ranks with what runs between its start and its end. Memory traffic
+A record (:mod:`dsx.memory.layer_record`) has every operator of a layer's forward and backward with its sizes,
+and every collective of its tensor-parallel ranks with what runs between its start and its end. Memory traffic
 counts what each operator must read and write.
 """
 
@@ -11,13 +11,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain
 from math import prod
-from typing import Self
 
-from dsx.memory.record import Event, LayerRecord, Shape, counted
-from dsx.memory.records import ModelRecords
+from dsx.memory.layer_record import Event, LayerRecord, Shape, counted
+from dsx.memory.record_cache import ModelRecords
 from dsx.models.flops import Precision
 from dsx.planner.cluster import Group
 from dsx.planner.costs import Network, Software
+from dsx.planner.layer_cost import LayerCost
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,6 @@ class Product:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations."""
         return 2.0 * self.m * self.n * self.k * self.count
 
     @property
@@ -41,64 +40,6 @@ class Product:
 
 
 _FUSED_BACKWARD = 2.5  # arXiv:2307.08691, section 3.1: five products where the forward has two.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerTime:
-    """Seconds. A whole backward is recomputation, input and weight part, and ``backward_wait``.
-
-    Attributes:
-        forward: Computing forward.
-        again: Computing forward again in backward.
-        grad_input: Computing the input's gradient.
-        grad_weight: Computing the weights' gradients and adding them up.
-        forward_wait: Communication that a forward waits for.
-        again_wait: The same of the forward done again.
-        backward_wait: The same of a whole backward.
-        input_wait: The same of the first part of a divided backward.
-        weight_wait: The same of its second part.
-    """
-
-    forward: float = 0.0
-    again: float = 0.0
-    grad_input: float = 0.0
-    grad_weight: float = 0.0
-    forward_wait: float = 0.0
-    again_wait: float = 0.0
-    backward_wait: float = 0.0
-    input_wait: float = 0.0
-    weight_wait: float = 0.0
-
-    @classmethod
-    def total(cls, times: Iterable[Self]) -> Self:
-        """Of several layers, one after the other."""
-        times = list(times)
-        return cls(**{f.name: sum(getattr(time, f.name) for time in times) for f in fields(cls)})
-
-    @property
-    def forward_seconds(self) -> float:
-        """A whole forward."""
-        return self.forward + self.forward_wait
-
-    @property
-    def backward_seconds(self) -> float:
-        """A whole backward."""
-        return self.again + self.again_wait + self.grad_input + self.grad_weight + self.backward_wait
-
-    @property
-    def input_seconds(self) -> float:
-        """The first part of a divided backward."""
-        return self.again + self.again_wait + self.grad_input + self.input_wait
-
-    @property
-    def weight_seconds(self) -> float:
-        """The second part of a divided backward."""
-        return self.grad_weight + self.weight_wait
-
-    @property
-    def seconds(self) -> float:
-        """Forward and whole backward."""
-        return self.forward_seconds + self.backward_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,11 +194,11 @@ class AttentionShape:
         )
 
 
-def layer_times(machine: Machine, shape: Shape) -> tuple[LayerTime, ...]:
+def layer_times(machine: Machine, shape: Shape) -> tuple[LayerCost, ...]:
     """Times of every layer of the layer list; the loss counts to the last one."""
     records, plain = ModelRecords(shape, many=True), ModelRecords(replace(shape, recompute="none"), many=True)
     pricing = _Pricing(machine, shape.tensor, shape.width)
-    known: dict[int, LayerTime] = {}
+    known: dict[int, LayerCost] = {}
     found = []
     last = records.num_layers - 1
     for index in range(records.num_layers - bool(shape.loss_chunk)):
@@ -269,10 +210,10 @@ def layer_times(machine: Machine, shape: Shape) -> tuple[LayerTime, ...]:
     end = _end_time(machine, pricing, shape, last)
     if shape.loss_chunk:
         return (*found, end)
-    return (*found[:-1], LayerTime.total((found[-1], end)))
+    return (*found[:-1], LayerCost.total((found[-1], end)))
 
 
-def record_times(machine: Machine, record: LayerRecord, width: int) -> LayerTime:
+def record_times(machine: Machine, record: LayerRecord, width: int) -> LayerCost:
     """A layer's time by its record alone, without tensor parallelism and recomputation."""
     return _layer_time(machine, _Pricing(machine, 1, width), record, record)
 
@@ -298,42 +239,46 @@ def recorded_flops(record: LayerRecord) -> float:
 _LONG = 8192
 
 
-def _end_time(machine: Machine, pricing: _Pricing, shape: Shape, head: int) -> LayerTime:
+def _end_time(machine: Machine, pricing: _Pricing, shape: Shape, head: int) -> LayerCost:
     """The time of the loss, or of the head with it. So many tokens at a time: many take in proportion.
 
     A long sequence counts as several short ones, because a record has every piece.
     """
     short = replace(shape, sequence_length=min(shape.sequence_length, _LONG))
 
-    def time(micro_batch: int) -> LayerTime:
+    def time(micro_batch: int) -> LayerCost:
         records = ModelRecords(replace(short, micro_batch=micro_batch))
         record = records.loss() or records.layer(head, divided=True, hooked=False)
         return _layer_time(machine, pricing, record, record)
 
     one, two = time(1), time(2)
     more = shape.micro_batch * shape.sequence_length / short.sequence_length - 1
-    return LayerTime(
+    return LayerCost(
         **{
             each.name: getattr(one, each.name) + more * (getattr(two, each.name) - getattr(one, each.name))
-            for each in fields(LayerTime)
+            for each in fields(LayerCost)
         }
     )
 
 
-def _layer_time(machine: Machine, pricing: _Pricing, record: LayerRecord, plain: LayerRecord) -> LayerTime:
+def _layer_time(machine: Machine, pricing: _Pricing, record: LayerRecord, plain: LayerRecord) -> LayerCost:
     """A layer's time. What recomputation adds is the difference to ``plain``, the same layer without any."""
     forward, whole = pricing.price(record.operators("forward")), pricing.price(plain.operators("backward"))
     divides = plain.backward_input is not None
     first = pricing.price(plain.operators("backward_input")) if divides else whole
     second = pricing.price(counted(_delivered(plain)))
     again = pricing.price(record.operators("backward"))
-    return LayerTime(
-        forward=forward.computing,
-        again=max(0.0, again.computing - whole.computing),
-        grad_input=first.computing,
-        grad_weight=second.computing + machine.traffic(_added(plain)),
+    anew, anew_wait = max(0.0, again.computing - whole.computing), max(0.0, again.waiting - whole.waiting)
+    inputs = anew + anew_wait + first.computing
+    weights = second.computing + machine.traffic(_added(plain))
+    return LayerCost(
+        forward_seconds=forward.computing + forward.waiting,
+        backward_seconds=inputs + weights + whole.waiting,
+        backward_input_seconds=inputs + first.waiting,
+        backward_weight_seconds=weights + second.waiting,
+        again_seconds=anew,
         forward_wait=forward.waiting,
-        again_wait=max(0.0, again.waiting - whole.waiting),
+        again_wait=anew_wait,
         backward_wait=whole.waiting,
         input_wait=first.waiting,
         weight_wait=second.waiting,

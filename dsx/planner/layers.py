@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Literal
 
-from dsx.memory.record import LayerRecord, LayerRequest, Shape
-from dsx.memory.records import ModelRecords, alone, recorded_for_many
+from dsx.memory.layer_record import LayerRecord, LayerRequest, Shape
+from dsx.memory.record_cache import ModelRecords, alone, recorded_for_many
 from dsx.models.flops import WIDTHS, auto_chunk, flops_per_token
 from dsx.models.params import layer_kinds, param_specs
 from dsx.models.spec import HubModel, Model
 from dsx.parallel.limits import Asked
-from dsx.planner.layer_times import LayerTime, Machine, layer_times, record_times, recorded_flops
+from dsx.planner.layer_cost import LayerCost
+from dsx.planner.layer_times import Machine, layer_times, record_times, recorded_flops
 from dsx.planner.layout import Candidate, Task
 
 if TYPE_CHECKING:
@@ -41,16 +42,13 @@ class ModelLayers:
 
     @property
     def asked(self) -> Asked:
-        """The model's own limits."""
         return Asked(model=self.model, layers=self.model.num_layers, layers_are="blocks")
 
     @property
     def num_layers(self) -> int:
-        """Its blocks."""
         return self.model.num_layers
 
     def shape(self, layout: Candidate) -> Shape:
-        """A micro-batch of the layout."""
         return Shape(
             model=self.model.for_tensor(layout.tensor),
             tensor=layout.tensor,
@@ -77,8 +75,7 @@ class ModelLayers:
             piles_up=layout.program.piles_up,
         )
 
-    def times(self, machine: Machine, layout: Candidate) -> tuple[LayerTime, ...]:
-        """What every layer takes for one micro-batch; the loss counts to the last one."""
+    def times(self, machine: Machine, layout: Candidate) -> tuple[LayerCost, ...]:
         return layer_times(machine, self.shape(layout))
 
     def elements(self, tensor: int, *, trained: bool = False) -> tuple[int, ...]:
@@ -116,15 +113,12 @@ class ModelLayers:
         return recorded_for_many(LayerRequest(shape=short, kind="Block", divided=True)).kept_bytes
 
     def cuts_sequence(self, layout: Candidate) -> bool:
-        """As sequence parallelism has it."""
         return self.shape(layout).cuts_sequence
 
     def boundary_bytes(self, layout: Candidate) -> int:
-        """A whole tensor between layers."""
         return self.shape(layout).boundary_bytes
 
     def flops(self, samples: int) -> float:
-        """By the convention of MFU."""
         return samples * self.sequence_length * flops_per_token(self.model, self.sequence_length)
 
 
@@ -162,12 +156,10 @@ class OwnLayers:
 
     @property
     def asked(self) -> Asked:
-        """The number of layers is all that limits the degrees."""
         return Asked(layers=self.num_layers)
 
     @property
     def num_layers(self) -> int:
-        """All of the list."""
         return len(self.records.layers)
 
     @property
@@ -175,13 +167,12 @@ class OwnLayers:
         loss = self.records.of_loss
         return (*self.records.layers, *(() if loss is None else (loss,)))
 
-    def times(self, machine: Machine, layout: Candidate) -> tuple[LayerTime, ...]:
-        """What every layer takes for one micro-batch; the loss counts to the last one."""
+    def times(self, machine: Machine, layout: Candidate) -> tuple[LayerCost, ...]:
         del layout
         *layers, last = (record_times(machine, record, self.width) for record in self._all)
         if self.records.of_loss is None:
             return (*layers, last)
-        return (*layers[:-1], LayerTime.total((layers[-1], last)))
+        return (*layers[:-1], LayerCost.total((layers[-1], last)))
 
     def elements(self, tensor: int, *, trained: bool = False) -> tuple[int, ...]:
         """Parameters of every layer, or those that are trained; tensor-parallel ranks there are none."""
@@ -201,12 +192,10 @@ class OwnLayers:
         return 0
 
     def cuts_sequence(self, layout: Candidate) -> bool:
-        """Never."""
         del layout
         return False
 
     def boundary_bytes(self, layout: Candidate) -> int:
-        """The largest message between layers."""
         del layout
         return max(sum(form.size_bytes for form in record.outputs) for record in self.records.layers[:-1])
 

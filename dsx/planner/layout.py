@@ -17,7 +17,8 @@ from dsx.schedules.builders import NAMES
 from dsx.schedules.program import Program
 
 if TYPE_CHECKING:
-    from dsx.planner.layer_times import LayerTime, Machine
+    from dsx.planner.layer_cost import LayerCost
+    from dsx.planner.layer_times import Machine
 
 CHUNKS = (2, 3, 4, 6, 8)
 """Virtual stages per rank that "auto" tries where a schedule can have any number."""
@@ -41,7 +42,7 @@ class PlannedLayers(Protocol):
     def sequence_length(self) -> int | None:
         """Tokens of a sequence; None where samples are not known to be such."""
 
-    def times(self, machine: Machine, layout: Candidate) -> tuple[LayerTime, ...]:
+    def times(self, machine: Machine, layout: Candidate) -> tuple[LayerCost, ...]:
         """What every layer takes for one micro-batch."""
 
     def elements(self, tensor: int, *, trained: bool = False) -> tuple[int, ...]:
@@ -119,12 +120,10 @@ class Candidate:
 
     @cached_property
     def tensor(self) -> int:
-        """Tensor-parallel degree."""
         return self.mesh.tp
 
     @cached_property
     def pipeline(self) -> int:
-        """Pipeline degree."""
         return self.mesh.pp
 
     @cached_property
@@ -134,12 +133,10 @@ class Candidate:
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs that it takes."""
         return self.mesh.size
 
     @property
     def program(self) -> Program:
-        """Its schedule."""
         return Program(name=self.schedule)
 
     def micro_batches(self, global_batch: int) -> int:
@@ -163,7 +160,6 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """In words."""
         parts = self.mesh.words.split(" x ")
         if self.pipeline > 1:
             parts.append(self.schedule + (f" x {self.chunks}" if self.chunks > 1 else ""))

@@ -47,11 +47,7 @@ def conditions_of(run: RunConfig, *, device: str = "", version: str = "") -> Con
 
 
 def read_saved(path: Path, key: str | None = None) -> Profile:
-    """The profile in the file at ``path``, which the config's ``key`` names.
-
-    Raises:
-        ConfigError: It cannot be read, or is none.
-    """
+    """The profile in the file at ``path``, which the config's ``key`` names."""
     where = str(path) if key is None else at(key, str(path))
     try:
         text = path.read_text(encoding="utf-8")
@@ -81,9 +77,6 @@ def settle(run: RunConfig, profile: Profile, path: Path) -> RunConfig:
         run: A resolved config that is to be measured.
         profile: Costs of its layers.
         path: Where the profile is saved; the result's config names it, so that loading it gives the result.
-
-    Raises:
-        ConfigError: Nothing that may be chosen stays within the cap, or can be built.
     """
     try:
         ranking = choose(

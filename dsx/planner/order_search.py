@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from dsx.planner.choose import Choice, Ranking, choose
+from dsx.planner.layer_cost import LayerCost, stage_costs
 from dsx.planner.layout import Space
-from dsx.planner.partition_search import LayerCut, SimulatedPipeline, shortest_cut
-from dsx.planner.profile import Conditions, LayerCost, Profile, StageCosts
+from dsx.planner.partition_search import SimulatedPipeline, shortest_cut
+from dsx.planner.profile import Conditions, Profile
 from dsx.schedules.program import Program
 from dsx.schedules.schedule import Op
-from dsx.schedules.search import Room, Shop, search
+from dsx.schedules.search import MemoryLimit, SchedulingProblem, search
 from dsx.schedules.simulate import Costs
 
 _CUTS = 3  # Cuts, each with where its stages lie, that the search begins with.
@@ -136,22 +137,25 @@ def _searches(
     starts = [choice.cut.schedule for choice in group]
     for share in _SHARES:
         stages = best.cut.stage_map
-        pipeline = _pipeline(profile, best, *sizes, ranking.most_bytes)
-        costs = pipeline.costs(stages.bounds)
-        room = Room(
+        size = sizes[0], stages.num_chunks, sizes[1]
+        program = best.cut.program
+        pipeline = SimulatedPipeline.of(profile, best.recompute, program, size, ranking.most_bytes)
+        each = stage_costs(pipeline.layers, stages.bounds)
+        costs = pipeline.costs(each)
+        limit = MemoryLimit(
             most=ranking.most_bytes,
-            kept=costs.kept_bytes,
-            pending=costs.pending_bytes,
-            working=costs.working_bytes,
+            kept=[stage.kept_bytes for stage in each],
+            pending=[stage.pending_bytes for stage in each],
+            working=[stage.working_bytes for stage in each],
         )
-        shop = Shop((sizes[0], stages.num_chunks, sizes[1]), stages.placement, costs.seconds, room)
-        result = search(shop, starts, most_actions=int(share * most_actions), progress=progress)
+        problem = SchedulingProblem(size, stages.placement, costs, limit)
+        result = search(problem, starts, most_actions=int(share * most_actions), progress=progress)
         found = replace(pipeline, program=Program(name="searched", rows=result.schedule))
         # Whole backwards may be shorter than their parts, so that what there was can be the best still.
         cut = min(best.cut, found.judge(stages.bounds), key=lambda each: each.step_seconds)
         best = Choice(best.recompute, cut)
-        bound = min(_least(shop, costs).bound(), cut.step_seconds)
-        yield Searched(ranking=ranking, found=best, costs=costs.seconds, bound_seconds=bound)
+        bound = min(_least(problem, costs).bound(), cut.step_seconds)
+        yield Searched(ranking=ranking, found=best, costs=costs, bound_seconds=bound)
         moved = shortest_cut(found, most_actions=_CUT_ACTIONS)
         if moved.step_seconds >= cut.step_seconds * _BETTER or max(moved.peak_bytes) > (
             ranking.most_bytes or inf
@@ -160,34 +164,21 @@ def _searches(
         best, starts = Choice(best.recompute, moved), [moved.schedule]
 
 
-def _least(shop: Shop, costs: StageCosts) -> Shop:
-    """The shop whose parts of a backward are no longer, and keep no more, than what a whole one takes.
+def _least(problem: SchedulingProblem, costs: Costs) -> SchedulingProblem:
+    """The problem whose parts of a backward are no longer, and keep no more, than what a whole one takes.
 
     A kernel may do a whole backward in less time than its two parts. An order with whole ones is one of this
-    shop too, with waits, so that the shop's bound is below it.
+    problem too, with waits, so that the problem's bound is below it.
     """
-    by_op = costs.seconds.by_op(shop.stages)
+    by_op = costs.by_op(problem.stages)
     whole = by_op[Op.BACKWARD]
     first = tuple(map(min, by_op[Op.BACKWARD_INPUT], whole))
     rest = tuple(a - b for a, b in zip(whole, first, strict=True))
     second = tuple(map(min, by_op[Op.BACKWARD_WEIGHT], rest))
     seconds = replace(
-        costs.seconds, backward_seconds=None, backward_input_seconds=first, backward_weight_seconds=second
+        costs, backward_seconds=None, backward_input_seconds=first, backward_weight_seconds=second
     )
-    pending = tuple(map(min, costs.pending_bytes, costs.kept_bytes))
-    return Shop(shop.size, shop.placement, seconds, replace(shop.room, pending=pending))
-
-
-def _pipeline(
-    profile: Profile, choice: Choice, num_ranks: int, num_micro_batches: int, most_bytes: int | None
-) -> SimulatedPipeline:
-    cut: LayerCut = choice.cut
-    return SimulatedPipeline(
-        layers=profile.layers[choice.recompute],
-        program=cut.program,
-        num_ranks=num_ranks,
-        num_chunks=cut.stage_map.num_chunks,
-        num_micro_batches=num_micro_batches,
-        transfer_seconds=profile.transfer_seconds(choice.recompute) if num_ranks > 1 else 0.0,
-        most_bytes=most_bytes,
+    pending = tuple(map(min, problem.limit.pending, problem.limit.kept))
+    return SchedulingProblem(
+        problem.size, problem.placement, seconds, replace(problem.limit, pending=pending)
     )

@@ -15,7 +15,7 @@ from dsx.memory.layer_list import LayerList, RecordedList, list_job, record_list
 from dsx.models.flops import WIDTHS, Precision
 from dsx.planner.cluster import Cluster, gpu_memory, read_cluster
 from dsx.planner.costs import Efficiency, Network, Software
-from dsx.planner.inputs import Fixed, fullest_ranks, lowest_stage, update_bytes
+from dsx.planner.inputs import PinnedChoices, fullest_ranks, lowest_stage, update_bytes
 from dsx.planner.layer_times import Machine
 from dsx.planner.layers import OwnLayers
 from dsx.planner.layout import Candidate, Space, Task
@@ -23,14 +23,14 @@ from dsx.planner.plan import Looked, Plan, Search, looks_away
 from dsx.planner.step_time import Predictor
 
 if TYPE_CHECKING:
-    from dsx.memory.record import DeviceKind
+    from dsx.memory.layer_record import DeviceKind
 
 _SCHEDULES = ("1f1b", "interleaved")  # Plain layers have no weight gradients that could wait.
 
 
 @dataclass(frozen=True, slots=True)
 class OwnInputs:
-    """What is to be trained.
+    """Inputs of a plan for a layer list of one's own.
 
     Attributes:
         name: How the list is called in the plan.
@@ -83,12 +83,10 @@ class OwnInputs:
 
     @property
     def device(self) -> DeviceKind:
-        """Whose kernels run."""
         return "cpu" if self.cluster.is_host else "cuda"
 
     @property
     def precision(self) -> Precision:
-        """Of the parameters."""
         return precision(self.content)
 
     @property
@@ -99,12 +97,10 @@ class OwnInputs:
 
     @property
     def batch_words(self) -> str:
-        """The global batch in words."""
         return f"{self.global_batch} samples"
 
     @property
     def offloads(self) -> bool:
-        """Whether the optimizer or parameters live on the host."""
         return lowest_stage(self.content) > 0
 
     def list_for(self, zero_stage: int) -> RecordedList:
@@ -119,11 +115,11 @@ class OwnInputs:
         recorded = self.list_for(0)
         return OwnLayers(recorded.records, recorded.samples, WIDTHS[self.precision])
 
-    def search(self, fixed: Fixed, *, looked: Looked = looks_away) -> Search:
+    def search(self, pinned: PinnedChoices, *, looked: Looked = looks_away) -> Search:
         """A search, ready to run.
 
         Args:
-            fixed: What is not to be chosen.
+            pinned: What is not to be chosen.
             looked: Told how far the search is.
 
         Raises:
@@ -131,11 +127,11 @@ class OwnInputs:
             ModelError: A layer that dsx cannot record.
         """
         least = lowest_stage(self.content)
-        if fixed.zero is not None and (fixed.zero == 2 or fixed.zero < least):
+        if pinned.zero is not None and (pinned.zero == 2 or pinned.zero < least):
             why = f"the config offloads, which needs stage {least} or more"
-            if fixed.zero == 2:
+            if pinned.zero == 2:
                 why = "a pipeline of your own layers takes as long and as much memory with it as with 1"
-            raise ConfigError(f"--zero {fixed.zero}", why, f"use {'1 or 3' if least < 2 else '3'}")
+            raise ConfigError(f"--zero {pinned.zero}", why, f"use {'1 or 3' if least < 2 else '3'}")
         layers = self._layers
         samples = layers.micro_batch
         if self.global_batch % samples:
@@ -155,9 +151,9 @@ class OwnInputs:
             "names": _SCHEDULES,
             "zero_stages": tuple(stage for stage in (0, 1, 3) if stage >= least),
         }
-        decided |= {} if fixed.pipeline is None else {"pipeline": (fixed.pipeline,)}
-        decided |= {} if fixed.zero is None else {"zero_stages": (fixed.zero,)}
-        cap = None if fixed.gpu_memory is None else gpu_memory(fixed.gpu_memory, self.cluster).usable_bytes
+        decided |= {} if pinned.pipeline is None else {"pipeline": (pinned.pipeline,)}
+        decided |= {} if pinned.zero is None else {"zero_stages": (pinned.zero,)}
+        cap = None if pinned.gpu_memory is None else gpu_memory(pinned.gpu_memory, self.cluster).usable_bytes
         found = Search(
             task=Task(layers=layers, machine=machine, global_batch=self.global_batch),
             space=Space.of(self.gpus, **decided),
@@ -251,4 +247,4 @@ def plan_layers(
         gpus=gpus,
         global_batch=global_batch,
     )
-    return inputs.search(Fixed(pipeline=pipeline, zero=zero, gpu_memory=gpu_memory)).run(top)
+    return inputs.search(PinnedChoices(pipeline=pipeline, zero=zero, gpu_memory=gpu_memory)).run(top)

@@ -10,45 +10,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, starmap
 from math import comb
+from typing import Self
 
+from dsx.models.spec import Recompute
 from dsx.parallel.partition import balanced, partition
 from dsx.parallel.stages import StageMap
+from dsx.planner.layer_cost import LayerCost, action_costs, stage_costs
 from dsx.planner.layout import Bounds
-from dsx.planner.profile import LayerCost, StageCosts, stage_costs
+from dsx.planner.profile import Profile
 from dsx.schedules.program import Program
-from dsx.schedules.schedule import Op, Schedule
-from dsx.schedules.simulate import execution_order, simulate
+from dsx.schedules.schedule import Schedule
+from dsx.schedules.simulate import Costs, Replay, peaks, simulate
 
 
-def peak_bytes(schedule: Schedule, stages: StageCosts) -> tuple[int, ...]:
+def peak_bytes(schedule: Schedule, stages: Sequence[LayerCost]) -> tuple[int, ...]:
     """The most bytes that each rank's activations take, of all of its virtual stages together.
 
-    A forward keeps its stage's ``kept_bytes``, a whole backward frees them. The first part of a split one
-    leaves ``pending_bytes`` until the second. While a backward recomputes, its ``working_bytes`` are added.
     Transfer buffers, a few boundary tensors, are not counted.
     """
-    kept, pending, working = stages.kept_bytes, stages.pending_bytes, stages.working_bytes
-    peaks = []
-    for row in schedule.rows:
-        live = peak = 0
-        for action in row:
-            stage = action.stage
-            match action.op:
-                case Op.FORWARD:
-                    live += kept[stage]
-                case Op.BACKWARD:
-                    peak = max(peak, live + working[stage])
-                    live -= kept[stage]
-                case Op.BACKWARD_INPUT:
-                    peak = max(peak, live + working[stage])
-                    live += pending[stage] - kept[stage]
-                case Op.BACKWARD_WEIGHT:
-                    live -= pending[stage]
-            peak = max(peak, live)
-        peaks.append(peak)
-    return tuple(peaks)
+    return peaks(
+        schedule,
+        kept=[stage.kept_bytes for stage in stages],
+        pending=[stage.pending_bytes for stage in stages],
+        working=[stage.working_bytes for stage in stages],
+    )
 
 
 Key = tuple[int, float, float, Bounds]
@@ -104,9 +91,29 @@ class SimulatedPipeline:
     transfer_seconds: float = 0.0
     most_bytes: int | None = None
 
+    @classmethod
+    def of(
+        cls,
+        profile: Profile,
+        recompute: Recompute,
+        program: Program,
+        size: tuple[int, int, int],
+        most_bytes: int | None,
+    ) -> Self:
+        """The pipeline of ``size`` (ranks, chunks, micro-batches) of a profiled model."""
+        num_ranks, num_chunks, num_micro_batches = size
+        return cls(
+            layers=profile.layers[recompute],
+            program=program,
+            num_ranks=num_ranks,
+            num_chunks=num_chunks,
+            num_micro_batches=num_micro_batches,
+            transfer_seconds=profile.transfer_seconds(recompute) if num_ranks > 1 else 0.0,
+            most_bytes=most_bytes,
+        )
+
     @property
     def num_stages(self) -> int:
-        """Virtual stages."""
         return self.num_ranks * self.num_chunks
 
     def balanced(self) -> Bounds:
@@ -117,9 +124,9 @@ class SimulatedPipeline:
             "flops", self.num_stages, self.num_ranks, parameters=(), costs=seconds, names=names
         ).bounds
 
-    def costs(self, bounds: Bounds) -> StageCosts:
-        """The costs of the stages, their layers added up."""
-        return stage_costs(self.layers, bounds, self.transfer_seconds)
+    def costs(self, stages: Sequence[LayerCost]) -> Costs:
+        """Seconds of stages, for the simulator."""
+        return action_costs(stages, self.transfer_seconds)
 
     def judge(self, bounds: Bounds) -> LayerCut:
         """Build the schedule for this cut's times, and simulate it.
@@ -128,18 +135,19 @@ class SimulatedPipeline:
             LayoutError: Bounds that are none.
             ScheduleError: The schedule cannot have this size.
         """
-        costs, program = self.costs(bounds), self.program
+        stages, program = stage_costs(self.layers, bounds), self.program
+        costs = self.costs(stages)
         if program.rows is None:
-            program = replace(program, options=replace(program.options, costs=costs.seconds))
+            program = replace(program, options=replace(program.options, costs=costs))
         schedule = program.build(self.num_ranks, self.num_chunks, self.num_micro_batches)
-        timeline = simulate(schedule, costs.seconds)
+        timeline = simulate(schedule, costs)
         return LayerCut(
             stage_map=StageMap(bounds, self.num_ranks, program.placement),
             program=program,
             schedule=schedule,
             step_seconds=timeline.seconds,
             bubble=timeline.bubble,
-            peak_bytes=peak_bytes(schedule, costs),
+            peak_bytes=peak_bytes(schedule, stages),
         )
 
     def key(self, cut: LayerCut) -> Key:
@@ -214,6 +222,7 @@ class _Search:
         self.left = left
         self._pipeline = pipeline
         self._judged: dict[Bounds, LayerCut] = {}
+        self._stages: dict[tuple[int, int], LayerCost] = {}
 
     def judge(self, bounds: Bounds) -> LayerCut:
         """Judge a cut exactly, each cut once."""
@@ -233,8 +242,9 @@ class _Search:
         continues from there.
         """
         for _ in range(_REFILLS if self._pipeline.program.divides else 1):
-            replay = _Replay(cut.schedule)
-            bounds = self._walk(replay.key_of(self._pipeline), replay.num_actions, cut.stage_map.bounds)
+            replay = Replay(cut.schedule)
+            key = self._key_of(cut.schedule, replay)
+            bounds = self._walk(key, replay.num_actions, cut.stage_map.bounds)
             if bounds == cut.stage_map.bounds:
                 break
             found = self.better(cut, self.judge(bounds))
@@ -242,6 +252,23 @@ class _Search:
                 return found
             cut = found
         return cut
+
+    def _key_of(self, schedule: Schedule, replay: Replay) -> Callable[[Bounds], Key]:
+        """Judges cuts by an order of actions."""
+        pipeline = self._pipeline
+
+        def key(bounds: Bounds) -> Key:
+            stages = [*starmap(self._stage, pairwise(bounds))]
+            most = 0 if pipeline.most_bytes is None else max(peak_bytes(schedule, stages))
+            return pipeline.key_for(bounds, replay.seconds(pipeline.costs(stages)), most)
+
+        return key
+
+    def _stage(self, start: int, stop: int) -> LayerCost:
+        """What layers take together, each stretch of them added up once."""
+        if (start, stop) not in self._stages:
+            self._stages[start, stop] = LayerCost.total(self._pipeline.layers[start:stop])
+        return self._stages[start, stop]
 
     def polish(self, cut: LayerCut) -> LayerCut:
         """Walk downhill, placing weight gradients anew for every cut: exact, and many times the work."""
@@ -283,48 +310,6 @@ def _moves(bounds: Bounds) -> Iterator[Bounds]:
                     moved = [b + step * (first <= i < first + width) for i, b in enumerate(bounds)]
                     if all(a < b for a, b in pairwise(moved)):
                         yield tuple(moved)
-
-
-class _Replay:
-    """A schedule's order of actions, to be timed again and again with other costs."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule = schedule
-        index = {}
-        self._steps: list[tuple[int, Op, int, int, bool]] = []
-        for number, (rank, action, need) in enumerate(execution_order(schedule)):
-            index[action] = number
-            crosses = need is not None and schedule.rank_of(need.stage) != rank
-            self._steps.append((rank, action.op, action.stage, -1 if need is None else index[need], crosses))
-
-    @property
-    def num_actions(self) -> int:
-        """The work of one :meth:`seconds`."""
-        return len(self._steps)
-
-    def key_of(self, pipeline: SimulatedPipeline) -> Callable[[Bounds], Key]:
-        """Judges cuts of ``pipeline`` by this order of actions."""
-
-        def key(bounds: Bounds) -> Key:
-            costs = pipeline.costs(bounds)
-            most = 0 if pipeline.most_bytes is None else max(peak_bytes(self._schedule, costs))
-            return pipeline.key_for(bounds, self.seconds(costs), most)
-
-        return key
-
-    def seconds(self, costs: StageCosts) -> float:
-        """Length of the step, as :func:`dsx.schedules.simulate.simulate` finds it."""
-        lengths, hop = costs.seconds.by_op(self._schedule.num_stages), costs.seconds.transfer_seconds
-        clocks = [0.0] * self._schedule.num_ranks
-        ends: list[float] = []
-        for rank, op, stage, need, crosses in self._steps:
-            start = clocks[rank]
-            if need >= 0:
-                arrival = ends[need] + hop if crosses else ends[need]
-                start = max(start, arrival)
-            clocks[rank] = start + lengths[op][stage]
-            ends.append(clocks[rank])
-        return max(clocks)
 
 
 def _less(one: Key, other: Key) -> bool:

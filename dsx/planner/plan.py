@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from dsx.errors import DsxError, LayoutError, ScheduleError
 from dsx.parallel.mesh import Mesh
+from dsx.planner.best_first import best_first
 from dsx.planner.layout import CHUNKS, Candidate, Space, Task, meshes, scheduled, variants
-from dsx.planner.search import search
 from dsx.planner.step_time import Predictor, StepTime
 from dsx.terminal import amount
 
@@ -234,7 +234,7 @@ class Search:
                 return ()
             return self._inner(node) if node.time is None else None
 
-        for node in search(starts, cost=lambda node: node.cost, grow=grow):
+        for node in best_first(starts, cost=lambda node: node.cost, grow=grow):
             ranked = self._judge(node.layout, self._time(node.layout))
             if ranked is not None and ranked.fits:
                 best[node.layout.mesh] = ranked
@@ -352,7 +352,7 @@ class Search:
         def grow(ranked: Ranked) -> Iterable[Ranked] | None:
             return filter(None, [self._in_full(ranked)]) if self._is_open(ranked) else None
 
-        return next(search(found, cost=lambda ranked: ranked.peak_bytes, grow=grow), None)
+        return next(best_first(found, cost=lambda ranked: ranked.peak_bytes, grow=grow), None)
 
     def _neighbours(self, first: Ranked) -> list[Ranked]:
         """The best layout with one thing changed, the best of each such change."""
@@ -441,5 +441,5 @@ def _differences(one: Candidate, other: Candidate) -> list[str]:
 
 
 def _value(layout: Candidate, name: str) -> str:
-    """Changes of which only the best is shown have no value of their own."""
+    """A setting's value in words; empty for the micro-batch, of which only the best value is listed."""
     return "" if name == "micro_batch" else str(getattr(layout, name))

@@ -21,11 +21,7 @@ from dsx.terminal import amount
 
 
 def task_of(run: RunConfig, cluster: Cluster, efficiency: Efficiency | None = None) -> Task:
-    """The task of a run on ``cluster``.
-
-    Raises:
-        ConfigError: The cluster has no rate for the run's precision.
-    """
+    """The task of a run on ``cluster``."""
     cluster.peak(run.precision)
     return model_task(
         run.model,
@@ -59,16 +55,12 @@ def layout_of(run: RunConfig) -> Candidate:
 
 
 def predicted_step(run: RunConfig, cluster: Cluster) -> StepTime:
-    """The time of a training step of ``run`` on ``cluster``; offload counts as nothing.
-
-    Raises:
-        ConfigError: The cluster has no rate for the run's precision.
-    """
+    """The time of a training step of ``run`` on ``cluster``; offload counts as nothing."""
     return Predictor(task_of(run, cluster)).predict(layout_of(run))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judge:
+class LayoutScorer:
     """What whole runs are compared by.
 
     Attributes:
@@ -85,11 +77,7 @@ class Judge:
 
     @classmethod
     def of(cls, cluster: Cluster, capacity_bytes: int | None = None) -> Self:
-        """The judge by a cluster's rates and memory, or by ``capacity_bytes`` in place of its memory.
-
-        Raises:
-            ConfigError: The cluster has several sites, and which of them a run is on is not said.
-        """
+        """The scorer by a cluster's rates and memory, or by ``capacity_bytes`` in place of its memory."""
         if cluster.sites > 1 and not cluster.gpus_per_site:
             raise ConfigError(
                 f"cluster {cluster.name}: sites = {cluster.sites}",
@@ -106,7 +94,7 @@ class Judge:
         )
 
     def too_large(self, peak_bytes: int) -> ConfigError:
-        """The error for runs of which even the smallest takes so much."""
+        """The error when no layout fits, with the peak of the smallest."""
         need, have = amount(peak_bytes), amount(self.capacity_bytes)
         return ConfigError(
             f"dsx.elastic.cluster {self.name}",

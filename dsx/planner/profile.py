@@ -6,13 +6,13 @@ import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from itertools import groupby, pairwise
+from itertools import groupby
 from math import isfinite
 from typing import Any, Self, get_args
 
 from dsx.errors import ConfigError
 from dsx.models.spec import HubModel, Model, Recompute
-from dsx.schedules.simulate import Costs
+from dsx.planner.layer_cost import PARTS, LayerCost
 
 VERSION = 1
 """Of the JSON format."""
@@ -22,36 +22,6 @@ RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 
 _MOST_LAYERS = 100_000
 _ANEW = 'measure anew (dsx.profile = "measure")'
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerCost:
-    """One layer and one micro-batch, on one rank.
-
-    Attributes:
-        forward_seconds: A forward.
-        backward_seconds: A whole backward.
-        backward_input_seconds: The first part of a divided backward, the gradient of the input.
-        backward_weight_seconds: The second part.
-        kept_bytes: Activations kept from the forward to the backward.
-        pending_bytes: What is kept between the two parts of a divided backward.
-        working_bytes: What the backward computes again and holds at once, beyond ``kept_bytes``.
-        boundary_bytes: The output, if a stage ends here; 0 for the last layer, whose output stays.
-    """
-
-    forward_seconds: float
-    backward_seconds: float
-    backward_input_seconds: float
-    backward_weight_seconds: float
-    kept_bytes: int = 0
-    pending_bytes: int = 0
-    working_bytes: int = 0
-    boundary_bytes: int = 0
-
-    @property
-    def seconds(self) -> float:
-        """Forward and whole backward."""
-        return self.forward_seconds + self.backward_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +68,6 @@ class Profile:
 
     @property
     def num_layers(self) -> int:
-        """Length of the layer list."""
         return len(next(iter(self.layers.values())))
 
     def transfer_seconds(self, recompute: Recompute) -> float:
@@ -133,7 +102,7 @@ class Profile:
     def to_json(self) -> str:
         """Text that :meth:`from_json` reads; equal neighbours are written once, with their number."""
         layers = {
-            mode: [{"count": len([*same]), **asdict(cost)} for cost, same in groupby(costs)]
+            mode: [{"count": len([*same]), **_measured(cost)} for cost, same in groupby(costs)]
             for mode, costs in self.layers.items()
         }
         content = {
@@ -147,11 +116,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str, *, name: str = "profile") -> Self:
-        """Read what :meth:`to_json` wrote.
-
-        Raises:
-            ConfigError: Not such a text, of another version, or with figures that cannot be.
-        """
+        """Read what :meth:`to_json` wrote."""
         try:
             content = json.loads(text)
             if content["version"] != VERSION:
@@ -172,38 +137,6 @@ class Profile:
         return profile
 
 
-@dataclass(frozen=True, slots=True)
-class StageCosts:
-    """The costs of a cut into virtual stages: seconds for the simulator, bytes per micro-batch and stage."""
-
-    seconds: Costs
-    kept_bytes: tuple[int, ...]
-    pending_bytes: tuple[int, ...]
-    working_bytes: tuple[int, ...]
-
-
-def stage_costs(
-    layers: Sequence[LayerCost], bounds: Sequence[int], transfer_seconds: float = 0.0
-) -> StageCosts:
-    """Layers added up per virtual stage ``[bounds[s], bounds[s + 1])``.
-
-    Recomputation happens layer by layer, so the largest of the ``working_bytes`` counts.
-    """
-    stages = [layers[start:stop] for start, stop in pairwise(bounds)]
-    return StageCosts(
-        Costs(
-            forward_seconds=tuple(sum(x.forward_seconds for x in stage) for stage in stages),
-            backward_seconds=tuple(sum(x.backward_seconds for x in stage) for stage in stages),
-            backward_input_seconds=tuple(sum(x.backward_input_seconds for x in stage) for stage in stages),
-            backward_weight_seconds=tuple(sum(x.backward_weight_seconds for x in stage) for stage in stages),
-            transfer_seconds=transfer_seconds,
-        ),
-        tuple(sum(x.kept_bytes for x in stage) for stage in stages),
-        tuple(sum(x.pending_bytes for x in stage) for stage in stages),
-        tuple(max(x.working_bytes for x in stage) for stage in stages),
-    )
-
-
 def digest(model: Model, *, vocab_multiple: int, loss_chunk: int = 0) -> str:
     """Name of an architecture and its loss: equal for equal numbers, 16 hexadecimal digits."""
     numbers: Any = [model.config, model.tensor_plan] if isinstance(model, HubModel) else asdict(model)
@@ -213,6 +146,11 @@ def digest(model: Model, *, vocab_multiple: int, loss_chunk: int = 0) -> str:
     chunk = (loss_chunk,) if loss_chunk else ()
     text = json.dumps([numbers, vocab_multiple, *adapter, *chunk], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _measured(cost: LayerCost) -> dict[str, float]:
+    """The figures of a layer, without parts of its seconds that nobody measured."""
+    return {name: value for name, value in asdict(cost).items() if value or name not in PARTS}
 
 
 def _layers(rows: Sequence[dict[str, Any]]) -> tuple[LayerCost, ...]:

@@ -23,7 +23,7 @@ import dsx
 from dsx.config.run import RunConfig
 from dsx.engine.chunks import Loss
 from dsx.errors import ModelError
-from dsx.memory.record import Shape
+from dsx.memory.layer_record import Shape
 from dsx.models import families
 from dsx.models.flops import Precision, layer_flops, peak_flops
 from dsx.models.params import layer_kinds
@@ -36,9 +36,10 @@ from dsx.parallel.groups import Groups
 from dsx.planner.cluster import Cluster
 from dsx.planner.costs import Efficiency, Network, Software
 from dsx.planner.inputs import Calibration
-from dsx.planner.layer_times import LayerTime, Machine, layer_times
+from dsx.planner.layer_cost import LayerCost
+from dsx.planner.layer_times import Machine, layer_times
 from dsx.planner.measured import conditions_of, recompute_modes
-from dsx.planner.profile import RECOMPUTE, Conditions, LayerCost, Profile
+from dsx.planner.profile import RECOMPUTE, Conditions, Profile
 from dsx.terminal import amount
 from dsx.train.monitor import device_name
 
@@ -407,7 +408,7 @@ def _fitted(
     return replace(efficiency, matmul=(low + high) / 2)
 
 
-def _predicted(run: RunConfig, cluster: Cluster, efficiency: Efficiency, length: int) -> LayerTime:
+def _predicted(run: RunConfig, cluster: Cluster, efficiency: Efficiency, length: int) -> LayerCost:
     shape = Shape(
         model=run.model,
         tensor=1,

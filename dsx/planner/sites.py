@@ -7,8 +7,8 @@ from typing import Any, Self
 
 from dsx.errors import DsxError
 from dsx.planner.cluster import Cluster
-from dsx.planner.inputs import Calibration, Fixed, PlanInputs, layout_config, plan_search, written
-from dsx.planner.islands import NEAR, PAYS, IslandTask, Terms
+from dsx.planner.inputs import Calibration, PinnedChoices, PlanInputs, layout_config, plan_search, written
+from dsx.planner.islands import NEAR, PAYS, IslandTask, RoundSettings
 from dsx.planner.plan import Looked, Plan, Ranked, looks_away
 from dsx.planner.step_time import Predictor
 from dsx.terminal import amount
@@ -29,7 +29,7 @@ class BestLayout:
     def of(
         cls,
         inputs: PlanInputs,
-        fixed: Fixed,
+        pinned: PinnedChoices,
         measured: Calibration | None,
         looked: Looked,
         *,
@@ -37,16 +37,14 @@ class BestLayout:
         slack: float = 0.0,
     ) -> Self:
         """The search's result; it raises as :meth:`~dsx.planner.plan.Search.run` does."""
-        search = plan_search(inputs, fixed, measured, looked=looked, slack=slack)
+        search = plan_search(inputs, pinned, measured, looked=looked, slack=slack)
         return cls(inputs, search.predictor, search.run(top))
 
     @property
     def best(self) -> Ranked:
-        """The fastest."""
         return self.plan.best[0]
 
     def config(self) -> dict[str, Any]:
-        """Of the fastest."""
         return layout_config(self.inputs, self.best.layout, self.predictor)
 
 
@@ -60,7 +58,7 @@ class SiteComparison:
         refusal: Why not.
         site: What an island trains.
         task: Islands of the best layout of a site.
-        terms: How they meet.
+        settings: How they meet.
         given: Whether the config says so.
         global_batch: Samples of a step, over all sites.
         length: Tokens of a sample.
@@ -71,7 +69,7 @@ class SiteComparison:
     refusal: str
     site: BestLayout
     task: IslandTask
-    terms: Terms
+    settings: RoundSettings
     given: bool
     global_batch: int
     length: int
@@ -79,7 +77,7 @@ class SiteComparison:
     @property
     def tokens_per_second(self) -> float:
         """Of the islands together."""
-        return self.global_batch * self.length / self.task.mean_step_seconds(self.terms)
+        return self.global_batch * self.length / self.task.mean_step_seconds(self.settings)
 
     @property
     def one_tokens_per_second(self) -> float:
@@ -112,17 +110,16 @@ class SiteComparison:
         """``dsx.outer`` of the islands: what is written, or what was chosen."""
         if joined.outer is not None:
             return written(joined.outer)
-        terms = self.terms
+        settings = self.settings
         return {
             "islands": self.cluster.sites,
-            "every": terms.every,
-            "wire": terms.wire,
-            **({"delay": terms.delay} if terms.delay else {}),
+            "every": settings.every,
+            "wire": settings.wire,
+            **({"delay": settings.delay} if settings.delay else {}),
         }
 
     def facts(self) -> dict[str, Any]:
-        """As JSON values."""
-        task, terms = self.task, self.terms
+        task, settings = self.task, self.settings
         return {
             "sites": self.cluster.sites,
             "one_job": None
@@ -133,24 +130,23 @@ class SiteComparison:
                 "tokens_per_second": self.one_tokens_per_second,
             },
             "islands": {
-                "every": terms.every,
-                "wire": terms.wire,
-                "shares": terms.shares,
-                "delay": terms.delay,
+                "every": settings.every,
+                "wire": settings.wire,
+                "shares": settings.shares,
+                "delay": settings.delay,
                 "given": self.given,
                 "step_seconds": task.step_seconds,
-                "round_seconds": task.round_seconds(terms),
-                "round_bytes": round(task.sent_bytes(terms) / terms.shares),
+                "round_seconds": task.round_seconds(settings),
+                "round_bytes": round(task.sent_bytes(settings) / settings.shares),
                 "tokens_per_second": self.tokens_per_second,
-                "of_speed_without_link": task.speed(terms),
-                "near_from_every": task.near_from(terms),
+                "of_speed_without_link": task.speed(settings),
+                "near_from_every": task.near_from(settings),
             },
             "islands_pay": self.pays,
         }
 
     def text(self) -> list[str]:
-        """In words."""
-        link, task, terms = self.cluster.across, self.task, self.terms
+        link, task, settings = self.cluster.across, self.task, self.settings
         assert link is not None, "there are several sites"
         rate = f"{link.bytes_per_second * 8 / 1e6:,g} Mbit/s"
         lines = [f"{self.cluster.sites} sites, {rate} and {1000 * link.latency_seconds:g} ms between them"]
@@ -162,13 +158,13 @@ class SiteComparison:
                 f"{self.one_tokens_per_second:,.0f} tokens/s ({self.one.best.layout.label})"
             )
         lines.append(
-            f"  an island on each: {task.mean_step_seconds(terms):.4g} s a step, "
-            f"{self.tokens_per_second:,.0f} tokens/s ({terms.words}{'' if self.given else '; chosen'})"
+            f"  an island on each: {task.mean_step_seconds(settings):.4g} s a step, "
+            f"{self.tokens_per_second:,.0f} tokens/s ({settings.words}{'' if self.given else '; chosen'})"
         )
         lines.append(
-            f"  a round: {amount(task.sent_bytes(terms) / terms.shares)} from each site in "
-            f"{task.round_seconds(terms):.4g} s; {task.speed(terms):.1%} of the speed without rounds, "
-            f"{NEAR:.0%} from every {task.near_from(terms)} on"
+            f"  a round: {amount(task.sent_bytes(settings) / settings.shares)} from each site in "
+            f"{task.round_seconds(settings):.4g} s; {task.speed(settings):.1%} of the speed without rounds, "
+            f"{NEAR:.0%} from every {task.near_from(settings)} on"
         )
         if not self.pays:
             lines.append("islands do not pay: one job over all sites is about as fast, or faster")
@@ -184,7 +180,7 @@ def compare(
     joined: PlanInputs,
     inputs: PlanInputs,
     cluster: Cluster,
-    fixed: Fixed,
+    pinned: PinnedChoices,
     measured: Calibration | None,
     *,
     top: int,
@@ -196,7 +192,7 @@ def compare(
         joined: What one job over all sites would train.
         inputs: What an island trains (:func:`~dsx.planner.inputs.site_inputs`).
         cluster: With its sites.
-        fixed: What is not to be chosen.
+        pinned: What is not to be chosen.
         measured: Rates of the GPUs in place of the cluster's usual ones.
         top: Meshes to find for each.
         looked: Told how far each search is.
@@ -207,30 +203,30 @@ def compare(
     """
     link, given = cluster.across, joined.outer
     assert link is not None, "there are several sites"
-    site = BestLayout.of(inputs, fixed, measured, looked, top=top)
+    site = BestLayout.of(inputs, pinned, measured, looked, top=top)
     if measured is not None:
         whole = replace(measured.cluster, sites=cluster.sites, across=link).joined(joined.gpus)
         measured = replace(measured, cluster=whole)
     one, refusal = None, ""
     try:
-        one = BestLayout.of(joined, fixed, measured, looked, top=1, slack=_SLACK)
+        one = BestLayout.of(joined, pinned, measured, looked, top=1, slack=_SLACK)
     except DsxError as error:
         refusal = str(error).partition("\n")[0]
     task = IslandTask.of(site.predictor, site.best.layout, cluster.sites, link)
-    terms = task.chosen()
+    settings = task.chosen()
     if given is not None:
-        terms = Terms(every=given.every, wire=given.wire, shares=given.shares, delay=given.delay)
+        settings = RoundSettings(every=given.every, wire=given.wire, shares=given.shares, delay=given.delay)
     found = SiteComparison(
         cluster=cluster,
         one=one,
         refusal=refusal,
         site=site,
         task=task,
-        terms=terms,
+        settings=settings,
         given=given is not None,
         global_batch=joined.global_batch,
         length=inputs.run.sequence_length,
     )
     if one is not None and found.gain <= PAYS * (1 + _SLACK):
-        return replace(found, one=BestLayout.of(joined, fixed, measured, looked, top=top))
+        return replace(found, one=BestLayout.of(joined, pinned, measured, looked, top=top))
     return found

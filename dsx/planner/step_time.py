@@ -21,11 +21,11 @@ from dsx.parallel.partition import balanced
 from dsx.parallel.stages import StageMap
 from dsx.planner.cluster import Group
 from dsx.planner.costs import Kind
-from dsx.planner.layer_times import LayerTime
+from dsx.planner.layer_cost import LayerCost
 from dsx.planner.layout import Candidate, Task
 from dsx.schedules.program import Program
 from dsx.schedules.schedule import Op, Schedule
-from dsx.schedules.simulate import Costs, Timeline, simulate
+from dsx.schedules.simulate import Costs, Replay, Timeline
 
 __all__ = ["Candidate", "Predictor", "StepTime", "Task"]
 
@@ -66,8 +66,11 @@ class PipelineStep:
 
     @cached_property
     def schedules(self) -> tuple[Schedule, ...]:
-        """Of these lengths."""
         return tuple(self.program.build(self.num_ranks, self.num_chunks, m) for m in self.lengths)
+
+    @cached_property
+    def _replays(self) -> tuple[Replay, ...]:
+        return tuple(map(Replay, self.schedules))
 
     @cached_property
     def divided_share(self) -> float:
@@ -80,8 +83,7 @@ class PipelineStep:
         return divided / (divided + whole)
 
     def run(self, costs: Costs) -> PipelineTime:
-        """Simulate with these costs."""
-        timelines = [simulate(schedule, costs) for schedule in self.schedules]
+        timelines = [replay.timeline(costs) for replay in self._replays]
         figures = [
             (timeline.seconds, *timeline.busy_seconds, *_left(schedule, timeline))
             for schedule, timeline in zip(self.schedules, timelines, strict=True)
@@ -190,7 +192,7 @@ class Wire:
 class StageTotal:
     """A virtual stage: its layers' time, their parameters on a rank, those that are trained, their number."""
 
-    time: LayerTime
+    cost: LayerCost
     elements: int
     trained: int
     layers: int
@@ -211,22 +213,22 @@ class ZeroActions:
         self._action = task.machine.network.efficiency.action_seconds
 
     def forward(self, stage: StageTotal) -> float:
-        """A forward."""
-        return self._beside(stage.time.forward_seconds, self._gather(stage.elements), self._hooks(stage))
+        return self._beside(stage.cost.forward_seconds, self._gather(stage.elements), self._hooks(stage))
 
     def backward(self, stage: StageTotal) -> float:
-        """A whole backward."""
         beside = self._gather(stage.elements) + self._reduce(stage.trained)
-        seconds = self._beside(stage.time.backward_seconds, beside, 2 * self._hooks(stage))
+        seconds = self._beside(stage.cost.backward_seconds, beside, 2 * self._hooks(stage))
         return seconds + self._reduce_after(stage.trained)
 
     def inputs(self, stage: StageTotal) -> float:
         """The first part of a divided backward."""
-        return self._beside(stage.time.input_seconds, self._gather(stage.elements), 2 * self._hooks(stage))
+        return self._beside(
+            stage.cost.backward_input_seconds, self._gather(stage.elements), 2 * self._hooks(stage)
+        )
 
     def weights(self, stage: StageTotal) -> float:
         """The second part of a divided backward."""
-        beside = self._beside(stage.time.weight_seconds, self._reduce(stage.trained), 0.0)
+        beside = self._beside(stage.cost.backward_weight_seconds, self._reduce(stage.trained), 0.0)
         return beside + self._reduce_after(stage.trained)
 
     def _hooks(self, stage: StageTotal) -> float:
@@ -291,11 +293,9 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """The whole step."""
         return sum(self.parts().values())
 
     def parts(self) -> dict[str, float]:
-        """The parts by name."""
         return {
             "compute": self.compute,
             "recompute": self.recompute,
@@ -320,15 +320,14 @@ class Predictor:
     """Predicts layouts of one task; what several have in common is computed once."""
 
     task: Task
-    _times: dict[object, tuple[LayerTime, ...]] = field(default_factory=dict)
+    _times: dict[object, tuple[LayerCost, ...]] = field(default_factory=dict)
     _bounds: dict[object, tuple[int, ...]] = field(default_factory=dict)
     _elements: dict[tuple[int, bool], tuple[int, ...]] = field(default_factory=dict)
     _totals: dict[object, tuple[StageTotal, ...]] = field(default_factory=dict)
     _pipelines: dict[object, PipelineStep] = field(default_factory=dict)
     _runs: dict[object, PipelineTime] = field(default_factory=dict)
 
-    def times(self, layout: Candidate) -> tuple[LayerTime, ...]:
-        """Of every layer."""
+    def times(self, layout: Candidate) -> tuple[LayerCost, ...]:
         key = _timing(layout)
         if key not in self._times:
             self._times[key] = self.task.layers.times(self.task.machine, layout)
@@ -342,7 +341,6 @@ class Predictor:
         return self._elements[key]
 
     def stages(self, layout: Candidate) -> StageMap:
-        """Layers over virtual stages."""
         count = layout.pipeline * layout.chunks
         bounds = layout.bounds
         if bounds is None:
@@ -366,8 +364,8 @@ class Predictor:
             received, returned = wire.action * into, wire.action * back
             forward.append(zero.forward(total) + received)
             # Nothing goes back below the lowest trained layer.
-            whole.append(zero.backward(total) + returned if total.time.backward_seconds else 0.0)
-            first.append(zero.inputs(total) + returned if total.time.backward_seconds else 0.0)
+            whole.append(zero.backward(total) + returned if total.cost.backward_seconds else 0.0)
+            first.append(zero.inputs(total) + returned if total.cost.backward_seconds else 0.0)
             second.append(zero.weights(total) if total.trained else 0.0)
         return Costs(
             forward_seconds=tuple(forward),
@@ -384,7 +382,7 @@ class Predictor:
             times, held = self.times(layout), self.elements(layout.tensor)
             trained = self.elements(layout.tensor, trained=True)
             self._totals[key] = tuple(
-                StageTotal(LayerTime.total(times[a:b]), sum(held[a:b]), sum(trained[a:b]), b - a)
+                StageTotal(LayerCost.total(times[a:b]), sum(held[a:b]), sum(trained[a:b]), b - a)
                 for a, b in pairwise(bounds)
             )
         return self._totals[key]
@@ -545,13 +543,13 @@ class _Mean:
 
     @classmethod
     def of(cls, predictor: Predictor, layout: Candidate, ran: PipelineTime, pipeline: PipelineStep) -> _Mean:
-        total, ranks = LayerTime.total(predictor.times(layout)), layout.pipeline
+        total, ranks = LayerCost.total(predictor.times(layout)), layout.pipeline
         divided, stages = pipeline.divided_share, predictor.stages(layout)
         waits = total.forward_wait + total.again_wait + (1 - divided) * total.backward_wait
         waits += divided * (total.input_wait + total.weight_wait)
         each = pipeline.num_micro_batches / ranks
-        compute = each * (total.forward + total.grad_input + total.grad_weight)
-        recompute, tensor = each * total.again, each * waits
+        compute = each * total.computing_seconds
+        recompute, tensor = each * total.again_seconds, each * waits
         wire = Wire(predictor.task, layout)
         crossings = sum(a != b for a, b in pairwise(map(stages.rank_of, range(stages.num_stages))))
         transfers = each * 2 * crossings * wire.action

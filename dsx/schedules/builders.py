@@ -56,9 +56,6 @@ def zbv(num_ranks: int, num_chunks: int, num_micro_batches: int, *, costs: Costs
     by :func:`dsx.schedules.weight_fill.fill` within the paper's memory, ``2 p`` chunk activations on every
     rank, that of 1F1B. With a forward, an ``I`` and a ``W`` of the same length the bubble is (p - 1) / (6 m)
     of the ideal time for m >= p: what the last rank waits for at the start.
-
-    Raises:
-        ScheduleError: Another number of chunks, or a number below 1.
     """
     check_numbers("zbv", num_ranks, num_chunks, num_micro_batches)
     check_two_chunks("zbv", num_chunks)
@@ -86,9 +83,6 @@ def v_half(
         num_chunks: Virtual stages per rank, 2.
         num_micro_batches: Micro-batches m.
         costs: Lengths of actions and transfers by which to place the weight gradients.
-
-    Raises:
-        ScheduleError: Another number of chunks, or a number below 1.
     """
     p, gap = num_ranks, 0 if num_ranks % 2 else 3
     block = [(2 * r, 3 * p - r - 2, 3 * p + gap + 2 * r - 1, 6 * p + gap - r - 2) for r in range(p)]
@@ -114,9 +108,6 @@ def dualpipev(num_ranks: int, num_chunks: int, num_micro_batches: int) -> Schedu
     whole backwards in the main phase, split ones where the pipeline fills and drains. Where there is
     nothing to overlap, :func:`zbv` is faster in less memory. Torch and DeepSeek want m >= 2p; with fewer, the
     order is that of 2p micro-batches, leaving out those that do not exist.
-
-    Raises:
-        ScheduleError: Chunks other than 2, or a number below 1.
     """
     check_numbers("dualpipev", num_ranks, num_chunks, num_micro_batches)
     check_two_chunks("dualpipev", num_chunks)
@@ -306,11 +297,7 @@ def placement_of(name: str) -> Placement:
 
 
 def default_chunks(name: str) -> int:
-    """Virtual stages per rank of the schedule ``name`` by default: 2 where it can have several.
-
-    Raises:
-        ScheduleError: An unknown name.
-    """
+    """Virtual stages per rank of the schedule ``name`` by default: 2 where it can have several."""
     return _known(name).chunks
 
 

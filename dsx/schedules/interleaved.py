@@ -82,9 +82,6 @@ def interleaved(
             activations.
         warmup_per_rank: Forwards that a rank starts ahead of the next one: 2 in the paper; 1 keeps fewer
             activations and waits longer; more hide the time of transfers if the groups are larger too.
-
-    Raises:
-        ScheduleError: A number below 1, or a group too small for its warm-up.
     """
     check_numbers("interleaved", num_ranks, num_chunks, num_micro_batches)
     rows = _rows(
@@ -126,10 +123,6 @@ def interleaved_zb(
         most_live: Chunk activations alive at once on any rank; by default the fewest that the first rank's
             forwards demand. More lets weight gradients wait longer.
         costs: Lengths of actions and transfers by which to place the weight gradients.
-
-    Raises:
-        ScheduleError: A number below 1, a group too small for its warm-up, or ``most_live`` below what the
-            forwards demand.
     """
     check_numbers("interleaved_zb", num_ranks, num_chunks, num_micro_batches)
     return _zero_bubble(
@@ -155,9 +148,6 @@ def zb_h1(
     Forwards and input gradients keep 1F1B's order, weight gradients fill the waits, and every rank keeps p
     activations.
     The bubble is (p - 1) / (3 m) of the ideal time for m >= p and equal lengths.
-
-    Raises:
-        ScheduleError: As :func:`interleaved_zb`; several chunks on several ranks.
     """
     check_numbers("zb_h1", num_ranks, num_chunks, num_micro_batches)
     check_one_chunk("zb_h1", num_ranks, num_chunks)
@@ -243,7 +233,7 @@ def _rows(
 def _check_warmup(
     name: str, size: tuple[int, int, int], parts: Sequence[range], warmup_per_rank: int
 ) -> None:
-    """The first rank, so many forwards ahead, must not wait for what the last rank does two groups later.
+    """Reject warm-ups that deadlock: rank 0 would wait for what the last rank does two groups later.
 
     The condition is sufficient. It was found by trying all sizes up to p = 6, v = 3, m = 20;
     tests/schedules/test_zero_bubble.py tries a part of them.

@@ -20,9 +20,6 @@ def parse(text: str, *, name: str, placement: Placement = "loop") -> Schedule:
 
     The numbers of stages and micro-batches are read off the actions. Empty cells, which torch writes where a
     rank idles, are skipped. :func:`load` also proves that the result can run.
-
-    Raises:
-        ScheduleError: No action at all, one that cannot be read, or stages that the ranks do not divide.
     """
     lines = text.rstrip().splitlines()
     blank = next((number for number, line in enumerate(lines) if line.strip()), 0)

@@ -50,11 +50,7 @@ class ReceivePlan:
 
 
 def receive_plan(schedule: Schedule, rank: int) -> ReceivePlan:
-    """When ``rank`` posts the receives of a lowered schedule.
-
-    Raises:
-        ScheduleError: The schedule deadlocks.
-    """
+    """When ``rank`` posts the receives of a lowered schedule."""
     return next(islice(receive_plans(schedule), rank, None))
 
 

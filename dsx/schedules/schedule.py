@@ -87,11 +87,9 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """Number of virtual stages."""
         return self.num_ranks * self.num_chunks
 
     def rank_of(self, stage: int) -> int:
-        """Pipeline rank that holds virtual stage ``stage``."""
         return placements.rank_of(stage, self.num_ranks, self.placement)
 
     def chunk_of(self, stage: int) -> int:
@@ -99,7 +97,6 @@ class Schedule:
         return stage // self.num_ranks
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Virtual stages of pipeline rank ``rank``, chunk by chunk."""
         return placements.stages_of(rank, self.num_ranks, self.num_chunks, self.placement)
 
     def to_csv(self) -> str:
@@ -117,9 +114,6 @@ def lower(schedule: Schedule) -> Schedule:
 
     The gradient that a stage returns leaves after its ``B``, or after its ``I``; ``W`` moves nothing.
     Neighbouring virtual stages on one rank hand over locally and get no transfer.
-
-    Raises:
-        ScheduleError: The schedule has transfers already.
     """
     if has_transfers(schedule):
         raise ScheduleError(f"schedule {schedule.name}", "it has transfers already", "lower it once")

@@ -34,7 +34,7 @@ Rows = list[list[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class MemoryLimit:
     """Memory for activations, in any unit, with one figure per virtual stage.
 
     Attributes:
@@ -51,7 +51,7 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class SearchResult:
     """What a search ends with.
 
     Attributes:
@@ -65,18 +65,20 @@ class Found:
     bound: float
 
 
-class Shop:
+class SchedulingProblem:
     """One size of pipeline with its times and its memory: all actions, numbered.
 
     Args:
         size: Ranks, chunks per rank, micro-batches.
         placement: How virtual stages lie on ranks.
         costs: Lengths of actions and transfers.
-        room: Memory.
+        limit: Memory.
     """
 
-    def __init__(self, size: tuple[int, int, int], placement: Placement, costs: Costs, room: Room) -> None:
-        self.size, self.placement, self.room = size, placement, room
+    def __init__(
+        self, size: tuple[int, int, int], placement: Placement, costs: Costs, limit: MemoryLimit
+    ) -> None:
+        self.size, self.placement, self.limit = size, placement, limit
         self.num_ranks, num_chunks, self.count = size
         self.stages = self.num_ranks * num_chunks
         self.hop = costs.transfer_seconds
@@ -87,13 +89,13 @@ class Shop:
         self.length = [self.seconds[op][stage] for op, stage in kinds for _ in range(self.count)]
         self.rank = [self.owner[stage] for _, stage in kinds for _ in range(self.count)]
         changes = (
-            room.kept,
-            [p - k for p, k in zip(room.pending, room.kept, strict=True)],
-            [-p for p in room.pending],
+            limit.kept,
+            [p - k for p, k in zip(limit.pending, limit.kept, strict=True)],
+            [-p for p in limit.pending],
         )
         self.change = [changes[op][stage] for op, stage in kinds for _ in range(self.count)]
         self.extra = [
-            room.working[stage] if op == _INPUT else 0.0 for op, stage in kinds for _ in range(self.count)
+            limit.working[stage] if op == _INPUT else 0.0 for op, stage in kinds for _ in range(self.count)
         ]
         self.need = [self._need(op, stage, m) for op, stage in kinds for m in range(self.count)]
         self.delay = [
@@ -106,7 +108,6 @@ class Shop:
                 self.users[need].append(action)
 
     def number(self, op: int, stage: int, micro_batch: int) -> int:
-        """The number of an action."""
         return (op * self.stages + stage) * self.count + micro_batch
 
     def _need(self, op: int, stage: int, micro_batch: int) -> int:
@@ -145,9 +146,9 @@ class Shop:
 
     def fits_from(self, live: float, actions: Iterable[int]) -> bool:
         """Whether actions fit beside what is alive before them."""
-        if self.room.most is None:
+        if self.limit.most is None:
             return True
-        most = self.room.most * _SAME
+        most = self.limit.most * _SAME
         for action in actions:
             change = self.change[action]
             if live + max(change, self.extra[action]) > most:
@@ -183,7 +184,7 @@ class Shop:
         return ends, order
 
     def bound(self) -> float:
-        """A time that no order within the room is below."""
+        """A lower bound of the step of all orders within the memory limit."""
         return max(
             bound
             for rank in range(self.num_ranks)
@@ -234,20 +235,20 @@ class Shop:
         return _jackson(tasks)
 
     def _memory(self, rank: int) -> float:
-        """What a rank's room alone demands.
+        """What a rank's memory limit alone demands.
 
         First, all micro-batches together take its memory for so long, over how much of it there is. Second,
         before its first input gradient, which comes late, a rank has no more work than forwards that fit, and
         after its last forward, which has a long way to the end, no more than what they leave to do.
         """
-        most = self.room.most
+        most = self.limit.most
         if not most:
             return 0.0
         chain, mine = [*self._chain(0)], [s for s in range(self.stages) if self.owner[s] == rank]
         taken = work = forwards = left = 0.0
         first, last = float("inf"), float("inf")
         for stage in mine:
-            kept, pending = self.room.kept[stage], self.room.pending[stage]
+            kept, pending = self.limit.kept[stage], self.limit.pending[stage]
             lengths = [seconds[stage] for seconds in self.seconds]
             back = 2 * self.stages - 1 - stage
             way = chain[stage : back + 1]
@@ -263,7 +264,7 @@ class Shop:
                 left, *(most / size * seconds if size else float("inf") for size, seconds in parts if seconds)
             )
         by_size = sum(a + b for a, b in chain[: mine[0]]) + self.count * taken / most
-        if self.count * sum(self.room.kept[stage] for stage in mine) <= most:
+        if self.count * sum(self.limit.kept[stage] for stage in mine) <= most:
             return by_size
         return max(by_size, first + work - forwards - left + last)
 
@@ -301,7 +302,7 @@ class _Rule:
         share: Part of the room that forwards of a first chunk may take.
         slope: How much less of it each further rank may take.
         deep: Whether later chunks' forwards go before earlier ones'.
-        eager: Whether forwards go before input gradients while there is room.
+        eager: Whether forwards go before input gradients while there is memory.
         patience: A weight gradient is not begun if an input is known to come within this part of its length.
     """
 
@@ -321,17 +322,17 @@ def _rules() -> Iterator[_Rule]:
 
 
 class _Greedy:
-    """Builds an order by a rule, moment by moment; it may get stuck for lack of room."""
+    """Builds an order by a rule, moment by moment; it may get stuck for lack of memory."""
 
-    def __init__(self, shop: Shop, rule: _Rule) -> None:
-        self._shop, self._rule = shop, rule
-        most = shop.room.most
+    def __init__(self, problem: SchedulingProblem, rule: _Rule) -> None:
+        self._problem, self._rule = problem, rule
+        most = problem.limit.most
         total = max(
-            shop.count * sum(k for s, k in enumerate(shop.room.kept) if shop.owner[s] == r)
-            for r in range(shop.num_ranks)
+            problem.count * sum(k for s, k in enumerate(problem.limit.kept) if problem.owner[s] == r)
+            for r in range(problem.num_ranks)
         )
         self._most = (total if most is None else most) * _SAME
-        self._rows: Rows = [[] for _ in range(shop.num_ranks)]
+        self._rows: Rows = [[] for _ in range(problem.num_ranks)]
         self._ready: list[list[int]] = [[] for _ in self._rows]
         self._live, self._clocks = [0.0] * len(self._rows), [0.0] * len(self._rows)
         self._moments: list[tuple[float, int, int]] = []
@@ -339,8 +340,10 @@ class _Greedy:
 
     def rows(self) -> Rows | None:
         """The order; None if stuck."""
-        shop = self._shop
-        self._moments = [(0.0, shop.owner[0], shop.number(_FORWARD, 0, m)) for m in range(shop.count)]
+        problem = self._problem
+        self._moments = [
+            (0.0, problem.owner[0], problem.number(_FORWARD, 0, m)) for m in range(problem.count)
+        ]
         while self._moments:
             now, touched = self._moments[0][0], set()
             while self._moments and self._moments[0][0] == now:
@@ -351,10 +354,10 @@ class _Greedy:
             for rank in sorted(touched):
                 if self._clocks[rank] <= now:
                     self._step(rank, now)
-        return self._rows if sum(map(len, self._rows)) == len(shop.need) else None
+        return self._rows if sum(map(len, self._rows)) == len(problem.need) else None
 
     def _step(self, rank: int, now: float) -> None:
-        shop, best, action = self._shop, None, -1
+        problem, best, action = self._problem, None, -1
         for each in self._ready[rank]:
             key = self._key(rank, each, now)
             if key is not None and (best is None or key < best):
@@ -363,34 +366,34 @@ class _Greedy:
             return
         self._ready[rank].remove(action)
         self._rows[rank].append(action)
-        self._live[rank] += shop.change[action]
-        end = self._clocks[rank] = now + shop.length[action]
+        self._live[rank] += problem.change[action]
+        end = self._clocks[rank] = now + problem.length[action]
         heapq.heappush(self._moments, (end, rank, -1))
-        for user in shop.users[action]:
-            arrival = end + shop.delay[user]
-            heapq.heappush(self._moments, (arrival, shop.rank[user], user))
-            if shop.delay[user] or shop.rank[user] != rank:
-                self._coming[shop.rank[user]].append(arrival)
+        for user in problem.users[action]:
+            arrival = end + problem.delay[user]
+            heapq.heappush(self._moments, (arrival, problem.rank[user], user))
+            if problem.delay[user] or problem.rank[user] != rank:
+                self._coming[problem.rank[user]].append(arrival)
 
     def _key(self, rank: int, action: int, now: float) -> tuple[int, int, int] | None:
         """Smaller goes first; None for what may not run now."""
-        shop, rule = self._shop, self._rule
-        kind, micro_batch = divmod(action, shop.count)
-        op, stage = divmod(kind, shop.stages)
+        problem, rule = self._problem, self._rule
+        kind, micro_batch = divmod(action, problem.count)
+        op, stage = divmod(kind, problem.stages)
         if op == _INPUT:
             return (1, micro_batch, -stage)
         if op == _FORWARD:
-            depth = stage // shop.num_ranks
+            depth = stage // problem.num_ranks
             limit = self._most
             if not depth:
-                limit *= max(0.0, rule.share - rule.slope * rule.share * rank / max(1, shop.num_ranks))
-                limit = max(limit, shop.change[action])
-            if self._live[rank] + shop.change[action] > limit:
+                limit *= max(0.0, rule.share - rule.slope * rule.share * rank / max(1, problem.num_ranks))
+                limit = max(limit, problem.change[action])
+            if self._live[rank] + problem.change[action] > limit:
                 return None
             return (0 if rule.eager else 2, -depth if rule.deep else depth, micro_batch)
         self._coming[rank] = [at for at in self._coming[rank] if at > now]
-        soon = now + rule.patience * shop.length[action]
-        full = self._live[rank] + max(shop.room.kept) > self._most
+        soon = now + rule.patience * problem.length[action]
+        full = self._live[rank] + max(problem.limit.kept) > self._most
         if rule.patience and not full and any(at < soon for at in self._coming[rank]):
             return None
         return (3, micro_batch, -stage)
@@ -403,8 +406,8 @@ _Move = tuple[float, float, int, int, int, bool]
 class _Tabu:
     """Moves actions of critical paths, the best move first, and does not take moves back for a while."""
 
-    def __init__(self, shop: Shop, rows: Rows, seed: int) -> None:
-        self.shop, self.rows, self._random = shop, [row[:] for row in rows], Random(seed)  # noqa: S311
+    def __init__(self, problem: SchedulingProblem, rows: Rows, seed: int) -> None:
+        self.problem, self.rows, self._random = problem, [row[:] for row in rows], Random(seed)  # noqa: S311
         self._forbidden: dict[tuple[int, int], int] = {}
         self._turn = 0
         self.best, self.best_rows = float("inf"), rows
@@ -412,8 +415,8 @@ class _Tabu:
 
     def _look(self) -> bool:
         """Time the rows; False if they deadlock."""
-        shop = self.shop
-        ends, order = shop.run(self.rows)
+        problem = self.problem
+        ends, order = problem.run(self.rows)
         if len(order) < len(ends):
             return False
         self.ends, self.seconds = ends, max(ends)
@@ -425,7 +428,7 @@ class _Tabu:
             for one, other in pairwise(row):
                 after[one] = other
         tails = [0.0] * len(ends)
-        length, delay, users = shop.length, shop.delay, shop.users
+        length, delay, users = problem.length, problem.delay, problem.users
         for action in reversed(order):
             tail, follower = 0.0, after[action]
             if follower >= 0:
@@ -474,19 +477,19 @@ class _Tabu:
 
     def _blocks(self) -> Iterator[tuple[int, int, int]]:
         """(rank, first, last) of the parts of one critical path that run without a wait on one rank."""
-        shop, ends = self.shop, self.ends
+        problem, ends = self.problem, self.ends
         lasts = [row[-1] for row in self.rows if ends[row[-1]] >= self.seconds * (1 - 1e-12)]
         action = self._random.choice(lasts)
         while True:
-            rank, last = shop.rank[action], self.place[action]
+            rank, last = problem.rank[action], self.place[action]
             row = self.rows[rank]
             at = last
             while True:
-                start = ends[row[at]] - shop.length[row[at]]
-                need = shop.need[row[at]]
-                by_need = need >= 0 and ends[need] + shop.delay[row[at]] >= start - 1e-9
+                start = ends[row[at]] - problem.length[row[at]]
+                need = problem.need[row[at]]
+                by_need = need >= 0 and ends[need] + problem.delay[row[at]] >= start - 1e-9
                 by_rank = at > 0 and ends[row[at - 1]] >= start - 1e-9
-                if by_need and by_rank and shop.rank[need] != rank:
+                if by_need and by_rank and problem.rank[need] != rank:
                     by_rank = self._random.random() < 0.5
                 if not by_rank:
                     break
@@ -514,7 +517,7 @@ class _Tabu:
 
     def _earliest(self, rank: int, at: int, first: int) -> int:
         """Where an action can be moved to the front without waiting for what it passes."""
-        row, need = self.rows[rank], self.shop.need[self.rows[rank][at]]
+        row, need = self.rows[rank], self.problem.need[self.rows[rank][at]]
         start = self.ends[need] if need >= 0 else -1.0
         to = at
         while to > max(first, at - _WINDOW) and start < self.ends[row[to - 1]] - 1e-12:
@@ -523,39 +526,39 @@ class _Tabu:
 
     def _latest(self, rank: int, at: int, last: int) -> int:
         """Where an action can be moved to the back without what it passes waiting for it."""
-        shop, row, ends = self.shop, self.rows[rank], self.ends
-        used = min((ends[user] for user in shop.users[row[at]]), default=float("inf"))
+        problem, row, ends = self.problem, self.rows[rank], self.ends
+        used = min((ends[user] for user in problem.users[row[at]]), default=float("inf"))
         to = at
-        while to < min(last, at + _WINDOW) and used > ends[row[to + 1]] - shop.length[row[to + 1]] + 1e-12:
+        while to < min(last, at + _WINDOW) and used > ends[row[to + 1]] - problem.length[row[to + 1]] + 1e-12:
             to += 1
         return to
 
     def _judged(self, rank: int, first: int, last: int, left: bool) -> Iterator[_Move]:
-        shop, ends, tails, row = self.shop, self.ends, self.tails, self.rows[rank]
+        problem, ends, tails, row = self.problem, self.ends, self.tails, self.rows[rank]
         part = row[first : last + 1]
         mover = part[-1] if left else part[0]
         others = part[:-1] if left else part[1:]
         moved = [mover, *others] if left else [*others, mover]
-        if shop.room.most is not None and any(shop.change[a] or shop.extra[a] for a in part):
-            live = sum(shop.change[a] for a in row[:first])
-            if not shop.fits_from(live, moved):
+        if problem.limit.most is not None and any(problem.change[a] or problem.extra[a] for a in part):
+            live = sum(problem.change[a] for a in row[:first])
+            if not problem.fits_from(live, moved):
                 return
         clock = ends[row[first - 1]] if first else 0.0
         done = []
         for action in moved:
-            need = shop.need[action]
+            need = problem.need[action]
             if need >= 0:
-                clock = max(clock, ends[need] + shop.delay[action])
-            clock += shop.length[action]
+                clock = max(clock, ends[need] + problem.delay[action])
+            clock += problem.length[action]
             done.append(clock)
         estimate, tail = 0.0, 0.0
         if last + 1 < len(row):
-            tail = shop.length[row[last + 1]] + tails[row[last + 1]]
+            tail = problem.length[row[last + 1]] + tails[row[last + 1]]
         for action, end in zip(reversed(moved), reversed(done), strict=True):
-            for user in shop.users[action]:
-                tail = max(tail, shop.delay[user] + shop.length[user] + tails[user])
+            for user in problem.users[action]:
+                tail = max(tail, problem.delay[user] + problem.length[user] + tails[user])
             estimate = max(estimate, end + tail)
-            tail += shop.length[action]
+            tail += problem.length[action]
         pairs = ((mover, other) if left else (other, mover) for other in others)
         if estimate >= self.best and any(self._forbidden.get(pair, 0) > self._turn for pair in pairs):
             return
@@ -563,52 +566,49 @@ class _Tabu:
 
 
 def search(
-    shop: Shop,
+    problem: SchedulingProblem,
     starts: Iterable[Schedule] = (),
     *,
     name: str = "searched",
     most_actions: int = 20_000_000,
     progress: Callable[[int], None] = lambda _: None,
-) -> Found:
+) -> SearchResult:
     """The shortest order that a search finds; the same for the same arguments.
 
     Args:
-        shop: The pipeline.
+        problem: The pipeline.
         starts: Orders to start from; those that do not fit are left out.
         name: Of the schedule.
         most_actions: Bound on the actions that are timed in all, about two microseconds each.
         progress: Told how many more were.
-
-    Raises:
-        ScheduleError: No order that fits was found.
     """
-    bound = shop.bound()
+    bound = problem.bound()
     pool: list[tuple[float, int, Rows]] = []
-    given = [shop.rows_of(start) for start in starts]
-    made = (_Greedy(shop, rule).rows() for rule in _rules())
+    given = [problem.rows_of(start) for start in starts]
+    made = (_Greedy(problem, rule).rows() for rule in _rules())
     for rows in (*given, *made):
-        if rows is not None and shop.fits(rows):
-            ends, _ = shop.run(rows)
+        if rows is not None and problem.fits(rows):
+            ends, _ = problem.run(rows)
             pool.append((max(ends), len(pool), rows))
     if not pool:
         raise ScheduleError("the search", "no order was found within this memory", "allow more activations")
     pool.sort(key=lambda each: each[:2])
     distinct = [each for at, each in enumerate(pool) if not at or each[0] > pool[at - 1][0] * _SAME]
-    best = _Tabu(shop, pool[0][2], 0)
-    turns = max(1, most_actions // len(shop.need) // _STARTS)
+    best = _Tabu(problem, pool[0][2], 0)
+    turns = max(1, most_actions // len(problem.need) // _STARTS)
     for number, (_, _, rows) in enumerate(distinct[:_STARTS]):
-        tabu = _Tabu(shop, rows, number)
+        tabu = _Tabu(problem, rows, number)
         since = 0
         for _ in range(turns):
             if min(best.best, tabu.best) <= bound * _SAME:
                 break
             before = tabu.best
             tabu.step()
-            progress(len(shop.need))
+            progress(len(problem.need))
             since = 0 if tabu.best < before else since + 1
             if since > _PATIENCE:
                 tabu.restart()
                 since = 0
         best = tabu if tabu.best < best.best else best
-    schedule = shop.schedule_of(best.best_rows, name)
-    return Found(schedule=schedule, seconds=best.best, bound=bound)
+    schedule = problem.schedule_of(best.best_rows, name)
+    return SearchResult(schedule=schedule, seconds=best.best, bound=bound)

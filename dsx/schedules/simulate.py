@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from dsx.errors import ScheduleError
-from dsx.schedules.schedule import Action, Op, Schedule, crosses, has_transfers, lower
+from dsx.schedules.schedule import TRANSFERS, Action, Op, Schedule, crosses, has_transfers, lower
 
 Seconds = float | tuple[float, ...]
 """The same for every virtual stage, or one per stage."""
@@ -37,11 +37,7 @@ class Costs:
     transfer_seconds: float = 0.0
 
     def by_op(self, num_stages: int) -> dict[Op, tuple[float, ...]]:
-        """Seconds of every op that computes, per virtual stage.
-
-        Raises:
-            ScheduleError: Costs that are not one per virtual stage, or a negative one.
-        """
+        """Seconds of every op that computes, per virtual stage."""
         whole = _per_stage(num_stages, "backward_seconds", self.backward_seconds)
         first = _per_stage(num_stages, "backward_input_seconds", self.backward_input_seconds)
         second = _per_stage(num_stages, "backward_weight_seconds", self.backward_weight_seconds)
@@ -95,28 +91,64 @@ class Timeline:
         return self.seconds * len(self.spans) / sum(self.busy_seconds) - 1.0
 
 
-def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Timeline of a schedule, lowered or not: each rank runs its row as early as its inputs allow.
+class Replay:
+    """A schedule's order of actions, lowered or not, to be timed again and again with other costs.
+
+    Each rank runs its row as early as its inputs allow.
 
     Raises:
-        ScheduleError: It deadlocks, or per-stage costs are not one per virtual stage.
+        ScheduleError: The schedule deadlocks.
     """
-    costs = costs or Costs()
-    seconds = costs.by_op(schedule.num_stages)
-    ends: dict[Action, float] = {}
-    clocks = [0.0] * schedule.num_ranks
-    spans: list[list[Span]] = [[] for _ in clocks]
-    for rank, action, need in execution_order(schedule):
-        start = clocks[rank]
-        if need is not None:
-            hop = costs.transfer_seconds if schedule.rank_of(need.stage) != rank else 0.0
-            start = max(start, ends[need] + hop)
-        end = start
-        if action.op in seconds:
-            end += seconds[action.op][action.stage]
-            spans[rank].append((action, start, end))
-        ends[action] = clocks[rank] = end
-    return Timeline(tuple(map(tuple, spans)))
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        places: dict[Action, int] = {}
+        self._steps: list[tuple[int, Op, int, int, bool]] = []
+        for place, (rank, action, need) in enumerate(execution_order(schedule)):
+            places[action] = place
+            hops = need is not None and schedule.rank_of(need.stage) != rank
+            self._steps.append((rank, action.op, action.stage, -1 if need is None else places[need], hops))
+        self._actions = [*places]
+
+    @property
+    def num_actions(self) -> int:
+        """The work of timing it once."""
+        return len(self._steps)
+
+    def seconds(self, costs: Costs) -> float:
+        """Length of the step. Raises ScheduleError for per-stage costs that are not one per virtual stage."""
+        return max(self._times(costs)[1])
+
+    def timeline(self, costs: Costs) -> Timeline:
+        """When each action that computes starts and ends; raises as :meth:`seconds`."""
+        spans: list[list[Span]] = [[] for _ in range(self._schedule.num_ranks)]
+        for action, (rank, op, *_), *span in zip(
+            self._actions, self._steps, *self._times(costs), strict=True
+        ):
+            if op not in TRANSFERS:
+                spans[rank].append((action, span[0], span[1]))
+        return Timeline(tuple(map(tuple, spans)))
+
+    def _times(self, costs: Costs) -> tuple[list[float], list[float]]:
+        """Start and end of every action, in this order."""
+        lengths, hop = costs.by_op(self._schedule.num_stages), costs.transfer_seconds
+        free = (0.0,) * self._schedule.num_stages
+        clocks = [0.0] * self._schedule.num_ranks
+        starts: list[float] = []
+        ends: list[float] = []
+        for rank, op, stage, need, hops in self._steps:
+            start = clocks[rank]
+            if need >= 0:
+                start = max(start, ends[need] + hop if hops else ends[need])
+            starts.append(start)
+            clocks[rank] = start + lengths.get(op, free)[stage]
+            ends.append(clocks[rank])
+        return starts, ends
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+    """Timeline of a schedule, lowered or not: each rank runs its row as early as its inputs allow."""
+    return Replay(schedule).timeline(costs or Costs())
 
 
 def _per_stage(num_stages: int, name: str, value: Seconds | None) -> tuple[float, ...] | None:
@@ -138,9 +170,6 @@ def execution_order(schedule: Schedule) -> Iterator[tuple[int, Action, Action | 
 
     Ranks run their rows in order; receives block, sends never do. The schedule may be lowered or not: without
     transfers an action waits for its producer on the other rank directly.
-
-    Raises:
-        ScheduleError: A deadlock: after the last action that can run, with every waiting rank's place.
     """
     depends = Dependencies(schedule)
     heads = [0] * schedule.num_ranks
@@ -244,9 +273,6 @@ def validate(schedule: Schedule) -> None:
     receives that block and sends that do not, every action finds what it needs and every rank reaches its
     end. (Receives must be posted in the order of :func:`dsx.schedules.schedule.receive_order`; then both ends
     of a channel agree by construction.)
-
-    Raises:
-        ScheduleError: With the actions at fault.
     """
     if len(schedule.rows) != schedule.num_ranks:
         raise ScheduleError(
@@ -269,25 +295,50 @@ def validate(schedule: Schedule) -> None:
         pass
 
 
-def peak_activations(schedule: Schedule) -> tuple[int, ...]:
-    """Most stage activations alive at once, per rank: from a forward to the end of its backward.
+def peaks(
+    schedule: Schedule, kept: Sequence[int], pending: Sequence[int], working: Sequence[int]
+) -> tuple[int, ...]:
+    """Most memory of activations at once, per rank, in any unit.
 
-    Where the backward is split, an activation counts in full until its ``W``: the weight gradients need the
-    inputs of every linear. (``I`` frees a part of it, which this does not model.) A forward without a
-    backward in the schedule keeps nothing beyond itself.
+    A forward without a backward in the schedule keeps nothing beyond itself.
+
+    Args:
+        schedule: Lowered or not.
+        kept: What a virtual stage's forward keeps until its backward.
+        pending: What of it is left between the two parts of a divided backward.
+        working: What is added while a backward, or the first part of one, runs.
     """
-    peaks = []
+    found = []
     for row in schedule.rows:
         ends = {(a.stage, a.micro_batch) for a in row if a.op in RELEASES}
         live = peak = 0
         for action in row:
-            if action.op is Op.FORWARD:
-                peak = max(peak, live + 1)
-                live += (action.stage, action.micro_batch) in ends
-            elif action.op in RELEASES:
-                live -= 1
-        peaks.append(peak)
-    return tuple(peaks)
+            stage = action.stage
+            match action.op:
+                case Op.FORWARD:
+                    peak = max(peak, live + kept[stage])
+                    live += kept[stage] if (stage, action.micro_batch) in ends else 0
+                case Op.BACKWARD:
+                    peak = max(peak, live + working[stage])
+                    live -= kept[stage]
+                case Op.BACKWARD_INPUT:
+                    peak = max(peak, live + working[stage])
+                    live += pending[stage] - kept[stage]
+                    peak = max(peak, live)
+                case Op.BACKWARD_WEIGHT:
+                    live -= pending[stage]
+        found.append(peak)
+    return tuple(found)
+
+
+def peak_activations(schedule: Schedule) -> tuple[int, ...]:
+    """Most stage activations alive at once, per rank: from a forward to the end of its backward.
+
+    Where the backward is split, an activation counts in full until its ``W``: the weight gradients need the
+    inputs of every linear. (``I`` frees a part of it, which this does not model.)
+    """
+    ones = (1,) * schedule.num_stages
+    return peaks(schedule, ones, ones, (0,) * schedule.num_stages)
 
 
 def _expected(schedule: Schedule) -> Schedule:

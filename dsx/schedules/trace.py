@@ -72,7 +72,7 @@ _DIGITS = 9  # nanoseconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class RankTrace:
     """One rank's step, by its own clock.
 
     Attributes:
@@ -112,13 +112,10 @@ class Trace:
     device: str = ""
 
     @classmethod
-    def of(cls, schedule: Schedule, records: Sequence[Record], *, step: int, device: str = "") -> Trace:
+    def of(cls, schedule: Schedule, records: Sequence[RankTrace], *, step: int, device: str = "") -> Trace:
         """The ranks' records by rank 0's clock.
 
         A wait for a first message that began before the first computation counts from that computation.
-
-        Raises:
-            ScheduleError: A record that is not its rank's row.
         """
         apart = offsets([record.rounds for record in records], [record.machine for record in records])
         ahead = [offset.seconds for offset in apart]
@@ -202,11 +199,7 @@ class Trace:
 
     @classmethod
     def from_json(cls, text: str, *, where: str) -> Trace:
-        """Read what :meth:`to_json` wrote; ``where`` is the name for it in errors, such as its file.
-
-        Raises:
-            ScheduleError: It is something else, of another version, or no step that can have run.
-        """
+        """Read what :meth:`to_json` wrote; ``where`` is the name for it in errors, such as its file."""
         fix = "give a step*.json that dsx.train.trace_steps or Trace.to_json wrote"
         try:
             data = json.loads(text)

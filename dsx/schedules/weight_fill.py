@@ -46,9 +46,6 @@ def fill(schedule: Schedule, most_live: Sequence[int], costs: Costs | None = Non
             forwards alone demands it.
         costs: What to fill for; by default a forward, an ``I`` and a ``W`` of the same length and free
             transfers, as in arXiv:2401.10241.
-
-    Raises:
-        ScheduleError: It deadlocks.
     """
     costs = costs or Costs()
     floor = _floor(schedule, costs) * (1 + 1e-9)
@@ -164,11 +161,8 @@ class _Filler:
     def _run(self, rank: _Rank, action: Action, start: float) -> None:
         rank.clock = self._ends[action] = start + self._lengths[action.op][action.stage]
         rank.done.append(action)
-        if action.op is Op.FORWARD:
-            rank.live += 1
-        elif action.op in RELEASES:
-            rank.live -= 1
-        else:
+        rank.live += _change(action)
+        if action.op is Op.BACKWARD_INPUT:
             rank.pending.append(replace(action, op=Op.BACKWARD_WEIGHT))
 
 

@@ -17,7 +17,7 @@ from deepspeed.accelerator import get_accelerator
 
 from dsx.config.run import RunConfig
 from dsx.launch.processes import agree
-from dsx.memory.records import code_version, keep
+from dsx.memory.record_cache import code_version, keep
 from dsx.parallel.mesh import AXES, Mesh
 from dsx.terminal import seconds
 

@@ -14,7 +14,7 @@ from dsx.config.resolve import resolve
 from dsx.errors import ConfigError
 from dsx.memory.watch import estimated
 from dsx.planner.cluster import preset, read_cluster
-from dsx.planner.inputs import Fixed, plan_inputs, plan_search
+from dsx.planner.inputs import PinnedChoices, plan_inputs, plan_search
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 COMMAND = ("estimate",)
@@ -113,7 +113,7 @@ def test_where_two_changes_do_not_help_a_plan_may(dsx, tmp_path):
         global_batch=64,
         sequence_length=1024,
     )
-    assert plan_search(inputs, Fixed()).run(1).best[0].fits
+    assert plan_search(inputs, PinnedChoices()).run(1).best[0].fits
 
 
 def test_charts_are_drawn(dsx, tmp_path):

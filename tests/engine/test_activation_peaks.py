@@ -15,8 +15,8 @@ import ranks
 from dsx.models.params import layer_kinds
 from dsx.nn.split import WeightGradients
 from dsx.parallel.groups import make_groups
+from dsx.planner.layer_cost import stage_costs
 from dsx.planner.partition_search import peak_bytes
-from dsx.planner.profile import stage_costs
 from dsx.schedules.builders import default_chunks
 from dsx.train.recipe import build_engine
 from parity import dsx_run
@@ -58,7 +58,7 @@ def _peak(case: Case) -> tuple[int, int]:
     fast = config.dsx.model_copy(update={"profile_micro_batches": 1})
     profile = measure_model(replace(config, dsx=fast), engine.groups)
     schedule = config.program.build(case.pp, case.chunks, case.accumulation)
-    costs = stage_costs(profile.layers[config.dsx.recompute], config.stage_map.bounds)
+    stages = stage_costs(profile.layers[config.dsx.recompute], config.stage_map.bounds)
     # Rotary tables, which a profile counts in each block unless attention is recomputed, are the same in all.
     model, tables = config.model, 0
     if model.rope is not None and config.dsx.recompute == "none":
@@ -67,10 +67,12 @@ def _peak(case: Case) -> tuple[int, int]:
         sum(layer_kinds(model)[layer] == "Block" for layer in config.stage_map.layers(stage))
         for stage in range(schedule.num_stages)
     ]
-    kept = tuple(bytes_ - tables * count for bytes_, count in zip(costs.kept_bytes, blocks, strict=True))
     # Recomputed tensors are kept where no hook sees them.
-    costs = replace(costs, kept_bytes=kept, working_bytes=(0,) * schedule.num_stages)
-    return _counted(engine, case), peak_bytes(schedule, costs)[engine.groups.pp_rank] + tables
+    stages = [
+        replace(stage, kept_bytes=stage.kept_bytes - tables * count, working_bytes=0)
+        for stage, count in zip(stages, blocks, strict=True)
+    ]
+    return _counted(engine, case), peak_bytes(schedule, stages)[engine.groups.pp_rank] + tables
 
 
 def _counted(engine: Any, case: Case) -> int:

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dsx.engine.executor import _writable
+from dsx.memory.layer_record import Shape
 from dsx.memory.ledger import Label, Leaf, Ledger, Storage, dropped
 from dsx.memory.meter import StorageMeter
-from dsx.memory.record import Shape
-from dsx.memory.records import ModelRecords
+from dsx.memory.record_cache import ModelRecords
 from dsx.memory.replay import RecordedChunk, RecordedLayer
 from dsx.models import families
 from dsx.models.params import layer_kinds, param_specs

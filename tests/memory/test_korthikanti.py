@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from dsx.memory.record import TensorForm
-from dsx.memory.recorder import booth, record_layer
+from dsx.memory.layer_record import TensorForm
+from dsx.memory.layer_recorder import fake_build, record_layer
 from dsx.schedules.builders import build
 from dsx.schedules.simulate import peak_activations
 
@@ -107,7 +107,7 @@ def kept(tp: int, sequence: bool, *, recompute: str = "none") -> int:
     def run(x: Tensor) -> Tensor:
         return checkpoint(layer, x, use_reentrant=False) if recompute == "full" else layer(x)
 
-    with booth("meta"):
+    with fake_build("meta"):
         return record_layer(run, [form], device="meta").kept_bytes
 
 

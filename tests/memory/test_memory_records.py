@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from dsx.config.resolve import resolve
-from dsx.memory import records
+from dsx.memory import record_cache as records
 from dsx.memory.estimate import estimate
 from dsx.memory.job import job_of
-from dsx.memory.record import LOSS, LayerRecord, LayerRequest, Shape, TensorForm
-from dsx.memory.recorder import booth, record_layer, record_request
-from dsx.memory.records import ModelRecords, alone
+from dsx.memory.layer_record import LOSS, LayerRecord, LayerRequest, Shape, TensorForm
+from dsx.memory.layer_recorder import fake_build, record_layer, record_request
+from dsx.memory.record_cache import ModelRecords, alone
 from dsx.models.hf_config import model_spec
 from dsx.models.params import layer_kinds
 from dsx.models.presets import presets
@@ -113,9 +113,9 @@ def test_a_gpus_paths_are_the_same_on_meta_tensors_and_on_the_paper_device(kind,
         found.append(device)
         return record_layer(layer, inputs, device="paper", **options)
 
-    monkeypatch.setattr("dsx.memory.recorder.booth", lambda _: booth("paper"))
-    monkeypatch.setattr("dsx.memory.recorder.record_layer", moved)
-    monkeypatch.setattr("dsx.memory.recorder.DEVICES", {"cuda": "paper", "cpu": "cpu"})
+    monkeypatch.setattr("dsx.memory.layer_recorder.fake_build", lambda _: fake_build("paper"))
+    monkeypatch.setattr("dsx.memory.layer_recorder.record_layer", moved)
+    monkeypatch.setattr("dsx.memory.layer_recorder.DEVICES", {"cuda": "paper", "cpu": "cpu"})
     assert record_request(request) == on_meta
     assert found == ["paper"]
 
@@ -132,7 +132,7 @@ def test_a_layer_of_several_tensors():
         TensorForm((4, 8), "float32", 4, differentiable=True),
         TensorForm((4,), "int64", 8, differentiable=False),
     ]
-    with booth("meta"):
+    with fake_build("meta"):
         record = record_layer(layer, forms, device="meta")
     assert [str(form) for form in record.outputs] == ["4 x 8 float32", "4 x 8 float32", "4 int64"]
     assert record.output_ids[1:] == ("x1", "x2")

@@ -7,10 +7,10 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
+from dsx.memory.layer_record import LayerRecord, TensorForm
+from dsx.memory.layer_recorder import fake_build, record_layer
 from dsx.memory.ledger import Label, Leaf, Ledger, Storage, Tensor, dropped
 from dsx.memory.meter import StorageMeter
-from dsx.memory.record import LayerRecord, TensorForm
-from dsx.memory.recorder import booth, record_layer
 from dsx.memory.replay import RecordedChunk, RecordedLayer
 
 WHAT = Label("activations", "x", "n", "test")
@@ -25,7 +25,7 @@ def form(*shape: int) -> TensorForm:
 
 
 def recorded(layer, *shape: int, device: str = "meta") -> LayerRecord:
-    with booth(device):
+    with fake_build(device):
         return record_layer(layer() if isinstance(layer, type) else layer, [form(*shape)], device=device)
 
 
@@ -133,7 +133,7 @@ class Scaled(nn.Module):
 
 
 def record_scaled() -> LayerRecord:
-    with booth("meta"), torch.device("meta"):
+    with fake_build("meta"), torch.device("meta"):
         return record_layer(Scaled(), [form(10)], device="meta")
 
 

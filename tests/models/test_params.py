@@ -22,7 +22,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dsx.errors import LayoutError, ModelError
 from dsx.models.hf_config import model_spec
-from dsx.models.params import layer_kinds, num_parameters, param_specs
+from dsx.models.params import layer_kinds, num_parameters, param_specs, vocabulary_rows
 from dsx.models.spec import Family, Rope
 from dsx.nn.attention import inverse_frequencies
 
@@ -169,6 +169,8 @@ def test_vocabulary_padding_is_not_counted():
     assert table.local_shape(2) == (512, 48)
     odd = param_specs(model, pad_multiple=1)[0]
     assert [odd.local_shape(tp) for tp in (1, 2, 1009)] == [(1009, 48), (505, 48), (1, 48)]
+    assert [vocabulary_rows(model, tp, pad_multiple=1) for tp in (1, 2, 1009)] == [1009, 505, 1]
+    assert vocabulary_rows(model, 2, pad_multiple=64) == 512
     assert odd.boxes(2, 1) == (((505, 1009), (0, 48)),)
     with pytest.raises(LayoutError, match=r"a block of 48 on dim 0.*does not divide by tp = 5"):
         dataclasses.replace(odd, shape=(48, 48), pad_multiple=None).local_shape(5)

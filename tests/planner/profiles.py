@@ -7,7 +7,8 @@ from random import Random
 from dsx.models.flops import layer_flops
 from dsx.models.hf_config import model_spec
 from dsx.models.presets import find_preset
-from dsx.planner.profile import Conditions, LayerCost, Profile
+from dsx.planner.layer_cost import LayerCost
+from dsx.planner.profile import Conditions, Profile
 
 CONDITIONS = Conditions(
     model="some",

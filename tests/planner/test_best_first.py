@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from dsx.planner.search import search
+from dsx.planner.best_first import best_first
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -25,13 +25,13 @@ def test_it_finds_all_in_order_and_the_first_with_little_work(seed):
         grown.append(digits)
         return [digits + d for d in "9876543210" if any(f"{n:06}".startswith(digits + d) for n in wanted)]
 
-    assert int(next(search([""], cost=bound, grow=grow))) == wanted[0]
+    assert int(next(best_first([""], cost=bound, grow=grow))) == wanted[0]
     assert len(grown) <= 12  # six down to the first, and what is bounded below it
-    assert [int(digits) for digits in search([""], cost=bound, grow=grow)] == wanted
+    assert [int(digits) for digits in best_first([""], cost=bound, grow=grow)] == wanted
 
 
 def test_of_equals_the_first_comes_first_and_nothing_is_no_error():
     names = ["b", "a", "c"]
-    assert list(search(names, cost=lambda _: 0, grow=lambda _: None)) == names
-    assert list(search(names, cost=lambda _: 0, grow=lambda name: [] if name != "a" else None)) == ["a"]
-    assert list(search([], cost=lambda _: 0, grow=lambda _: None)) == []
+    assert list(best_first(names, cost=lambda _: 0, grow=lambda _: None)) == names
+    assert list(best_first(names, cost=lambda _: 0, grow=lambda name: [] if name != "a" else None)) == ["a"]
+    assert list(best_first([], cost=lambda _: 0, grow=lambda _: None)) == []

@@ -8,8 +8,8 @@ import torch
 from dsx.planner import profiler as measured
 from dsx.planner.cluster import preset
 from dsx.planner.costs import Efficiency
-from dsx.planner.inputs import Fixed, plan_inputs, plan_search
-from dsx.planner.profile import LayerCost
+from dsx.planner.inputs import PinnedChoices, plan_inputs, plan_search
+from dsx.planner.layer_cost import LayerCost
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +49,9 @@ def test_a_plan_from_measurements(inputs):
     assert 1e8 < found.cluster.memory_bytes_per_second < 1e13
     assert 0.01 <= found.efficiency.matmul <= 1.5
     assert "measured on CPU, fp32" in found.text
-    best = plan_search(inputs, Fixed(), found).run(1).best[0]
+    best = plan_search(inputs, PinnedChoices(), found).run(1).best[0]
     slow = replace(found, efficiency=replace(found.efficiency, matmul=found.efficiency.matmul / 4))
-    slower = plan_search(inputs, Fixed(), slow).run(1).best[0]
+    slower = plan_search(inputs, PinnedChoices(), slow).run(1).best[0]
     assert slower.time.seconds > best.time.seconds
 
 

@@ -10,6 +10,7 @@ from profiles import cost, gpt2, random_layers
 
 from dsx.errors import LayoutError
 from dsx.parallel.partition import balanced
+from dsx.planner.layer_cost import action_costs, stage_costs
 from dsx.planner.partition_search import SimulatedPipeline, shortest_cut
 from dsx.schedules.builders import build
 from dsx.schedules.program import Program
@@ -63,9 +64,10 @@ def test_what_it_says_is_what_the_simulator_says():
     task = pipeline(gpt2(1024), "interleaved_zb", 4, 2, 8, transfer_seconds=0.01)
     cut = shortest_cut(task, most_actions=50_000)
     assert cut.program.build(4, 2, 8) == cut.schedule
-    timeline = simulate(cut.schedule, task.costs(cut.stage_map.bounds).seconds)
+    costs = action_costs(stage_costs(task.layers, cut.stage_map.bounds), task.transfer_seconds)
+    timeline = simulate(cut.schedule, costs)
     assert (cut.step_seconds, cut.bubble) == (timeline.seconds, timeline.bubble)
-    assert cut.program.options.costs == task.costs(cut.stage_map.bounds).seconds
+    assert cut.program.options.costs == costs
 
 
 def test_v_placement_goes_with_the_schedule():

@@ -16,7 +16,7 @@ from dsx.models.presets import find_preset
 from dsx.parallel.mesh import Mesh
 from dsx.planner.cluster import preset
 from dsx.planner.costs import Efficiency, Network, Software
-from dsx.planner.inputs import Fixed
+from dsx.planner.inputs import PinnedChoices
 from dsx.planner.layer_times import Machine
 from dsx.planner.layers import OwnLayers, model_task
 from dsx.planner.layout import Candidate, Task
@@ -70,7 +70,7 @@ def test_the_step_is_that_of_the_same_model(layout):
 @pytest.mark.parametrize("wanted", [{}, {"pipeline": 4}, {"zero": 3}], ids=str)
 def test_the_best_takes_what_is_estimated_of_it(wanted):
     asked = inputs()
-    search = asked.search(Fixed(**wanted))
+    search = asked.search(PinnedChoices(**wanted))
     plan = search.run(1)
     best = plan.best[0]
     layout, stages = best.layout, search.predictor.stages(best.layout)

@@ -9,8 +9,8 @@ from dsx.models.presets import presets
 from dsx.parallel.mesh import Mesh
 from dsx.planner.cluster import Group, Link, preset
 from dsx.planner.costs import Efficiency, Network, Software
-from dsx.planner.inputs import Fixed, plan_inputs, site_inputs
-from dsx.planner.islands import NEAR, IslandTask, Terms
+from dsx.planner.inputs import PinnedChoices, plan_inputs, site_inputs
+from dsx.planner.islands import NEAR, IslandTask, RoundSettings
 from dsx.planner.layer_times import Machine
 from dsx.planner.layers import model_task
 from dsx.planner.layout import Candidate, Space, meshes, scheduled, variants
@@ -47,51 +47,53 @@ def island(**changes):
     ],
 )
 def test_bytes_of_a_round(count, wire, num_bytes):
-    assert island(count=count).sent_bytes(Terms(wire=wire)) == pytest.approx(num_bytes)
+    assert island(count=count).sent_bytes(RoundSettings(wire=wire)) == pytest.approx(num_bytes)
 
 
 def test_a_round_takes_its_bytes_and_eight_latencies():
-    assert island().round_seconds(Terms()) == pytest.approx(4.0)
-    assert island(latency_seconds=0.1).round_seconds(Terms()) == pytest.approx(4.8)
+    assert island().round_seconds(RoundSettings()) == pytest.approx(4.0)
+    assert island(latency_seconds=0.1).round_seconds(RoundSettings()) == pytest.approx(4.8)
     # Half of the model in each of two rounds.
-    assert island(latency_seconds=0.1).round_seconds(Terms(shares=2)) == pytest.approx(2.8)
-    assert island(ranks=1).round_seconds(Terms()) == pytest.approx(4.03)  # a host's 30 ns an element
+    assert island(latency_seconds=0.1).round_seconds(RoundSettings(shares=2)) == pytest.approx(2.8)
+    assert island(ranks=1).round_seconds(RoundSettings()) == pytest.approx(4.03)  # a host's 30 ns an element
 
 
 @pytest.mark.parametrize(
-    ("terms", "seconds"),
+    ("settings", "seconds"),
     [
-        (Terms(every=1), 5.0),
-        (Terms(every=10), 1.4),
-        (Terms(every=10, shares=2), 1.4),  # twice as many rounds, half as long
-        (Terms(every=10, delay=3), 1.1),  # three of its four seconds are hidden
-        (Terms(every=10, delay=5), 1.0),
-        (Terms(every=10, shares=2, delay=1), 1.2),
+        (RoundSettings(every=1), 5.0),
+        (RoundSettings(every=10), 1.4),
+        (RoundSettings(every=10, shares=2), 1.4),  # twice as many rounds, half as long
+        (RoundSettings(every=10, delay=3), 1.1),  # three of its four seconds are hidden
+        (RoundSettings(every=10, delay=5), 1.0),
+        (RoundSettings(every=10, shares=2, delay=1), 1.2),
     ],
 )
-def test_a_mean_step_by_hand(terms, seconds):
-    assert island().mean_step_seconds(terms) == pytest.approx(seconds)
-    assert island().speed(terms) == pytest.approx(1 / seconds)
+def test_a_mean_step_by_hand(settings, seconds):
+    assert island().mean_step_seconds(settings) == pytest.approx(seconds)
+    assert island().speed(settings) == pytest.approx(1 / seconds)
 
 
-@pytest.mark.parametrize("terms", [Terms(), Terms(wire="int8"), Terms(shares=4), Terms(delay=2)])
-def test_the_least_every_is_the_least(terms):
+@pytest.mark.parametrize(
+    "settings", [RoundSettings(), RoundSettings(wire="int8"), RoundSettings(shares=4), RoundSettings(delay=2)]
+)
+def test_the_least_every_is_the_least(settings):
     task = island(latency_seconds=0.05)
-    every = task.near_from(terms)
-    assert task.speed(replace(terms, every=every)) >= NEAR
-    assert every > max(terms.delay * terms.shares, terms.shares - 1)
-    assert task.speed(replace(terms, every=every - 1)) < NEAR
+    every = task.near_from(settings)
+    assert task.speed(replace(settings, every=every)) >= NEAR
+    assert every > max(settings.delay * settings.shares, settings.shares - 1)
+    assert task.speed(replace(settings, every=every - 1)) < NEAR
 
 
 @pytest.mark.parametrize(
     ("bytes_per_second", "chosen"),
     [
-        (1e8, Terms(every=10)),  # a round takes 4 % of a step
-        (2e6, Terms(every=50)),
-        (1e6, Terms(every=50, wire="bf16")),  # 76 fp32
-        (2e5, Terms(every=100, wire="int8")),  # 190 bf16, 96 int8
-        (1e4, Terms(every=500, wire="int8", delay=101)),  # 100 s a round
-        (1e3, Terms(every=1002, wire="int8", delay=1001)),
+        (1e8, RoundSettings(every=10)),  # a round takes 4 % of a step
+        (2e6, RoundSettings(every=50)),
+        (1e6, RoundSettings(every=50, wire="bf16")),  # 76 fp32
+        (2e5, RoundSettings(every=100, wire="int8")),  # 190 bf16, 96 int8
+        (1e4, RoundSettings(every=500, wire="int8", delay=101)),  # 100 s a round
+        (1e3, RoundSettings(every=1002, wire="int8", delay=1001)),
     ],
 )
 def test_slower_links_have_rarer_rounds_then_narrower_wires_then_delay(bytes_per_second, chosen):
@@ -125,7 +127,7 @@ def test_published_bandwidths_of_diloco(billions, step_seconds, every, gbits):
             step_seconds=step_seconds,
             bytes_per_second=gbit * 1e9 / 8,
         )
-        assert 0 <= percent / 100 - task.speed(Terms(every=every, wire="bf16")) < 0.1
+        assert 0 <= percent / 100 - task.speed(RoundSettings(every=every, wire="bf16")) < 0.1
 
 
 @pytest.mark.parametrize("stride", [1, 2])
@@ -218,8 +220,8 @@ def compared(mbit, latency_seconds=0.025, batch=8):
         global_batch=batch,
         sequence_length=128,
     )
-    fixed = Fixed(micro_batch=1, tensor=1)
-    return compare(joined, site_inputs(joined, cluster), cluster, fixed, None, top=1), joined
+    pinned = PinnedChoices(micro_batch=1, tensor=1)
+    return compare(joined, site_inputs(joined, cluster), cluster, pinned, None, top=1), joined
 
 
 def test_islands_pay_over_a_slow_link():
@@ -228,8 +230,8 @@ def test_islands_pay_over_a_slow_link():
     assert found.tokens_per_second > 3 * found.one_tokens_per_second
     assert found.config(joined)["dsx"]["outer"] == {
         "islands": 2,
-        "every": found.terms.every,
-        "wire": found.terms.wire,
+        "every": found.settings.every,
+        "wire": found.settings.wire,
     }
 
 

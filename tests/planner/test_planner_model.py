@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from dsx.errors import ConfigError, DsxError
-from dsx.memory.record import Shape
-from dsx.memory.records import ModelRecords
+from dsx.memory.layer_record import Shape
+from dsx.memory.record_cache import ModelRecords
 from dsx.models.flops import layer_flops
 from dsx.models.hf_config import model_spec
 from dsx.models.params import layer_kinds, num_parameters, param_specs
@@ -217,8 +217,10 @@ def test_block_time_grows_with_everything():
     events = record(replace(base, recompute="full"), "Block").forward
     last = max(place for place, event in enumerate(events) if event[0] == "mm")
     rest = sum(event[2] for event in events[last:] if event[0] == "op")
-    assert whole.again == pytest.approx(whole.forward - machine().traffic(rest))
-    divided = whole.input_seconds + whole.weight_seconds
+    assert whole.again_seconds == pytest.approx(
+        whole.forward_seconds - whole.forward_wait - machine().traffic(rest)
+    )
+    divided = whole.backward_input_seconds + whole.backward_weight_seconds
     assert divided > whole.backward_seconds
 
 
@@ -235,7 +237,7 @@ def test_a_window_costs_its_mask_and_only_where_it_ends_before_the_sequence():
     (shown,) = [event for event in record(base, "Block").forward if event[0] == "sdpa"]
     causal = sum(each.flops for each in kernels.AttentionShape(*shown[1:]).products) / 2
     rate = machine().network.cluster.peak("bf16") * Efficiency().matmul * Efficiency().attention
-    more = times[first + 1].forward - plain[first].forward
+    more = times[first + 1].forward_seconds - plain[first].forward_seconds
     masked = replace(base, model=replace(mixed, windows=(4096,) * LLAMA.num_layers))
     copies = traffic(masked, "Block") - traffic(base, "Block")
     # Keys and values are read, and written once for each query head.

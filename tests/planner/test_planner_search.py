@@ -6,7 +6,7 @@ import pytest
 
 from dsx.errors import LayoutError
 from dsx.memory.estimate import Job, estimate
-from dsx.memory.records import ModelRecords
+from dsx.memory.record_cache import ModelRecords
 from dsx.memory.states import Optimizer, StateSettings
 from dsx.models.hf_config import model_spec
 from dsx.models.params import param_specs
@@ -15,7 +15,7 @@ from dsx.parallel.layout import Layout
 from dsx.parallel.mesh import Mesh
 from dsx.planner.cluster import preset
 from dsx.planner.costs import Efficiency, Network, Software
-from dsx.planner.inputs import Fixed, plan_inputs, plan_search
+from dsx.planner.inputs import PinnedChoices, plan_inputs, plan_search
 from dsx.planner.layer_times import Machine
 from dsx.planner.layers import model_task
 from dsx.planner.layout import Candidate, Space, meshes, scheduled, variants
@@ -97,7 +97,7 @@ def test_the_bound_of_a_config_is_below_its_estimate(cluster):
         global_batch=8,
         sequence_length=128,
     )
-    search = plan_search(inputs, Fixed(micro_batch=1))
+    search = plan_search(inputs, PinnedChoices(micro_batch=1))
     wide = replace(search.space, recompute=("full",), names=("1f1b", "zbv"))
     layouts = list(everything(search.task, wide))[::3]
     assert len(layouts) > 10

@@ -12,11 +12,12 @@ from profiles import CONDITIONS, cost, profile, random_layers
 from dsx.errors import ConfigError
 from dsx.models.hf_config import model_spec
 from dsx.models.presets import find_preset
+from dsx.planner.layer_cost import action_costs, stage_costs
 from dsx.planner.partition_search import peak_bytes
-from dsx.planner.profile import Conditions, Profile, StageCosts, digest, stage_costs
+from dsx.planner.profile import Conditions, Profile, digest
 from dsx.schedules.builders import NAMES, build, default_chunks
 from dsx.schedules.schedule import Action, Op, Schedule
-from dsx.schedules.simulate import Costs, peak_activations
+from dsx.schedules.simulate import peak_activations
 
 MEASURED = profile(
     random_layers(5, 1),
@@ -102,15 +103,16 @@ def test_transfer_takes_latency_and_the_largest_boundary():
 
 def test_stages_add_up():
     layers = random_layers(6, 3)
-    costs = stage_costs(layers, (0, 1, 4, 6), 0.5)
-    by_op = costs.seconds.by_op(3)
+    stages = stage_costs(layers, (0, 1, 4, 6))
+    costs = action_costs(stages, 0.5)
+    by_op = costs.by_op(3)
     assert by_op[Op.FORWARD][1] == pytest.approx(sum(x.forward_seconds for x in layers[1:4]))
     assert by_op[Op.BACKWARD][2] == pytest.approx(sum(x.backward_seconds for x in layers[4:]))
     assert by_op[Op.BACKWARD_INPUT][0] == layers[0].backward_input_seconds
     assert by_op[Op.BACKWARD_WEIGHT][0] == layers[0].backward_weight_seconds
-    assert costs.seconds.transfer_seconds == 0.5
-    assert costs.kept_bytes[1] == sum(x.kept_bytes for x in layers[1:4])
-    assert costs.pending_bytes[2] == sum(x.pending_bytes for x in layers[4:])
+    assert costs.transfer_seconds == 0.5
+    assert stages[1].kept_bytes == sum(x.kept_bytes for x in layers[1:4])
+    assert stages[2].pending_bytes == sum(x.pending_bytes for x in layers[4:])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -118,9 +120,8 @@ def test_stages_add_up():
 def test_bytes_alive_are_activations_alive(name, p, m):
     """With a byte per activation until its W, bytes are what the schedule's own count says."""
     schedule = build(name, p, default_chunks(name), m)
-    ones = (1,) * schedule.num_stages
-    costs = StageCosts(Costs(), ones, ones, (0,) * schedule.num_stages)
-    assert peak_bytes(schedule, costs) == peak_activations(schedule)
+    one = replace(cost(0.0), kept_bytes=1, pending_bytes=1)
+    assert peak_bytes(schedule, [one] * schedule.num_stages) == peak_activations(schedule)
 
 
 def test_bytes_by_hand():
@@ -129,8 +130,9 @@ def test_bytes_by_hand():
     def row(*texts: str) -> tuple[Action, ...]:
         return tuple(map(Action.parse, texts))
 
-    costs = StageCosts(Costs(), (10, 3), (6, 4), (5, 0))
+    first = replace(cost(0.0), kept_bytes=10, pending_bytes=6, working_bytes=5)
+    stages = first, cost(0.0, kept_bytes=3, pending_bytes=4)
     whole = Schedule("x", 1, 2, 1, (row("0F0", "1F0", "1B0", "0B0"),))
-    assert peak_bytes(whole, costs) == (15,)  # 10 + 3, then 10 + 5 in 0B0
+    assert peak_bytes(whole, stages) == (15,)  # 10 + 3, then 10 + 5 in 0B0
     divided = Schedule("x", 1, 2, 1, (row("0F0", "1F0", "1I0", "0I0", "0W0", "1W0"),))
-    assert peak_bytes(divided, costs) == (19,)  # 10 + 3 + 0; 10 + 4; 10 + 4 + 5 in 0I0; 6 + 4
+    assert peak_bytes(divided, stages) == (19,)  # 10 + 3 + 0; 10 + 4; 10 + 4 + 5 in 0I0; 6 + 4

@@ -9,7 +9,7 @@ import pytest
 from dsx.errors import ScheduleError
 from dsx.schedules.builders import build, default_chunks
 from dsx.schedules.schedule import Action, Op, Schedule
-from dsx.schedules.search import Room, Shop, search
+from dsx.schedules.search import MemoryLimit, SchedulingProblem, search
 from dsx.schedules.simulate import Costs, peak_activations, simulate, validate
 
 UNEVEN = (1.0, 1.4) * 4
@@ -24,15 +24,15 @@ def costs(stages, wire=0.0):
     )
 
 
-def shop(stages, ranks, count, *, wire=0.0, most=None, placement="v"):
+def problem(stages, ranks, count, *, wire=0.0, most=None, placement="v"):
     ones = (1,) * len(stages)
-    room = Room(most=most, kept=ones, pending=ones, working=(0,) * len(stages))
-    return Shop((ranks, len(stages) // ranks, count), placement, costs(stages, wire), room)
+    limit = MemoryLimit(most=most, kept=ones, pending=ones, working=(0,) * len(stages))
+    return SchedulingProblem((ranks, len(stages) // ranks, count), placement, costs(stages, wire), limit)
 
 
 @pytest.mark.parametrize("most", [4, 7, None])
 def test_an_order_runs_in_its_memory_and_is_no_longer_than_what_it_started_from(most):
-    given = shop(UNEVEN, 4, 6, most=most)
+    given = problem(UNEVEN, 4, 6, most=most)
     starts = [build(name, 4, 2, 6) for name in ("zbv", "v_half", "v_min")]
     fit = [start for start in starts if most is None or max(peak_activations(start)) <= most]
     found = search(given, starts, most_actions=100_000)
@@ -51,7 +51,7 @@ def test_room_between_the_named_schedules_is_used():
         simulate(schedule, costs(stages)).seconds
         for schedule in (build(name, 8, 2, 8) for name in ("v_half", "v_min"))
     )
-    found = search(shop(stages, 8, 8, most=12), [build("v_half", 8, 2, 8)], most_actions=200_000)
+    found = search(problem(stages, 8, 8, most=12), [build("v_half", 8, 2, 8)], most_actions=200_000)
     assert found.seconds * 1.05 < named
 
 
@@ -59,7 +59,7 @@ def test_room_between_the_named_schedules_is_used():
 def test_the_bound_is_below_every_order_of_a_small_pipeline(wire, most):
     """Two ranks, one chunk each, two micro-batches: every order of every row that fits."""
     stages = (1.0, 1.7)
-    given = shop(stages, 2, 2, wire=wire, most=most, placement="loop")
+    given = problem(stages, 2, 2, wire=wire, most=most, placement="loop")
     rows = [
         [
             row
@@ -91,10 +91,10 @@ def test_equal_stages_have_nothing_to_gain_and_the_bound_says_so(name):
     """arXiv:2401.10241: these reach the floor of their chunks with an optimizer that waits for all ranks."""
     chunks = default_chunks(name)
     start = build("zb_h1" if name == "1f1b" else name, 4, chunks, 8)
-    given = shop((1.0,) * 4 * chunks, 4, 8, most=4 * chunks, placement=start.placement)
+    given = problem((1.0,) * 4 * chunks, 4, 8, most=4 * chunks, placement=start.placement)
     assert given.bound() == pytest.approx(simulate(start).seconds)
 
 
 def test_too_little_room_is_refused():
     with pytest.raises(ScheduleError, match="allow more activations"):
-        search(shop(UNEVEN, 4, 4, most=1), most_actions=1000)
+        search(problem(UNEVEN, 4, 4, most=1), most_actions=1000)

@@ -8,7 +8,7 @@ import pytest
 
 from dsx.errors import ScheduleError
 from dsx.schedules.schedule import TRANSFERS, Action
-from dsx.schedules.trace import Record, Trace
+from dsx.schedules.trace import RankTrace, Trace
 from traced import BY_HAND, by_hand
 
 
@@ -22,7 +22,7 @@ def _records(ahead):
         spans = [(Action.parse(a), shift + s / 1000, shift + e / 1000) for a, s, e in row]
         spans[0] = (spans[0][0], spans[0][1] + early, spans[0][2])
         records.append(
-            Record(
+            RankTrace(
                 spans=tuple(spans),
                 end=shift + (0.105, 0.099)[rank],
                 rounds=((shift - 0.010, shift - 0.009),),

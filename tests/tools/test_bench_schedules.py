@@ -106,11 +106,15 @@ def test_a_schedule_from_a_file_runs_where_stages_differ(tmp_path):
     file = tmp_path / "mine.csv"
     file.write_text(schedule.to_csv())
     sizes = ("--ranks", "2", "--micro-batches", "4", "--forward-ms", str(FORWARD_MS), "--rounds", "1")
-    (table,) = run(tmp_path, *sizes, "--parts", "1,3,1,3", "--files", str(file), "--only", "dsx zbv")[0][
-        "tables"
-    ]
+    equal = tmp_path / "equal.csv"
+    equal.write_text(schedule.to_csv())
+    files = ("--files", f"{file},{equal}@2:2:2:2")
+    (table,) = run(tmp_path, *sizes, "--parts", "1,3,1,3", *files, "--only", "dsx zbv")[0]["tables"]
     rows = {row["engine"]: row for row in table["rows"]}
-    assert [*rows] == ["deepspeed 1f1b", "dsx zbv", f"dsx {file}"]
+    assert [*rows] == ["deepspeed 1f1b", "dsx zbv", f"dsx {file}", f"dsx {equal}"]
+    even = (2 * part,) * 4
+    costs = Costs(forward_seconds=even, backward_input_seconds=even, backward_weight_seconds=even)
+    assert rows[f"dsx {equal}"]["simulated_seconds"] == pytest.approx(simulate(schedule, costs).seconds)
     lengths = (part, 3 * part, part, 3 * part)
     costs = Costs(forward_seconds=lengths, backward_input_seconds=lengths, backward_weight_seconds=lengths)
     assert rows[f"dsx {file}"]["simulated_seconds"] == pytest.approx(simulate(schedule, costs).seconds)

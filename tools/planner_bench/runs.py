@@ -13,7 +13,8 @@ from dsx.models.hf_config import model_spec
 from dsx.parallel.mesh import Mesh
 from dsx.planner.cluster import Cluster, ClusterConfig, described
 from dsx.planner.costs import Efficiency, Network, Software
-from dsx.planner.layer_times import LayerTime, Machine
+from dsx.planner.layer_cost import LayerCost
+from dsx.planner.layer_times import Machine
 from dsx.planner.layers import ModelLayers, model_task
 from dsx.planner.layout import Candidate, Task
 from dsx.planner.step_time import Predictor
@@ -34,15 +35,15 @@ The kernel of attention of LLM Foundry's tables is not torch's: its share is fit
 class HalfRecomputed(ModelLayers):
     """A model of which every second block, or every second product, is computed again."""
 
-    def times(self, machine: Machine, layout: Candidate) -> tuple[LayerTime, ...]:
+    def times(self, machine: Machine, layout: Candidate) -> tuple[LayerCost, ...]:
         """The mean of all and of nothing computed again."""
         nothing = super().times(machine, replace(layout, recompute="none"))
         return tuple(map(_mean, nothing, super().times(machine, replace(layout, recompute="full"))))
 
 
-def _mean(one: LayerTime, other: LayerTime) -> LayerTime:
-    names = (field.name for field in fields(LayerTime))
-    return LayerTime(**{name: (getattr(one, name) + getattr(other, name)) / 2 for name in names})
+def _mean(one: LayerCost, other: LayerCost) -> LayerCost:
+    names = (field.name for field in fields(LayerCost))
+    return LayerCost(**{name: (getattr(one, name) + getattr(other, name)) / 2 for name in names})
 
 
 @dataclass(frozen=True, kw_only=True)

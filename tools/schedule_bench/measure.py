@@ -36,7 +36,7 @@ class Job:
         forward_seconds: A rank's forward of a micro-batch (virtual compute), the mean of all ranks.
         parts: Where stages differ, how long parts of the model take beside each other, equally many to every
             virtual stage.
-        files: Schedules from CSV files, as engines of their own.
+        files: Schedules from CSV files, as engines of their own, each with its own parts; empty: ``parts``.
         wire_share: Delay of a message over ``forward_seconds``; 0 has no wires at all.
         rounds: Turns of every engine that count.
         only: Words that select engines.
@@ -51,15 +51,15 @@ class Job:
     only: tuple[str, ...]
     real: real.Sizes | None = None
     parts: tuple[float, ...] = ()
-    files: tuple[str, ...] = ()
+    files: tuple[tuple[str, tuple[float, ...]], ...] = ()
 
-    @property
-    def forward(self) -> Forward:
-        """Seconds, as the simulations and the layers want them."""
-        if not self.parts:
+    def forward(self, engine: str) -> Forward:
+        """Seconds, as the simulations and the layers of an engine want them."""
+        parts = {f"dsx {file}": parts for file, parts in self.files}.get(engine) or self.parts
+        if not parts:
             return self.forward_seconds
-        whole = self.forward_seconds * self.ranks / sum(self.parts)
-        return tuple(part * whole for part in self.parts)
+        whole = self.forward_seconds * self.ranks / sum(parts)
+        return tuple(part * whole for part in parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,15 +147,17 @@ def work(job: Job, folder: Path) -> list[dict[str, Any]]:
 def _table(
     job: Job, micro_batches: int, groups: dsx.Groups, sleeper: virtual.Sleeper, wire: Wire | None
 ) -> dict[str, Any]:
-    load = _workload(job, micro_batches, sleeper)
     delay = job.wire_share * job.forward_seconds
 
-    def costs_of(chunks: int) -> Costs:
-        return costs(job.ranks * chunks, job.ranks, job.forward, delay)
+    def made(name: str) -> Engine:
+        def costs_of(chunks: int) -> Costs:
+            return costs(job.ranks * chunks, job.ranks, job.forward(name), delay)
+
+        load = _workload(job, micro_batches, name, sleeper)
+        return engines.make(name, load, groups, costs_of, uneven=bool(job.parts))
 
     names = engines.names(job.ranks, micro_batches, job.only, wires=wire is not None)
-    names += [f"dsx {file}" for file in job.files]
-    built = [engines.make(name, load, groups, costs_of, uneven=bool(job.parts)) for name in names]
+    built = [made(name) for name in (*names, *(f"dsx {file}" for file, _ in job.files))]
     gc.collect()
     gc.freeze()  # else whoever's turn it is pays for collecting what all engines together made
     dist.barrier()
@@ -190,10 +192,10 @@ def _table(
     }
 
 
-def _workload(job: Job, micro_batches: int, sleeper: virtual.Sleeper) -> Workload:
+def _workload(job: Job, micro_batches: int, engine: str, sleeper: virtual.Sleeper) -> Workload:
     if job.real is not None:
         return real.workload(job.real, micro_batches)
-    return virtual.workload(job.ranks, micro_batches, job.forward, sleeper)
+    return virtual.workload(job.ranks, micro_batches, job.forward(engine), sleeper)
 
 
 def _timed(engine: Engine) -> tuple[float, float]:
@@ -236,19 +238,19 @@ def _row(
     schedule, forward = engine.schedule, job.forward_seconds
     mine, theirs = times[engine.name], times[stock.name]
     median, ideal = statistics.median(mine.free), ideal_seconds(schedule, forward)
-    simulated = simulated_seconds(schedule, job.forward)
+    simulated = simulated_seconds(schedule, job.forward(engine.name))
     bubble = None if job.parts else bubble_in_theory(engine.name, schedule)
     nominal = job.real is None
     wire = None
     if mine.wired:
         delay = job.wire_share * forward
         wired, delays = statistics.median(mine.wired), delay * schedule.num_micro_batches
+        late = simulated_seconds(schedule, job.forward(engine.name), delay)
         wire = WireRow(
             median_seconds=wired,
             spread_seconds=max(mine.wired) - min(mine.wired),
             wires_per_micro_batch=(wired - median) / delays,
-            simulated_wires_per_micro_batch=(simulated_seconds(schedule, job.forward, delay) - simulated)
-            / delays,
+            simulated_wires_per_micro_batch=(late - simulated) / delays,
             speed=statistics.median(theirs.wired) / wired,
             sent_per_micro_batch=sent,
         )
@@ -265,7 +267,7 @@ def _row(
         theory_bubble=bubble,
         simulated_bubble=simulated / ideal - 1,
         speed=statistics.median(theirs.free) / median,
-        simulated_speed=simulated_seconds(stock.schedule, job.forward) / simulated,
+        simulated_speed=simulated_seconds(stock.schedule, job.forward(stock.name)) / simulated,
         wire=wire,
         parameters=parameters,
     )

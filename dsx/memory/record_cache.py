@@ -2,7 +2,7 @@
 
 Equal layers are recorded once. Records lie in a folder of the user's cache, by a hash of what they depend on:
 the layer, its shapes and options, and the versions of torch and of dsx's own code. Without a record, torch is
-loaded and the layer is recorded (:mod:`dsx.memory.recorder`).
+loaded and the layer is recorded (:mod:`dsx.memory.layer_recorder`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
 
-from dsx.memory.record import LOSS, LayerRecord, LayerRequest, Shape
+from dsx.memory.layer_record import LOSS, LayerRecord, LayerRequest, Shape
 from dsx.models.param import ParamSpec
 from dsx.models.params import layer_adapters, layer_kinds, param_specs
 from dsx.models.spec import HubModel, Model, ModelSpec
@@ -31,7 +31,7 @@ class LayerRecords(Protocol):
 
     @property
     def remakes(self) -> bool:
-        """Whether backwards make once more what layers make of a micro-batch's positions."""
+        """Whether backwards recompute the rotary tables and masks that layers make of positions."""
 
     def layer(self, index: int, *, divided: bool, hooked: bool) -> LayerRecord:
         """The record of a layer of the layer list."""
@@ -167,7 +167,7 @@ def recorded(request: LayerRequest) -> LayerRecord:
     collects = gc.isenabled()
     gc.disable()  # while torch is loaded, a quarter of the time would go there
     try:
-        from dsx.memory.recorder import record_request
+        from dsx.memory.layer_recorder import record_request
 
         gc.freeze()  # what was loaded is not looked through when the recorder collects
         record = record_request(request)
@@ -240,7 +240,7 @@ _SOURCES = (
     "models/*.py",
     "hub/*.py",
     "hub/*.toml",
-    "memory/record*.py",
+    "memory/*record*.py",
     "memory/module_gathers.py",
     "memory/device.py",
     "memory/meter.py",

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 Candidate = TypeVar("Candidate")
 
 
-def search(
+def best_first(
     starts: Iterable[Candidate],
     *,
     cost: Callable[[Candidate], Any],

@@ -21,10 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from dsx.errors import ModelError
 from dsx.hub.anatomy import anatomy_of
 from dsx.memory import device as paper
-from dsx.memory.ledger import Label
-from dsx.memory.meter import ADD, would_be_in_place
-from dsx.memory.module_gathers import GATHERED, ModuleGathers, TiedCall
-from dsx.memory.record import (
+from dsx.memory.layer_record import (
     LOSS,
     Event,
     Kept,
@@ -35,6 +32,9 @@ from dsx.memory.record import (
     Shape,
     TensorForm,
 )
+from dsx.memory.ledger import Label
+from dsx.memory.meter import ADD, would_be_in_place
+from dsx.memory.module_gathers import GATHERED, ModuleGathers, TiedCall
 from dsx.models import families
 from dsx.models.config_values import at
 from dsx.models.params import layer_kinds, vocabulary_rows
@@ -345,7 +345,7 @@ class _Work:
         self._recorder.emit("wait", self._number)
 
 
-class Alone(TensorParallel):
+class DetachedTensorParallel(TensorParallel):
     """One tensor-parallel rank without its peers."""
 
     def __post_init__(self) -> None:
@@ -371,7 +371,7 @@ class _Entry(torch.autograd.Function):
     """Makes a layer's inputs, and takes their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, layer: _Session) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, leaf: Tensor, layer: _LayerTracing) -> tuple[Tensor, ...]:
         del leaf
         ctx.layer = layer
         ctx.set_materialize_grads(False)
@@ -392,7 +392,7 @@ class _Exit(torch.autograd.Function):
     """Takes a layer's outputs, and makes their gradients, which autograd alone then holds."""
 
     @staticmethod
-    def forward(ctx: Any, layer: _Session, *outputs: Tensor) -> Tensor:
+    def forward(ctx: Any, layer: _LayerTracing, *outputs: Tensor) -> Tensor:
         ctx.layer = layer
         ctx.forms = [(y.shape, y.dtype, y.device) if y.requires_grad else None for y in outputs]
         return outputs[0].new_zeros((), dtype=torch.float32)
@@ -427,7 +427,7 @@ def _leaves_of(held: Any) -> Iterator[Any]:
             yield leaf
 
 
-class _Session:
+class _LayerTracing:
     """One layer under one recorder.
 
     Args:
@@ -670,7 +670,7 @@ class _Session:
 
 
 @contextmanager
-def booth(device: str) -> Iterator[None]:
+def fake_build(device: str) -> Iterator[None]:
     """Inside the block, layers can be built without storage, and recorded."""
     if device == "paper":
         paper.install()
@@ -704,7 +704,7 @@ def record_layer(
     hooked: bool = False,
     loss_fn: Layer | None = None,
 ) -> LayerRecord:
-    """Record a layer. Call it inside :func:`booth`, where the layer was built too.
+    """Record a layer. Call it inside :func:`fake_build`, where the layer was built too.
 
     Args:
         layer: A module, or a function of one tensor or tuple and of ``more``.
@@ -716,8 +716,8 @@ def record_layer(
         hooked: Whether ZeRO-3 gathers parameters module by module.
         loss_fn: The pipeline's loss, if the layer computes it with its head: it gets ``more`` then.
     """
-    session = _Session(layer, inputs, device, category, more, loss_fn)
-    return session.record(hooked=hooked, divided=divided)
+    tracing = _LayerTracing(layer, inputs, device, category, more, loss_fn)
+    return tracing.record(hooked=hooked, divided=divided)
 
 
 _SUMS = 3
@@ -745,7 +745,7 @@ def record_request(request: LayerRequest) -> LayerRecord:
     """Build and record a layer of a model."""
     shape, device = request.shape, DEVICES[request.shape.device]
     model = shape.model
-    tp = Alone(size=shape.tensor, rank=0, sequence_parallel=shape.sequence_parallel)
+    tp = DetachedTensorParallel(size=shape.tensor, rank=0, sequence_parallel=shape.sequence_parallel)
     dtype = torch.bfloat16 if shape.width == 2 else torch.float32
     tokens = TensorForm((shape.micro_batch, shape.sequence_length), "int64", 8, False)
     name = str(dtype).removeprefix("torch.")
@@ -759,7 +759,7 @@ def record_request(request: LayerRequest) -> LayerRecord:
         columns = vocabulary_rows(model, shape.tensor, pad_multiple=shape.vocab_multiple)
         logits = TensorForm((*tokens.shape, columns), name, shape.width, True)
         loss = families.loss(model, tp, overwrite_logits=True)
-        with booth(device):
+        with fake_build(device):
             return record_layer(loss, [logits, *beside], device=device, category="logits", more=[tokens])
     split = WeightGradients() if request.divided else None
     length = shape.sequence_length // (shape.tensor if shape.cuts_sequence else 1)
@@ -770,7 +770,7 @@ def record_request(request: LayerRequest) -> LayerRecord:
     stream = [hidden, *beside, *positions]
     if isinstance(model, HubModel):
         index += model.block or 0
-    with booth(device):
+    with fake_build(device):
         builder = families.LayerListBuilder(
             model=model,
             tp=tp,

@@ -16,8 +16,8 @@ from dsx.config.run import RunConfig
 from dsx.errors import DsxError, LayoutError
 from dsx.parallel.limits import Asked, objections
 from dsx.parallel.mesh import AXES, Mesh
-from dsx.planner.predicted import Judge, layout_of
-from dsx.planner.search import search
+from dsx.planner.best_first import best_first
+from dsx.planner.predicted import LayoutScorer, layout_of
 
 ENOUGH = 3
 """Suggestions that are worth a user's time."""
@@ -50,7 +50,6 @@ class Saving:
 
     @property
     def keys(self) -> set[str]:
-        """What is changed."""
         return {*self.fields, *self.degrees, *self.more}
 
 
@@ -79,7 +78,7 @@ class Fitting:
 
 
 def what_would_fit(
-    source: Path | Mapping[str, Any], overrides: Sequence[str], config: RunConfig, judge: Judge
+    source: Path | Mapping[str, Any], overrides: Sequence[str], config: RunConfig, scorer: LayoutScorer
 ) -> tuple[Fitting, ...]:
     """The cheapest changes with which ``config`` fits: single ones, and pairs if too few single ones do.
 
@@ -87,12 +86,12 @@ def what_would_fit(
         source: The config from which ``config`` was resolved.
         overrides: The overrides with which it was.
         config: A run that does not fit.
-        judge: Its memory and its steps' time are by these.
+        scorer: Its memory and its steps' time are by these.
 
     Returns:
         At most three, fastest step first and offloading last; fewer, or none, if no more fit.
     """
-    peak, helpful = judge.peak_bytes(config), set[str]()
+    peak, helpful = scorer.peak_bytes(config), set[str]()
 
     def tried(savings: Iterable[Saving]) -> Iterator[Fitting]:
         for saving in savings:
@@ -101,21 +100,21 @@ def what_would_fit(
                 run = resolve(source, world_size=config.mesh.size, overrides=(*overrides, *items))
             except DsxError:  # not every layout can take every change
                 continue
-            seconds = None if saving.more else judge.seconds(run)
+            seconds = None if saving.more else scorer.seconds(run)
             yield Fitting(saving=saving, items=items, run=run, seconds=seconds)
 
     def grow(fitting: Fitting) -> list[Fitting] | None:
         if fitting.peak_bytes:
             return None
-        held = judge.peak_bytes(fitting.run)
-        if held <= judge.capacity_bytes:
+        held = scorer.peak_bytes(fitting.run)
+        if held <= scorer.capacity_bytes:
             return [replace(fitting, peak_bytes=held)]
         if held < peak:
             helpful.add(fitting.saving.words)
         return []
 
     def best(savings: Iterable[Saving]) -> list[Fitting]:
-        return list(islice(search(tried(savings), cost=lambda fitting: fitting.cost, grow=grow), ENOUGH))
+        return list(islice(best_first(tried(savings), cost=lambda fitting: fitting.cost, grow=grow), ENOUGH))
 
     single = list(_savings(config))
     found = best(single)
