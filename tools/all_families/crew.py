@@ -338,7 +338,11 @@ def _tensor(resolved: Any, config: Json, whole: Any) -> Json:
     from dsx.nn.parallel import TensorParallel
 
     tp = TensorParallel(dist.get_world_size(), dist.get_rank())
-    said = _beside(resolved.model, whole, tp)
+    try:
+        said = _beside(resolved.model, whole, tp)
+    except Exception:
+        dsx.recipe.require_right_layers(resolved)  # as below
+        raise
     if _agreed(said) is None or _agreed(_beside(resolved.model, whole, tp, _moved(whole))) is None:
         return {"result": "ok"}
     other = _transformers(config, step=1)  # a router's tie or an activation's kink may fall either way
