@@ -52,6 +52,14 @@ def test_a_wrong_plan_is_told_from_a_right_one(monkeypatch: pytest.MonkeyPatch) 
     assert "layernorm" in outcome["reason"]
 
 
+def test_a_rank_that_fails_alone_is_heard_and_the_next_cases_go_on() -> None:
+    """DeepSeek-V4's later blocks, which the last stage alone has, do not run behind the others."""
+    cases = [Case("deepseek_v4", "", {}, "pp2"), Case("llama", "", {}, "pp2")]
+    found = [outcome for _, outcome in crew.outcomes(cases)]
+    assert [outcome["result"] for outcome in found] == ["refused", "ok"]
+    assert "its layers one after another are not what transformers computes" in found[0]["reason"]
+
+
 def test_options_of_one_program_run_once() -> None:
     changes = {"": {}, "size": {"head_dim": None}, "bias": {"attention_bias": True}}
     cases = [Case("llama", option, own, "tp2") for option, own in changes.items()]

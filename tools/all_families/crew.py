@@ -22,11 +22,11 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from all_families import parity, tiny
@@ -34,6 +34,7 @@ from all_families.parity import Layout
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsx.errors import DsxError, LayoutError
+from dsx.launch.entry import AGREED
 from dsx.launch.local_ranks import RankError, run_ranks
 
 LAYOUTS = {
@@ -174,7 +175,7 @@ def _followed(own: list[Case], every: Sequence[Case], notes: Path, plan: Json) -
         for line in (notes.read_text().splitlines() if notes.exists() else [])[done:]:
             yield own[done], json.loads(line)
             done += 1
-    if failed and done < len(own):
+    if failed and done < len(own) and not notes.with_suffix(".left").exists():
         yield (
             own[done],
             {"result": "traceback", "reason": parity.reason(failed[0]), "trace": failed[0].said[-3000:]},
@@ -199,8 +200,11 @@ def _work(rank: int, _world_size: int, cases: list[Case], notes: Path, plan: Jso
     try:
         for case in cases:
             began = time.monotonic()
-            with _limited(case):
-                outcome = _outcome(case, plan)
+            try:
+                with _limited(case):
+                    outcome = _outcome(case, plan)
+            except _AloneError as alone:
+                _leave(alone.outcome, notes)
             everybody: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(everybody, outcome)
             if rank == 0:
@@ -210,6 +214,15 @@ def _work(rank: int, _world_size: int, cases: list[Case], notes: Path, plan: Jso
                     file.write(json.dumps(worst) + "\n")
     finally:
         shutil.rmtree(home, ignore_errors=True)
+
+
+def _leave(outcome: Json, notes: Path) -> NoReturn:
+    """Note an outcome and end, with the ranks that wait, unless another rank of them was first."""
+    with suppress(FileExistsError):
+        notes.with_suffix(".left").touch(exist_ok=False)
+        with notes.open("a") as file:
+            file.write(json.dumps(outcome) + "\n")
+    os._exit(1)
 
 
 class _Operators(TorchDispatchMode):
@@ -338,7 +351,11 @@ def _tensor(resolved: Any, config: Json, whole: Any) -> Json:
     from dsx.nn.parallel import TensorParallel
 
     tp = TensorParallel(dist.get_world_size(), dist.get_rank())
-    said = _beside(resolved.model, whole, tp)
+    try:
+        said = _beside(resolved.model, whole, tp)
+    except Exception:
+        dsx.recipe.require_right_layers(resolved)  # as below
+        raise
     if _agreed(said) is None or _agreed(_beside(resolved.model, whole, tp, _moved(whole))) is None:
         return {"result": "ok"}
     other = _transformers(config, step=1)  # a router's tie or an activation's kink may fall either way
@@ -419,7 +436,6 @@ def _beside(model: Any, whole: Any, tp: Any, moved: Mapping[str, float] = _NOTHI
 
 
 def _engine(resolved: Any) -> Json:
-    import dsx
     from dsx.parallel.groups import make_groups
     from dsx.verify import small_step
 
@@ -427,10 +443,30 @@ def _engine(resolved: Any) -> Json:
     try:
         proof = small_step.prove(resolved, groups, quiet=True)
     except LayoutError as error:
-        dsx.recipe.require_right_layers(resolved)
-        cause = error.__cause__
-        if cause is not None:
-            said = "".join(traceback.format_exception(cause))
-            return {"result": "traceback", "reason": _line(cause), "trace": said[-3000:]}
-        return {"result": "different", "reason": parity.reason_of(error)}
+        found = _refused_or_bad(resolved, error)
+        if AGREED not in getattr(error, "__notes__", ()):
+            raise _AloneError(found) from error
+        return found
     return {"result": "refused", "reason": proof.why_not} if proof.why_not else {"result": "ok"}
+
+
+class _AloneError(Exception):
+    """A rank's outcome that the others do not know: they wait for it in a step that it has left."""
+
+    def __init__(self, outcome: Json) -> None:
+        super().__init__(str(outcome))
+        self.outcome = outcome
+
+
+def _refused_or_bad(resolved: Any, error: LayoutError) -> Json:
+    import dsx
+
+    try:
+        dsx.recipe.require_right_layers(resolved)  # a run asks before it proves its layout
+    except DsxError as refusal:
+        return {"result": "refused", "reason": parity.reason_of(refusal)}
+    cause = error.__cause__
+    if cause is not None:
+        said = "".join(traceback.format_exception(cause))
+        return {"result": "traceback", "reason": _line(cause), "trace": said[-3000:]}
+    return {"result": "different", "reason": parity.reason_of(error)}
