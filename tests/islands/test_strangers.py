@@ -386,6 +386,7 @@ AHEAD = {
         replace(STANDING, name="x", facts={"step": 61}),
         "island 1 says that it is at step 61, and the last one is 60",
     ),
+    "a round before all": (replace(STANDING, version=-1), "island 1 says that it is at round -1"),
     "no step": (replace(STANDING, name="x", facts={}), "island 1 says that it is at step None"),
 }
 
@@ -405,7 +406,7 @@ def test_weights_of_a_round_that_cannot_be_are_not_taken(
 
 @pytest.mark.parametrize(
     "change",
-    [{"standing": None}, {"standing": {"version": -1}}, {"samples": "many"}, {"moved": [1]}, {"facts": 7}],
+    [{"standing": None}, {"standing": {"version": "x"}}, {"samples": "many"}, {"moved": [1]}, {"facts": 7}],
     ids=str,
 )
 def test_a_word_of_another_shape_ends_the_connection(first: Site, keys: Path, change: dict[str, Any]) -> None:
