@@ -215,9 +215,8 @@ class CoordinatorServer:
             link.send({"kind": "refused", "why": why})
             return
         try:
-            state = self._protocol.state()
-            standing = Standing() if state is None else state[0]
-            link.send({"kind": "welcome", "addresses": self._addresses, "standing": standing.plain()})
+            standing = self._protocol.standing().plain()
+            link.send({"kind": "welcome", "addresses": self._addresses, "standing": standing})
             while True:
                 said = link.word()
                 if said.get("kind") == "ready":

@@ -270,13 +270,16 @@ class Listener:
             self._end(link)
 
     def _serve(self, link: Connection, serve: Callable[[Connection, Header, int], None]) -> None:
-        with suppress(LinkError):
+        try:
             link.secure(self._keys, serves=True, within_seconds=_STRANGER_SECONDS)
             first = link.receive(within_seconds=_STRANGER_SECONDS)
             with self._lock:
                 self._strangers.pop(link, None)
             serve(link, *first)
-        self._end(link)
+        except LinkError:
+            pass
+        finally:
+            self._end(link)
 
     def _end(self, link: Connection) -> None:
         with self._lock:

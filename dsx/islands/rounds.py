@@ -100,7 +100,9 @@ class RoundProtocol:
         wire: How numbers travel.
         last_step: Number of the last inner step.
         gives_up: Whether this island is to end, and waits for the others no more.
-        state: Gives this rank's part of the common weights and momentum; None before there are any.
+        standing: Gives what the common weights are.
+        state: Gives this rank's part of these weights and their momentum, a copy; None before there are any.
+        elements: Gives how many numbers that is.
 
     Attributes:
         news: Sentences for people.
@@ -116,9 +118,12 @@ class RoundProtocol:
         wire: Wire,
         last_step: int,
         gives_up: Callable[[], bool],
+        standing: Callable[[], Standing],
         state: Callable[[], State | None],
+        elements: Callable[[], int],
     ) -> None:
-        self.node, self.wire, self.state = node, wire, state
+        self.node, self.wire, self.standing, self.state = node, wire, standing, state
+        self._elements = elements
         self._ranks, self._shares, self._last_step, self._gives_up = ranks, shares, last_step, gives_up
         self.news: list[str] = []
         addresses = ranks.told(node.address)
@@ -196,12 +201,10 @@ class RoundProtocol:
             heard: Told of its bytes.
         """
         header, size = self.following(link)
-        standing, mine = parsed(Standing, header.get("standing")), self.state()
-        if mine is None:
-            raise LinkError("there is nothing yet that it could take the place of")
+        standing = parsed(Standing, header.get("standing"))
         if wrong := standing.impossible(last_step=self._last_step, shares=self._shares):
             raise LinkError(f"it says that it is at {wrong}")
-        whole = [(0, 0, mine[1].numel())]
+        whole = [(0, 0, self._elements())]
         (flat,) = decode(
             link.payload(size, bytes_due(whole, "fp32"), heard or self.node.moved), whole, "fp32"
         )

@@ -86,7 +86,7 @@ class Round:
 
     def after(self, moved: list[int]) -> Standing:
         """What the weights are once these have moved them."""
-        seen = {str(island): self.samples[island] for island in moved}
+        seen = {str(island): self.samples.get(island, 0) for island in moved}
         return Standing(
             name=self.name,
             version=self.standing.version + 1,

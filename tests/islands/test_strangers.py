@@ -76,7 +76,9 @@ class Site:
             wire="fp32",
             last_step=60,
             gives_up=lambda: False,
+            standing=lambda: STANDING,
             state=lambda: (STANDING, STATE),
+            elements=STATE.numel,
         )
 
     def ready(self, standing: Standing = STANDING) -> Ready:
