@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -145,7 +145,7 @@ class RoundProtocol:
         """The first island's state, if every rank got its part, of one and the same. Collective."""
         found: State | None = None
         try:
-            with self.connected(addresses, {"kind": "state"}) as link:
+            with closing(self.opened(addresses, {"kind": "state"})) as link:
                 found = self.adoptable(link)
         except LinkError as error:
             self.news.append(f"the weights of island 0 cannot be taken: {error}")
@@ -172,17 +172,13 @@ class RoundProtocol:
         limits = {"last_step": self._last_step, "shares": self._shares}
         return ready.standing.impossible(**limits) or now.impossible(**limits)
 
-    @contextmanager
-    def connected(self, addresses: Sequence[str], header: Header) -> Iterator[Connection]:
+    def opened(self, addresses: Sequence[str], header: Header) -> Connection:
         """A connection with this rank's peer in the first island, and a first word. Raises LinkError."""
         if len(addresses) != self._ranks.size:
             raise LinkError(f"the first island has {len(addresses)} ranks, and this one {self._ranks.size}")
         link = self.node.connection(addresses[self._ranks.rank])
-        try:
-            link.send({**header, "island": self.node.islands.index})
-            yield link
-        finally:
-            link.close()
+        link.send({**header, "island": self.node.islands.index})
+        return link
 
     def following(self, link: Connection) -> tuple[Header, int]:
         """The next message, however often it is said that it is yet to come. Raises LinkError."""
@@ -437,7 +433,7 @@ class ComingRound:
     def gone_through(self, addresses: Sequence[str]) -> RoundOutcome:
         """Send this rank's part, and take the mean. Raises LinkError."""
         protocol, meeting, me = self._protocol, self._meeting, self._me
-        with protocol.connected(addresses, {"kind": "down", "round": meeting.name}) as down:
+        with closing(protocol.opened(addresses, {"kind": "down", "round": meeting.name})) as down:
             sender = threading.Thread(
                 target=self._send, args=(addresses, down), name="islands send", daemon=True
             )
@@ -486,24 +482,23 @@ class ComingRound:
         if self._me not in self._meeting.moved and not source:
             return
         try:
-            with self._protocol.connected(addresses, {"kind": "up", "round": self._meeting.name}) as up:
-                self._up = up
-                up.patience_seconds = None  # the slowest island is waited for, as the other connection says
-                if source:
-                    self._sent_bytes += self._protocol.give_state(up, self._protocol.state())
-                if self._me not in self._meeting.moved:
-                    return
-                self._errors = [torch.empty_like(error) for error in self._kept]
-                for segment in self._segments:
-                    exact = _added(self._pieces, self._kept, segment)
-                    data = encode(exact, self._wire)
-                    self._sent_bytes += up.send({"kind": "part"}, data, node.moved)
-                    if self._errors:
-                        said = decode(data, segment, self._wire)
-                        for kept, value, rounded in zip(
-                            taken(self._errors, segment), exact, said, strict=True
-                        ):
-                            torch.sub(value, rounded, out=kept)
+            # It is closed when the first island has said that it has all of it.
+            up = self._up = self._protocol.opened(addresses, {"kind": "up", "round": self._meeting.name})
+            up.patience_seconds = None  # the slowest island is waited for, as the other connection says
+            if source:
+                self._sent_bytes += self._protocol.give_state(up, self._protocol.state())
+            if self._me not in self._meeting.moved:
+                return
+            self._errors = [torch.empty_like(error) for error in self._kept]
+            for segment in self._segments:
+                exact = _added(self._pieces, self._kept, segment)
+                data = encode(exact, self._wire)
+                self._sent_bytes += up.send({"kind": "part"}, data, node.moved)
+                said = decode(data, segment, self._wire) if self._errors else []
+                for kept, value, rounded in zip(
+                    taken(self._errors, segment) if said else (), exact, said, strict=False
+                ):
+                    torch.sub(value, rounded, out=kept)
         except LinkError:
             down.close()
 

@@ -309,6 +309,19 @@ def test_running_out_of_descriptors_once_leaves_it_listening(first: Site, keys: 
 Bad = Callable[[Connection, bytes], None]
 
 
+def in_rounds(found: dict[int, Any], sites: list[Site], movements: list[torch.Tensor]) -> None:
+    """A round of these islands, which may have others in it: what comes of it by island."""
+
+    def go(place: int) -> None:
+        found[place] = sites[place].round(movements[place])
+
+    threads = [threading.Thread(target=go, args=(place,)) for place in range(len(sites))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+
+
 def nan(link: Connection, movement: bytes) -> None:
     link.send({"kind": "part"}, struct.pack("<f", float("nan")) + movement[4:])
 
@@ -464,3 +477,16 @@ def test_a_round_about_other_weights_is_not_gone_into(first: Site, keys: Path) -
         honest.node.client.ask = lambda ready: (far, [])  # type: ignore[method-assign]
         assert honest.round(torch.ones(200)) is None
         assert "weights that there cannot be" in honest.protocol.news[0]
+
+
+@pytest.mark.parametrize("size", [200, 3_000_000])
+def test_rounds_over_tls_lose_nothing_that_was_sent(first: Site, keys: Path, size: int) -> None:
+    """Where an end closes without having read what came, as tickets of TLS, what it has sent is lost."""
+    with site(1, first.node.address, keys) as other, site(2, first.node.address, keys) as third:
+        for _ in range(3):
+            found: dict[int, Any] = {}
+            movements = [torch.full((size,), float(index)) for index in range(3)]
+            in_rounds(found, [first, other, third], movements)
+            assert [found[index].members for index in range(3)] == [[0, 1, 2]] * 3
+            for outcome in found.values():
+                assert torch.equal(outcome.means[0], torch.ones(size))
