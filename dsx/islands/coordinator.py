@@ -316,7 +316,7 @@ class CoordinatorClient:
         self._closed.set()
         self._wake.set()
         if self._link is not None:
-            self._link.close()
+            self._link.shut()
 
     def _check(self) -> None:
         where = f"dsx.outer.island = {self._node.islands.index}"

@@ -447,8 +447,10 @@ class ComingRound:
                 down.payload(size, 0)
             finally:
                 if self._up is not None:  # what has not been taken by now is not waited for
-                    self._up.close()
+                    self._up.shut()
                 sender.join()
+                if self._up is not None:
+                    self._up.close()
         moved = parsed(list[int], header.get("moved"))
         if header.get("kind") != "end" or (me in meeting.moved and me not in moved):
             raise LinkError("the first island has gone on without it")
@@ -500,7 +502,7 @@ class ComingRound:
                 ):
                     torch.sub(value, rounded, out=kept)
         except LinkError:
-            down.close()
+            down.shut()
 
 
 def _require_told(meeting: Round, state: State) -> None:
