@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _TICK_SECONDS = 0.25
-_MOST_CONNECT_SECONDS = 5.0
+_CONNECT_SECONDS = 5.0
 
 
 def parsed(kind: type[T], said: Any) -> T:
@@ -102,8 +102,7 @@ class IslandNode:
     def connection(self, address: str) -> Connection:
         """A new connection with a rank of the first island. Raises LinkError."""
         patience = self.islands.patience_seconds
-        seconds = min(_MOST_CONNECT_SECONDS, patience)
-        return Connection.to(address, self._keys, patience_seconds=patience, connect_seconds=seconds)
+        return Connection.to(address, self._keys, patience_seconds=patience, connect_seconds=_CONNECT_SECONDS)
 
     def moved(self, count: int) -> None:
         """Bytes have come or gone."""
@@ -332,7 +331,7 @@ class CoordinatorClient:
 
     def _keep(self) -> None:
         """Be connected, and connect again, until it is closed."""
-        beat = min(self._patience / 8, _MOST_CONNECT_SECONDS)
+        beat = min(self._patience / 8, _CONNECT_SECONDS)
         deadline = time.monotonic() + self._patience
         while not self._closed.is_set():
             refused = ""
@@ -365,7 +364,7 @@ class CoordinatorClient:
             "layout": self._layout,
         }
         link.send(hello)
-        said = link.word(within_seconds=min(_MOST_CONNECT_SECONDS, self._patience))
+        said = link.word(within_seconds=_CONNECT_SECONDS)
         if said.get("kind") == "refused":
             return str(said.get("why"))
         standing = parsed(Standing, said.get("standing"))
