@@ -683,12 +683,11 @@ class OuterConfig(SchemaBlock):
     )
     keys: Annotated[str, Field(min_length=1)] | None = Field(
         default=None,
-        description="Folder with the keys of this island, from dsx islands keys: links are encrypted, and "
-        "only islands with keys made together connect. Needed unless meet is on the same machine.",
+        description="Folder with this island's keys (dsx islands keys): links are encrypted, and only "
+        "islands with keys made together connect. Needed unless meet is on the same machine.",
     )
     insecure: bool = Field(
-        default=False,
-        description="Do without keys: whoever reaches meet can read the weights and change them.",
+        default=False, description="Do without keys: whoever reaches meet can change weights."
     )
     patience_seconds: Annotated[float, Field(ge=1)] = Field(
         default=120.0,

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _TICK_SECONDS = 0.25
-_MOST_CONNECT_SECONDS = 5.0
+_CONNECT_SECONDS = 5.0
 
 
 def parsed(kind: type[T], said: Any) -> T:
@@ -102,8 +102,7 @@ class IslandNode:
     def connection(self, address: str) -> Connection:
         """A new connection with a rank of the first island. Raises LinkError."""
         patience = self.islands.patience_seconds
-        seconds = min(_MOST_CONNECT_SECONDS, patience)
-        return Connection.to(address, self._keys, patience_seconds=patience, connect_seconds=seconds)
+        return Connection.to(address, self._keys, patience_seconds=patience, connect_seconds=_CONNECT_SECONDS)
 
     def moved(self, count: int) -> None:
         """Bytes have come or gone."""
@@ -215,9 +214,8 @@ class CoordinatorServer:
             link.send({"kind": "refused", "why": why})
             return
         try:
-            state = self._protocol.state()
-            standing = Standing() if state is None else state[0]
-            link.send({"kind": "welcome", "addresses": self._addresses, "standing": standing.plain()})
+            standing = self._protocol.standing().plain()
+            link.send({"kind": "welcome", "addresses": self._addresses, "standing": standing})
             while True:
                 said = link.word()
                 if said.get("kind") == "ready":
@@ -317,7 +315,7 @@ class CoordinatorClient:
         self._closed.set()
         self._wake.set()
         if self._link is not None:
-            self._link.close()
+            self._link.shut()
 
     def _check(self) -> None:
         where = f"dsx.outer.island = {self._node.islands.index}"
@@ -333,7 +331,7 @@ class CoordinatorClient:
 
     def _keep(self) -> None:
         """Be connected, and connect again, until it is closed."""
-        beat = min(self._patience / 8, _MOST_CONNECT_SECONDS)
+        beat = min(self._patience / 8, _CONNECT_SECONDS)
         deadline = time.monotonic() + self._patience
         while not self._closed.is_set():
             refused = ""
@@ -366,7 +364,7 @@ class CoordinatorClient:
             "layout": self._layout,
         }
         link.send(hello)
-        said = link.word(within_seconds=min(_MOST_CONNECT_SECONDS, self._patience))
+        said = link.word(within_seconds=_CONNECT_SECONDS)
         if said.get("kind") == "refused":
             return str(said.get("why"))
         standing = parsed(Standing, said.get("standing"))

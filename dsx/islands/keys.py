@@ -93,6 +93,10 @@ def context_of(folder: Path, island: int, *, serves: bool) -> ssl.SSLContext:
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if serves else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
+    if serves:
+        # Nobody takes up a session again, and where an end closes without having read what came, such as
+        # tickets, what it has sent is lost.
+        context.num_tickets = 0
     context.check_hostname = False  # a certificate says which island it is, wherever that is
     context.verify_mode = ssl.CERT_REQUIRED
     try:

@@ -149,10 +149,17 @@ class Connection:
             raise LinkError(f"{size} bytes were to come, and {due} are due")
         return self._read(size, self.patience_seconds, moved)
 
-    def close(self) -> None:
-        """Close it; a thread that waits on it gets a LinkError."""
+    def shut(self) -> None:
+        """End it from another thread than the one that uses it, which gets a LinkError.
+
+        Its descriptor stays: once closed it is the next connection's, on which that thread would go on.
+        """
         with suppress(OSError):  # ssl's own way lets the other thread read on without decrypting
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End it, when no other thread uses it."""
+        self.shut()
         self._socket.close()
 
     @property
@@ -205,6 +212,7 @@ class Listener:
         self._strangers: dict[Connection, None] = {}
         self._links: set[Connection] = set()
         self._lock, self._closed = threading.Lock(), threading.Event()
+        self._thread: threading.Thread | None = None
         try:
             self._socket = socket.create_server((host, port), family=_family(host), backlog=128)
         except OSError as error:
@@ -223,14 +231,21 @@ class Listener:
             serve: Given each with its first message, and the size of that one's payload. At its end, and with
                 what it raises, the connection is closed.
         """
-        threading.Thread(target=self._accept, args=(serve,), name="islands listen", daemon=True).start()
+        self._thread = threading.Thread(
+            target=self._accept, args=(serve,), name="islands listen", daemon=True
+        )
+        self._thread.start()
 
     def close(self) -> None:
         """End all connections."""
         self._closed.set()
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        if self._thread is not None:
+            self._thread.join()
         self._socket.close()
         for link in [*self._links]:
-            link.close()
+            link.shut()
 
     @property
     def connected(self) -> int:
@@ -256,7 +271,7 @@ class Listener:
         late = time.monotonic() - _STRANGER_SECONDS
         for place, link in enumerate(strangers):
             if link.since < late or place < len(strangers) - _MOST_STRANGERS:
-                link.close()
+                link.shut()
 
     def _take(self, link: Connection, serve: Callable[[Connection, Header, int], None]) -> None:
         with self._lock:
@@ -270,13 +285,16 @@ class Listener:
             self._end(link)
 
     def _serve(self, link: Connection, serve: Callable[[Connection, Header, int], None]) -> None:
-        with suppress(LinkError):
+        try:
             link.secure(self._keys, serves=True, within_seconds=_STRANGER_SECONDS)
             first = link.receive(within_seconds=_STRANGER_SECONDS)
             with self._lock:
                 self._strangers.pop(link, None)
             serve(link, *first)
-        self._end(link)
+        except LinkError:
+            pass
+        finally:
+            self._end(link)
 
     def _end(self, link: Connection) -> None:
         with self._lock:

@@ -96,7 +96,9 @@ class Outer:
             wire=settings.wire,
             last_step=last_step,
             gives_up=self._gives_up,
+            standing=lambda: self.standing,
             state=self._given,
+            elements=lambda: sum(part.numel() for part in self._parts(self._state)),
         )
 
     @property

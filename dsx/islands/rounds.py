@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -100,7 +100,9 @@ class RoundProtocol:
         wire: How numbers travel.
         last_step: Number of the last inner step.
         gives_up: Whether this island is to end, and waits for the others no more.
-        state: Gives this rank's part of the common weights and momentum; None before there are any.
+        standing: Gives what the common weights are.
+        state: Gives this rank's part of these weights and their momentum, a copy; None before there are any.
+        elements: Gives how many numbers that is.
 
     Attributes:
         news: Sentences for people.
@@ -116,9 +118,12 @@ class RoundProtocol:
         wire: Wire,
         last_step: int,
         gives_up: Callable[[], bool],
+        standing: Callable[[], Standing],
         state: Callable[[], State | None],
+        elements: Callable[[], int],
     ) -> None:
-        self.node, self.wire, self.state = node, wire, state
+        self.node, self.wire, self.standing, self.state = node, wire, standing, state
+        self._elements = elements
         self._ranks, self._shares, self._last_step, self._gives_up = ranks, shares, last_step, gives_up
         self.news: list[str] = []
         addresses = ranks.told(node.address)
@@ -140,7 +145,7 @@ class RoundProtocol:
         """The first island's state, if every rank got its part, of one and the same. Collective."""
         found: State | None = None
         try:
-            with self.connected(addresses, {"kind": "state"}) as link:
+            with closing(self.opened(addresses, {"kind": "state"})) as link:
                 found = self.adoptable(link)
         except LinkError as error:
             self.news.append(f"the weights of island 0 cannot be taken: {error}")
@@ -167,17 +172,13 @@ class RoundProtocol:
         limits = {"last_step": self._last_step, "shares": self._shares}
         return ready.standing.impossible(**limits) or now.impossible(**limits)
 
-    @contextmanager
-    def connected(self, addresses: Sequence[str], header: Header) -> Iterator[Connection]:
+    def opened(self, addresses: Sequence[str], header: Header) -> Connection:
         """A connection with this rank's peer in the first island, and a first word. Raises LinkError."""
         if len(addresses) != self._ranks.size:
             raise LinkError(f"the first island has {len(addresses)} ranks, and this one {self._ranks.size}")
         link = self.node.connection(addresses[self._ranks.rank])
-        try:
-            link.send({**header, "island": self.node.islands.index})
-            yield link
-        finally:
-            link.close()
+        link.send({**header, "island": self.node.islands.index})
+        return link
 
     def following(self, link: Connection) -> tuple[Header, int]:
         """The next message, however often it is said that it is yet to come. Raises LinkError."""
@@ -196,12 +197,10 @@ class RoundProtocol:
             heard: Told of its bytes.
         """
         header, size = self.following(link)
-        standing, mine = parsed(Standing, header.get("standing")), self.state()
-        if mine is None:
-            raise LinkError("there is nothing yet that it could take the place of")
+        standing = parsed(Standing, header.get("standing"))
         if wrong := standing.impossible(last_step=self._last_step, shares=self._shares):
             raise LinkError(f"it says that it is at {wrong}")
-        whole = [(0, 0, mine[1].numel())]
+        whole = [(0, 0, self._elements())]
         (flat,) = decode(
             link.payload(size, bytes_due(whole, "fp32"), heard or self.node.moved), whole, "fp32"
         )
@@ -434,7 +433,7 @@ class ComingRound:
     def gone_through(self, addresses: Sequence[str]) -> RoundOutcome:
         """Send this rank's part, and take the mean. Raises LinkError."""
         protocol, meeting, me = self._protocol, self._meeting, self._me
-        with protocol.connected(addresses, {"kind": "down", "round": meeting.name}) as down:
+        with closing(protocol.opened(addresses, {"kind": "down", "round": meeting.name})) as down:
             sender = threading.Thread(
                 target=self._send, args=(addresses, down), name="islands send", daemon=True
             )
@@ -448,8 +447,10 @@ class ComingRound:
                 down.payload(size, 0)
             finally:
                 if self._up is not None:  # what has not been taken by now is not waited for
-                    self._up.close()
+                    self._up.shut()
                 sender.join()
+                if self._up is not None:
+                    self._up.close()
         moved = parsed(list[int], header.get("moved"))
         if header.get("kind") != "end" or (me in meeting.moved and me not in moved):
             raise LinkError("the first island has gone on without it")
@@ -483,26 +484,25 @@ class ComingRound:
         if self._me not in self._meeting.moved and not source:
             return
         try:
-            with self._protocol.connected(addresses, {"kind": "up", "round": self._meeting.name}) as up:
-                self._up = up
-                up.patience_seconds = None  # the slowest island is waited for, as the other connection says
-                if source:
-                    self._sent_bytes += self._protocol.give_state(up, self._protocol.state())
-                if self._me not in self._meeting.moved:
-                    return
-                self._errors = [torch.empty_like(error) for error in self._kept]
-                for segment in self._segments:
-                    exact = _added(self._pieces, self._kept, segment)
-                    data = encode(exact, self._wire)
-                    self._sent_bytes += up.send({"kind": "part"}, data, node.moved)
-                    if self._errors:
-                        said = decode(data, segment, self._wire)
-                        for kept, value, rounded in zip(
-                            taken(self._errors, segment), exact, said, strict=True
-                        ):
-                            torch.sub(value, rounded, out=kept)
+            # It is closed when the first island has said that it has all of it.
+            up = self._up = self._protocol.opened(addresses, {"kind": "up", "round": self._meeting.name})
+            up.patience_seconds = None  # the slowest island is waited for, as the other connection says
+            if source:
+                self._sent_bytes += self._protocol.give_state(up, self._protocol.state())
+            if self._me not in self._meeting.moved:
+                return
+            self._errors = [torch.empty_like(error) for error in self._kept]
+            for segment in self._segments:
+                exact = _added(self._pieces, self._kept, segment)
+                data = encode(exact, self._wire)
+                self._sent_bytes += up.send({"kind": "part"}, data, node.moved)
+                said = decode(data, segment, self._wire) if self._errors else []
+                for kept, value, rounded in zip(
+                    taken(self._errors, segment) if said else (), exact, said, strict=False
+                ):
+                    torch.sub(value, rounded, out=kept)
         except LinkError:
-            down.close()
+            down.shut()
 
 
 def _require_told(meeting: Round, state: State) -> None:

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any
-
-from pydantic import Field
-
-Count = Annotated[int, Field(ge=0, lt=1 << 53)]
-Name = Annotated[str, Field(max_length=64)]
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,11 +18,11 @@ class Standing:
         seen: Samples that each island had trained on by then, by island.
     """
 
-    name: Name = ""
-    version: Count = 0
-    progress: Count = 0
+    name: str = ""
+    version: int = 0
+    progress: int = 0
     facts: dict[str, Any] = field(default_factory=lambda: {"step": 0, "lr_scheduler": None})
-    seen: dict[str, Count] = field(default_factory=dict)
+    seen: dict[str, int] = field(default_factory=dict)
 
     def plain(self) -> dict[str, Any]:
         """As JSON values, from which ``Standing(**plain)`` makes it again."""
@@ -38,7 +33,7 @@ class Standing:
         step = self.facts.get("step")
         if not isinstance(step, int) or not 0 <= step <= last_step:
             return f"step {step!r}, and the last one is {last_step}"
-        if self.version > step * shares:
+        if not 0 <= self.version <= step * shares:
             return f"round {self.version}, and at step {step} there have been at most {step * shares}"
         return ""
 
@@ -57,7 +52,7 @@ class Ready:
     standing: Standing
     moved: bool
     facts: dict[str, Any]
-    samples: Count
+    samples: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,14 +70,14 @@ class Round:
         samples: Of each member.
     """
 
-    name: Name
+    name: str
     members: list[int]
     moved: list[int]
     behind: list[int]
     source: int
     standing: Standing
     facts: dict[str, Any]
-    samples: dict[int, Count]
+    samples: dict[int, int]
 
     @property
     def ready(self) -> Ready:
@@ -91,7 +86,7 @@ class Round:
 
     def after(self, moved: list[int]) -> Standing:
         """What the weights are once these have moved them."""
-        seen = {str(island): self.samples[island] for island in moved}
+        seen = {str(island): self.samples.get(island, 0) for island in moved}
         return Standing(
             name=self.name,
             version=self.standing.version + 1,

@@ -76,7 +76,9 @@ class Site:
             wire="fp32",
             last_step=60,
             gives_up=lambda: False,
+            standing=lambda: STANDING,
             state=lambda: (STANDING, STATE),
+            elements=STATE.numel,
         )
 
     def ready(self, standing: Standing = STANDING) -> Ready:
@@ -307,6 +309,19 @@ def test_running_out_of_descriptors_once_leaves_it_listening(first: Site, keys: 
 Bad = Callable[[Connection, bytes], None]
 
 
+def in_rounds(found: dict[int, Any], sites: list[Site], movements: list[torch.Tensor]) -> None:
+    """A round of these islands, which may have others in it: what comes of it by island."""
+
+    def go(place: int) -> None:
+        found[place] = sites[place].round(movements[place])
+
+    threads = [threading.Thread(target=go, args=(place,)) for place in range(len(sites))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+
+
 def nan(link: Connection, movement: bytes) -> None:
     link.send({"kind": "part"}, struct.pack("<f", float("nan")) + movement[4:])
 
@@ -386,6 +401,7 @@ AHEAD = {
         replace(STANDING, name="x", facts={"step": 61}),
         "island 1 says that it is at step 61, and the last one is 60",
     ),
+    "a round before all": (replace(STANDING, version=-1), "island 1 says that it is at round -1"),
     "no step": (replace(STANDING, name="x", facts={}), "island 1 says that it is at step None"),
 }
 
@@ -405,7 +421,7 @@ def test_weights_of_a_round_that_cannot_be_are_not_taken(
 
 @pytest.mark.parametrize(
     "change",
-    [{"standing": None}, {"standing": {"version": -1}}, {"samples": "many"}, {"moved": [1]}, {"facts": 7}],
+    [{"standing": None}, {"standing": {"version": "x"}}, {"samples": "many"}, {"moved": [1]}, {"facts": 7}],
     ids=str,
 )
 def test_a_word_of_another_shape_ends_the_connection(first: Site, keys: Path, change: dict[str, Any]) -> None:
@@ -461,3 +477,16 @@ def test_a_round_about_other_weights_is_not_gone_into(first: Site, keys: Path) -
         honest.node.client.ask = lambda ready: (far, [])  # type: ignore[method-assign]
         assert honest.round(torch.ones(200)) is None
         assert "weights that there cannot be" in honest.protocol.news[0]
+
+
+@pytest.mark.parametrize("size", [200, 3_000_000])
+def test_rounds_over_tls_lose_nothing_that_was_sent(first: Site, keys: Path, size: int) -> None:
+    """Where an end closes without having read what came, as tickets of TLS, what it has sent is lost."""
+    with site(1, first.node.address, keys) as other, site(2, first.node.address, keys) as third:
+        for _ in range(3):
+            found: dict[int, Any] = {}
+            movements = [torch.full((size,), float(index)) for index in range(3)]
+            in_rounds(found, [first, other, third], movements)
+            assert [found[index].members for index in range(3)] == [[0, 1, 2]] * 3
+            for outcome in found.values():
+                assert torch.equal(outcome.means[0], torch.ones(size))
