@@ -164,10 +164,10 @@ class CoordinatorServer:
             self._changed.notify_all()
         return found
 
-    def begin(self, name: str, round_here: LedRound | None) -> None:
+    def begin(self, name: str, round_here: LedRound) -> None:
         """From now on this rank is at a round, and no longer at another."""
         with self._changed:
-            self._round = None if round_here is None else (name, round_here)
+            self._round = name, round_here
             self._changed.notify_all()
 
     def serve(self, link: Connection, header: Header, size: int) -> None:

@@ -446,12 +446,13 @@ class ComingRound:
                 header, size = protocol.following(down)
                 down.payload(size, 0)
             finally:
-                if self._up is not None:  # what has not been taken by now is not waited for
-                    self._up.shut()
-                sender.join()
+                while sender.is_alive():
+                    if self._up is not None:  # what has not been taken by now is not waited for
+                        self._up.shut()
+                    sender.join(_TICK_SECONDS)
                 if self._up is not None:
                     self._up.close()
-        moved = parsed(list[int], header.get("moved"))
+        moved = parsed(list[int], header.get("moved", []))
         if header.get("kind") != "end" or (me in meeting.moved and me not in moved):
             raise LinkError("the first island has gone on without it")
         return RoundOutcome(
