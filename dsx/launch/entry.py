@@ -63,9 +63,15 @@ def refuse_many(where: str, what: str, fix: str) -> None:
     for name in (*names, "WORLD_SIZE") if launched() else names:
         count = os.environ.get(name, "")
         if count.isdecimal() and int(count) > 1:
-            raise ConfigError(
-                where, f"a launcher has started {count} of it ({name}), and each would {what}", fix
-            )
+            what = f"a launcher has started {count} of it ({name}), and each would {what}"
+            raise ConfigError(where, what, fix)
+
+
+def refuse_alone() -> None:
+    """Raise ConfigError if this process is one of several, and knows of none: each would train by itself."""
+    if "WORLD_SIZE" not in os.environ:
+        fix = "start it by torchrun or deepspeed (dsx guide launching), or unset that variable to run apart"
+        refuse_many("this program", "run by itself", fix)
 
 
 def boot_id() -> str:
@@ -329,6 +335,7 @@ def _leave(code: int) -> None:
 
 def _outcome(main: Callable[[], int | None]) -> int:
     try:
+        refuse_alone()
         code = main()
         sys.stdout.flush()  # what cannot be written is found out here, and not at Python's end
     except DsxError as error:

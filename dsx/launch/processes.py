@@ -27,7 +27,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from dsx.errors import ConfigError, DsxError
 from dsx.fault_tolerance.waits import clock, named
-from dsx.launch.entry import AGREED, local_rank, local_world_size, rank, refuse_many, usable_cores
+from dsx.launch.entry import AGREED, local_rank, local_world_size, rank, refuse_alone, usable_cores
 from dsx.launch.spared import lean_on_cpu
 from dsx.parallel.groups import Groups, make_groups
 from dsx.parallel.islands import Islands
@@ -244,10 +244,7 @@ def _join_world(
         ConfigError: As :func:`distributed`.
     """
     if "WORLD_SIZE" not in os.environ:
-        fix = (
-            "start it under torchrun or deepspeed (dsx guide launching); to train apart, unset that variable"
-        )
-        refuse_many("this program", "train by itself", fix)
+        refuse_alone()
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
         return store

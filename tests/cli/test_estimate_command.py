@@ -73,7 +73,7 @@ def test_a_model_can_be_a_preset_a_file_or_a_folder(dsx, tmp_path):
         0,
         [
             "gpt2, 124M parameters on 1 rank: tensor 1 x pipeline 1 x data 1, ZeRO-0, bf16, AdamW",
-            "1 micro-batches of 4 x 1024 tokens",
+            "1 micro-batch of 4 x 1024 tokens",
         ],
     )
 

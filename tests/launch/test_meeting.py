@@ -89,7 +89,7 @@ def test_one_of_several_that_no_launcher_of_ours_has_started_does_not_train_alon
     for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
-    with pytest.raises(ConfigError, match=r"started 4 of it \(SLURM_STEP_NUM_TASKS\), and each would train"):
+    with pytest.raises(ConfigError, match=r"started 4 of it \(SLURM_STEP_NUM_TASKS\), and each would run by"):
         processes._join_world("gloo", None, 0, SOON, SOON)
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ConfigError, match=r"^WORLD_SIZE: it is set without RANK, MASTER_ADDR, MASTER_PORT"):
