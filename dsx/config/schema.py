@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from dsx.models.spec import Family, Recompute
-from dsx.parallel.islands import is_loopback, place_of, wrong_address
+from dsx.parallel.islands import wrong_meeting
 from dsx.schedules.builders import ScheduleName
 
 Positive = Annotated[int, Field(ge=1)]
@@ -708,24 +708,10 @@ class OuterConfig(SchemaBlock):
 
     @model_validator(mode="after")
     def _meet(self) -> Self:
-        if self.meet and (wrong := wrong_address(self.meet)) is not None:
-            raise MistakeError(f'meet = "{self.meet}", {wrong[0]}', wrong[1])
-        if self.keys is not None and self.insecure:
-            raise MistakeError("keys are given, and insecure is true", "leave one of them out")
-        open_to_all = self.keys is None and not self.insecure
-        if self.meet and open_to_all and not is_loopback(place_of(self.meet)[0]):
-            what = f'meet = "{self.meet}", and whoever reaches it could read the weights and change them'
-            fix = "make keys with dsx islands keys FOLDER and name it as keys, or set insecure to true"
-            raise MistakeError(what, fix)
-        if self.meet and self.island is None:
-            what = "meet is given, and island does not say which one this launch is"
-            raise MistakeError(what, "start each island with --set dsx.outer.island=0, 1 and so on")
-        if self.island is not None and not self.meet:
-            what = f"island = {self.island} is given without meet: one launcher starts all islands"
-            raise MistakeError(what, "leave it out, or say in meet where the first island listens")
-        if self.island is not None and self.island >= self.islands:
-            what = f"island = {self.island}, and islands = {self.islands} are numbered from 0"
-            raise MistakeError(what, f"use 0 to {self.islands - 1}")
+        guarded = self.keys is not None
+        wrong = wrong_meeting(self.meet, self.island, self.islands, keys=guarded, insecure=self.insecure)
+        if wrong is not None:
+            raise MistakeError(*wrong)
         return self
 
 

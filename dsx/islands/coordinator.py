@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -24,9 +24,6 @@ from dsx.islands.membership import Membership
 from dsx.islands.standing import Ready, Round, Standing
 from dsx.launch.entry import local_world_size
 from dsx.parallel.islands import Islands, is_loopback, place_of
-
-if TYPE_CHECKING:
-    from dsx.islands.rounds import LedRound, RoundProtocol
 
 T = TypeVar("T")
 
@@ -40,6 +37,30 @@ def parsed(kind: type[T], said: Any) -> T:
         return TypeAdapter(kind).validate_python(said)
     except (ValueError, TypeError, RecursionError) as error:
         raise LinkError(f"what came is no {kind.__name__}: {error}") from error
+
+
+class AtRound(Protocol):
+    """What a rank of the first island does with the others' parts of a round (:mod:`dsx.islands.rounds`)."""
+
+    def take(self, link: Connection, island: int) -> None: ...
+
+    def give(self, link: Connection, island: int) -> None: ...
+
+    def fails(self, island: int, why: str) -> None: ...
+
+
+class AtHome(Protocol):
+    """What a rank of the first island has for others between rounds."""
+
+    news: list[str]
+
+    def state(self) -> Any: ...
+
+    def give_state(self, link: Connection, state: Any) -> int: ...
+
+    def standing(self) -> Standing: ...
+
+    def wrong(self, said: Ready) -> str: ...
 
 
 class IslandNode:
@@ -128,13 +149,13 @@ class CoordinatorServer:
         self._islands, self._membership = islands, Membership(islands.count, islands.patience_seconds)
         self._lives: dict[int, tuple[str, Connection]] = {}
         self._decisions: dict[int, Round] = {}
-        self._round: tuple[str, LedRound] | None = None
+        self._round: tuple[str, AtRound] | None = None
         self._changed = threading.Condition()
         self._beat_seconds = islands.patience_seconds / 8
         self._layout, self._addresses = "", list[str]()
-        self._protocol: RoundProtocol
+        self._protocol: AtHome
 
-    def start(self, layout: str, addresses: list[str], protocol: RoundProtocol) -> None:
+    def start(self, layout: str, addresses: list[str], protocol: AtHome) -> None:
         """Begin to listen.
 
         Args:
@@ -164,7 +185,7 @@ class CoordinatorServer:
             self._changed.notify_all()
         return found
 
-    def begin(self, name: str, round_here: LedRound) -> None:
+    def begin(self, name: str, round_here: AtRound) -> None:
         """From now on this rank is at a round, and no longer at another."""
         with self._changed:
             self._round = name, round_here
@@ -191,7 +212,7 @@ class CoordinatorServer:
         else:
             raise LinkError("what came is no message of dsx's")
 
-    def _at(self, name: Any) -> LedRound:
+    def _at(self, name: Any) -> AtRound:
         """The round of this name, once this rank has come to it."""
         deadline = time.monotonic() + self._islands.patience_seconds
         with self._changed:

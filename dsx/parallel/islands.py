@@ -185,3 +185,37 @@ def wire_bytes(elements: int, wire: Wire) -> int:
     if wire == "int8":
         return elements + 4 * -(-elements // BLOCK)
     return elements * (4 if wire == "fp32" else 2)
+
+
+def wrong_meeting(
+    meet: str, island: int | None, islands: int, *, keys: bool, insecure: bool
+) -> tuple[str, str] | None:
+    """What is wrong with how a launch finds the others, and what to do; None if nothing is.
+
+    Args:
+        meet: Where the first island listens; empty if one launcher starts all of them.
+        island: Which one this launch is.
+        islands: How many there are.
+        keys: Whether there are keys for the links.
+        insecure: Whether none are wanted.
+    """
+    if keys and insecure:
+        return "keys are given, and insecure is true", "leave one of them out"
+    if not meet:
+        if island is None:
+            return None
+        what = f"island = {island} is given without meet: one launcher starts all islands"
+        return what, "leave it out, or say in meet where the first island listens"
+    if (wrong := wrong_address(meet)) is not None:
+        return f'meet = "{meet}", {wrong[0]}', wrong[1]
+    if not (keys or insecure or is_loopback(place_of(meet)[0])):
+        what = f'meet = "{meet}", and whoever reaches it could read the weights and change them'
+        fix = "make keys with dsx islands keys FOLDER and name it as keys, or set insecure to true"
+        return what, fix
+    if island is None:
+        what = "meet is given, and island does not say which one this launch is"
+        return what, "start each island with --set dsx.outer.island=0, 1 and so on"
+    if island >= islands:
+        what = f"island = {island}, and islands = {islands} are numbered from 0"
+        return what, f"use 0 to {islands - 1}"
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -370,7 +371,7 @@ class TrainingComparison:
         gradients nothing but the rounding of a sum is between.
         """
         squares = (float(whole.values.double().square().sum()) for whole in step.gradients.values())
-        return sum(squares) ** 0.5
+        return math.sqrt(sum(squares))
 
     def _backward(self, expected: Evaluation) -> list[str]:
         """Tensors with a gradient, in the order of the backward."""

@@ -69,7 +69,7 @@ def test_a_cluster_chooses_by_predicted_time_within_its_memory(tmp_path):
     tight = tmp_path / "tight.json"
     tight.write_text('{"gpu": "H100", "memory_gib": 4, "reserved_gib": 1}')
     limits["cluster"] = str(tight)
-    with pytest.raises(ConfigError, match=r"GiB per rank do not fit its 3\.0 GiB"):
+    with pytest.raises(ConfigError, match=r"GiB per rank do not fit its 3\.00 GiB"):
         resolve(changed({**edits, "dsx.elastic": limits}), world_size=8)
 
 
