@@ -127,7 +127,8 @@ class Trainer:
     log_metrics, save_metrics = log_metrics, save_metrics
     metrics_format = staticmethod(metrics_format)
     is_deepspeed_enabled, model_accepts_loss_kwargs, can_return_loss = True, True, False
-    is_fsdp_enabled, is_fsdp_xla_enabled, is_model_parallel = False, False, False
+    is_fsdp_enabled = is_fsdp_xla_enabled = is_fsdp_xla_v1_enabled = is_fsdp_xla_v2_enabled = False
+    is_model_parallel = False
     # What arguments that are refused would set.
     model_init = compute_loss_func = optimizer_cls_and_kwargs = label_smoother = neftune_noise_alpha = None
     hp_name = hp_search_backend = None
