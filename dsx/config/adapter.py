@@ -247,7 +247,8 @@ def _excepts(key: str, told: Mapping[str, Any], adapter: Adapter, name: str) -> 
 
     See check_target_module_exists in peft/tuners/tuners_utils.py, get_pattern_key in peft/utils/other.py.
     """
-    value, of_all = told.get(key), adapter.rank if key == "rank_pattern" else adapter.alpha
+    value: Any = told.get(key)
+    of_all = adapter.rank if key == "rank_pattern" else adapter.alpha
     if _asks_for_nothing(key, value):
         return False
     try:
