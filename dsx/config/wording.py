@@ -29,7 +29,8 @@ _SECRET = re.compile(
 # What stands in an address, and what begins as the keys of those who give keys do.
 _IN_TEXT = re.compile(
     r"(?P<before>://)[^/@\s:]*:[^/@\s]+(?=@)"
-    r"|(?P<name>[?&](?:[\w-]*[_-])?(?i:(?:api)?key|token|secret|password|sig|signature)=|\b(?i:bearer) )[^\s&#]+"
+    r"|(?P<name>[?&](?:[\w-]*[_-])?(?i:(?:api)?key|token|secret|password|sig|signature)=|\b(?i:bearer) )"
+    r"[^\s&#]+"
     r"|\b(?:(?:hf|gh[a-z])_[A-Za-z0-9]{30,}|github_pat_\w{30,}|(?:glpat|xox[a-z]|sk)-[\w-]{20,}"
     r"|A[KS]IA[A-Z0-9]{16}\b)",
 )
