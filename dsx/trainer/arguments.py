@@ -221,7 +221,8 @@ ATTRIBUTES_NOT_THERE: Mapping[str, str] = {
     "is_distributed_loading_by_transformers": "trainer.config.mesh has all degrees",
     "hub_model_id": "upload what save_model has written",
     "push_in_progress": "upload what save_model has written",
-    **dict.fromkeys(("compute_objective", "hp_space", "objective"), _TRIALS),
+    "neftune_noise_alpha": "nothing is hooked into the embedding",
+    **dict.fromkeys(("compute_objective", "hp_name", "hp_search_backend", "hp_space", "objective"), _TRIALS),
 }
 """The same of what transformers' Trainer has, or had, as an attribute: a subclass may have it as its own."""
 

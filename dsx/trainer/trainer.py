@@ -126,12 +126,10 @@ class Trainer:
 
     log_metrics, save_metrics = log_metrics, save_metrics
     metrics_format = staticmethod(metrics_format)
-    is_deepspeed_enabled, model_accepts_loss_kwargs, can_return_loss = True, True, False
-    is_fsdp_enabled = is_fsdp_xla_enabled = is_fsdp_xla_v1_enabled = is_fsdp_xla_v2_enabled = False
-    is_model_parallel = False
-    # What arguments that are refused would set.
-    model_init = compute_loss_func = optimizer_cls_and_kwargs = label_smoother = neftune_noise_alpha = None
-    hp_name = hp_search_backend = None
+    is_deepspeed_enabled = model_accepts_loss_kwargs = True
+    can_return_loss = is_model_parallel = is_fsdp_enabled = is_fsdp_xla_enabled = False
+    is_fsdp_xla_v1_enabled = is_fsdp_xla_v2_enabled = False
+    model_init = compute_loss_func = optimizer_cls_and_kwargs = label_smoother = None  # refused as arguments
 
     def __init__(  # noqa: PLR0917 - as transformers' Trainer takes them
         self,
@@ -235,8 +233,7 @@ class Trainer:
 
     def __getattr__(self, name: str) -> Any:
         """Name what transformers' Trainer has and this one has not."""
-        instead = NOT_THERE.get(name) or ATTRIBUTES_NOT_THERE.get(name)
-        if instead is not None:
+        if instead := NOT_THERE.get(name) or ATTRIBUTES_NOT_THERE.get(name):
             raise MissingNameError(f"dsx.Trainer.{name}", "it is not there", instead)
         if "_made_of" not in vars(self) and type(self) is not Trainer and not name.startswith("__"):
             what = "it is not set yet, and dsx.Trainer.__init__ calls methods such as get_train_dataloader()"
