@@ -12,6 +12,7 @@ import typer
 
 from dsx.cli.options import FORMAT
 from dsx.cli.output import BAD, one_a_line, say, say_json
+from dsx.terminal import columns, wrapped
 
 if TYPE_CHECKING:
     from dsx.checkpoint.compare import TensorDifference
@@ -56,7 +57,11 @@ def diff(
         }
         say_json(content)
     else:
-        say(one_a_line(_lines(found, absent, facts)))
+        say(
+            "\n".join(
+                wrapped(one_a_line([line]), columns(), indent="  ") for line in _lines(found, absent, facts)
+            )
+        )
     if not same:
         raise typer.Exit(BAD)
 

@@ -10,7 +10,7 @@ import typer
 
 from dsx.cli.options import FORMAT, RULES
 from dsx.cli.output import BAD, judging, one_a_line, say, say_json
-from dsx.terminal import NARROWEST, amount, wrapped
+from dsx.terminal import aligned, amount, columns, wrapped
 
 if TYPE_CHECKING:
     from dsx.checkpoint.catalog import Catalog, Entry
@@ -126,16 +126,19 @@ def _text(facts: dict[str, Any]) -> str:
         lines.append(f"frozen     left out: {base_told(told['base'])}")
     others = sorted(told.keys() - {"mesh", "chunks", "zero_stage", "precision", "step", "versions", "base"})
     if others:
-        also = wrapped(", ".join(others), NARROWEST - 11)
-        lines += [f"{'' if at else 'also has':<11}{line}" for at, line in enumerate(also.split("\n"))]
-    longest = max((len(state) for state in facts["states"]), default=0)
-    for state, held in facts["states"].items():
-        size = f"{held['elements']:>15,} elements  {amount(held['bytes']):>11}"
-        lines.append(
-            f"{state:<{max(12, longest + 1)}}{held['tensors']:>6} tensors {size}  {', '.join(held['dtypes'])}"
+        lines.append(f"also has   {', '.join(others)}")
+    width = columns()
+    rows = [
+        (
+            f"{state:<10}",
+            f"{held['tensors']} tensors",
+            f"{held['elements']:,} elements",
+            amount(held["bytes"]),
+            ", ".join(held["dtypes"]),
         )
-    lines.append("")
-    width = max((len(tensor["name"]) for tensor in facts["tensors"]), default=0)
+        for state, held in facts["states"].items()
+    ]
+    tensors = []
     for tensor in facts["tensors"]:
         alike: dict[str, list[str]] = defaultdict(list)
         for state, held in tensor["states"].items():
@@ -145,8 +148,11 @@ def _text(facts: dict[str, Any]) -> str:
             for how, held in alike.items()
         )
         role = "" if tensor["role"] == "trained" else f"  ({tensor['role']})"
-        lines.append(f"{tensor['name']:<{width}}  {tensor['shape']!s:<16} {states}{role}")
-    return one_a_line(lines)
+        tensors.append((tensor["name"], f"{tensor['shape']!s:<14}", states + role))
+    lines = [wrapped(line, width, indent=" " * 11) for line in map(one_a_line, ([line] for line in lines))]
+    tables = aligned(rows, (0, 4), width=width) if rows else []
+    tables += ["", *(aligned(tensors, range(3), width=width) if tensors else [])]
+    return "\n".join([*lines, one_a_line(tables)])
 
 
 def _spread(held: dict[str, Any]) -> str:

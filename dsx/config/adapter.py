@@ -54,14 +54,9 @@ _SAY_NOTHING = frozenset({
     "qalora_group_size", "megatron_core", "runtime_config", "lora_ga_config", "eva_config", "corda_config",
     "loftq_config", "layers_pattern", "merge_weights",
 })  # fmt: skip
-_WHOLE_NAMES = "remove it and let target_modules name those that have an adapter, each by its whole name"
-_EXCEPTIONS = {
-    "exclude_modules": _WHOLE_NAMES,
-    "layers_to_transform": _WHOLE_NAMES,
-    "rank_pattern": "use an adapter of one rank",
-    "alpha_pattern": "use an adapter of one alpha",
-}
-"""Keys that except modules from what an adapter says of all, each with what to do if it does."""
+_NARROWING = ("exclude_modules", "layers_to_transform")
+_PATTERNS = {"rank_pattern": "use an adapter of one rank", "alpha_pattern": "use an adapter of one alpha"}
+"""Keys that give single targets other numbers than the rest, each with what to do if it does."""
 _STARTS = {"pissa": "pissa", "olora": "olora"} | dict.fromkeys(("gaussian", "eva", "orthogonal"), "none")
 """Values of ``init_lora_weights``, and what of the base they take out."""
 _TIED = ("embed_tokens", "lm_head")
@@ -100,7 +95,9 @@ def adapter_of(block: AdapterConfig, model: Model) -> Adapter:
         raise ConfigError(at("dsx.adapter.path", block.path), f"its {name}: {problem.what}", fix)
     _require_whole_blocks(adapter, model)
     if saved:
-        _require_no_exception(block.path, told, Adapter(**saved), specs)
+        _require_one_rank(block.path, told, Adapter(**saved), specs)
+        saved["targets"] = _narrowed(block.path, told, Adapter(**saved), specs)
+        adapter = Adapter(**saved | given)
         _require_ties(block.path, adapter, specs, ties=ties)
         _require_possible_start(block.path, adapter, specs)
         _require_same(block.path, given, adapter, Adapter(**saved), model)
@@ -136,7 +133,7 @@ def _read(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
     if told.get("peft_type") != "LORA" or told.get("task_type") not in (None, "CAUSAL_LM"):
         kinds = f"peft_type {told.get('peft_type')!r}, task_type {told.get('task_type')!r}"
         raise ConfigError(where, f"{file} says {kinds}", "dsx trains LORA adapters of CAUSAL_LM models")
-    others = told.keys() - _SAY_NOTHING - _EXCEPTIONS.keys() - set(_KEYS.values())
+    others = told.keys() - _SAY_NOTHING - _PATTERNS.keys() - {*_NARROWING, *_KEYS.values()}
     strange = next((key for key in sorted(others) if not _asks_for_nothing(key, told[key])), None)
     if strange is not None:
         what = f"{at(strange, told[strange])}, which dsx does not compute"
@@ -215,27 +212,45 @@ def _names_here(
     return {"targets": held, "target_parameters": found, "train_also": here}
 
 
-def _require_no_exception(
+def _require_one_rank(
     path: str | None, told: Mapping[str, Any], adapter: Adapter, specs: Sequence[ParamSpec]
 ) -> None:
-    """Refuse a folder that gives some targets another rank or alpha than the rest, or no adapter."""
+    """Refuse a folder that gives some targets another rank or alpha than the rest."""
     linears = [name for spec in specs for name, _ in targeted(adapter, spec)]
     stacks = [spec.hf_whole for spec in specs if is_targeted_stack(adapter, spec)]
-    for key in sorted(_EXCEPTIONS.keys() & told.keys()):
-        if _asks_for_nothing(key, told[key]):
-            continue
-        for name in linears + stacks * key.endswith("_pattern"):
-            if _excepts(key, told, adapter, name):
-                what = f"its {at(key, told[key])} excepts {name}, and dsx treats all targets alike"
-                raise ConfigError(at("dsx.adapter.path", path), what, _EXCEPTIONS[key])
+    for key, fix in _PATTERNS.items():
+        other = next((name for name in linears + stacks if _excepts(key, told, adapter, name)), None)
+        if other is not None:
+            what = f"its {at(key, told[key])} excepts {other}, and dsx treats all targets alike"
+            raise ConfigError(at("dsx.adapter.path", path), what, fix)
+
+
+def _narrowed(
+    path: str | None, told: Mapping[str, Any], adapter: Adapter, specs: Sequence[ParamSpec]
+) -> str | tuple[str, ...]:
+    """An adapter's targets without those that a folder leaves out: each by its whole name if there are any.
+
+    Raises:
+        ConfigError: None is left, or PEFT could not read what leaves them out.
+    """
+    kept = linears = [name for spec in specs for name, _ in targeted(adapter, spec)]
+    for key in _NARROWING:
+        kept = [name for name in kept if not _excepts(key, told, adapter, name)]
+        if linears and not kept:
+            what = f"its {at(key, told[key])} leaves no module an adapter"
+            raise ConfigError(at("dsx.adapter.path", path), what, "use an adapter without it")
+    return adapter.targets if kept == linears else tuple(kept)
 
 
 def _excepts(key: str, told: Mapping[str, Any], adapter: Adapter, name: str) -> bool:
-    """Whether a key of :data:`_EXCEPTIONS` changes what PEFT makes of a target; true if PEFT cannot read it.
+    """Whether one of these keys changes what PEFT makes of a target; true if PEFT cannot read it.
 
     See check_target_module_exists in peft/tuners/tuners_utils.py, get_pattern_key in peft/utils/other.py.
     """
-    value, of_all = told[key], adapter.rank if key == "rank_pattern" else adapter.alpha
+    value: Any = told.get(key)
+    of_all = adapter.rank if key == "rank_pattern" else adapter.alpha
+    if _asks_for_nothing(key, value):
+        return False
     try:
         if key.endswith("_pattern"):
             found = (each for end, each in value.items() if re.match(rf"(.*\.)?({end})$", name))

@@ -27,6 +27,7 @@ from dsx.parallel.limits import Asked, objections, possible
 from dsx.parallel.mesh import AXES, Mesh
 from dsx.planner.best_first import best_first
 from dsx.schedules.builders import Options, default_chunks
+from dsx.schedules.interleaved import check_numbers
 from dsx.schedules.program import Program
 from dsx.schedules.schedule import Schedule
 from dsx.terminal import amount
@@ -62,18 +63,22 @@ def choose(dsx: DsxConfig, name: str, *, pp: int, chunks: int, accumulation: int
     keys = ("group_size", "warmup", "most_live")
     given = {key: value for key in keys if (value := getattr(block, key)) is not None}
     to_be_measured = block.name == "auto" and dsx.is_measured(pp)
-    if not given or pp == 1 or to_be_measured:
-        return Program(name=name)
-    options = Options(group_size=block.group_size, warmup_per_rank=block.warmup, most_live=block.most_live)
-    program = Program(name=name, options=options)
     try:
+        if not given or pp == 1 or to_be_measured:
+            check_numbers(name, pp, chunks, accumulation)
+            return Program(name=name)
+        options = Options(
+            group_size=block.group_size, warmup_per_rank=block.warmup, most_live=block.most_live
+        )
+        program = Program(name=name, options=options)
         program.build(pp, chunks, accumulation)
     except ScheduleError as error:
         # The name that the builders have for it.
         where, what, fix = (
             text.replace("warmup_per_rank", "warmup") for text in (error.where, error.what, error.fix)
         )
-        raise ConfigError(at("dsx.schedule", given), f"{where}: {what}", fix) from None
+        key = at("dsx.schedule", given) if given else at(ACCUMULATION, accumulation)
+        raise ConfigError(key, f"{where}: {what}", fix) from None
     return program
 
 

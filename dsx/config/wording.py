@@ -20,11 +20,20 @@ _TYPO = 0.9
 
 
 _SECRET = re.compile(
-    r"(^|.*_)(api_?key|passwd|password|passphrase|secret|secret_key|access_key|private_key|credentials?"
-    r"|(access|auth|bearer|hf|hub|refresh|session)_?token)|token",
+    r"(^|.*_)(passwd|password|passphrase|pass|pwd|secret|credentials?|authorization|cookie|dsn|pat|webhook(_url)?"
+    r"|connection_string|access_key_id|(access|account|api|comet|encryption|license|private|secret|service"
+    r"|signing|ssh|subscription|wandb)_?key|(access|api|auth|bearer|bot|comet|git|github|gitlab|hf|hub"
+    r"|hugging_?face|id|jwt|refresh|sas|security|service|session|slack|user|wandb)_?token)|token|bearer",
     re.IGNORECASE,
 )
-_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s:]*:[^/@\s]+(?=@)")
+# What stands in an address, and what begins as the keys of those who give keys do.
+_IN_TEXT = re.compile(
+    r"(?P<before>://)[^/@\s:]*:[^/@\s]+(?=@)"
+    r"|(?P<name>[?&](?:[\w-]*[_-])?(?i:(?:api)?key|token|secret|password|sig|signature)=|\b(?i:bearer) )"
+    r"[^\s&#]+"
+    r"|\b(?:(?:hf|gh[a-z])_[A-Za-z0-9]{30,}|github_pat_\w{30,}|(?:glpat|xox[a-z]|sk)-[\w-]{20,}"
+    r"|A[KS]IA[A-Z0-9]{16}\b)",
+)
 HIDDEN = "***"
 """In the place of a secret in what is recorded, printed or sent."""
 
@@ -40,12 +49,19 @@ def without_secrets(value: Any, name: str = "") -> Any:
     {'comet': {'api_key': '***', 'project': 'p'}, 'max_tokens': 3}
     """
     if isinstance(value, Mapping):
-        return {key: without_secrets(each, str(key)) for key, each in value.items()}
+        return {key: without_secrets(each, within(name, str(key))) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [without_secrets(each, name) for each in value]
-    if not isinstance(value, str) or not value:
+    if isinstance(value, bool) or value in (None, ""):
         return value
-    return HIDDEN if _SECRET.fullmatch(name.replace("-", "_")) else _IN_ADDRESS.sub(HIDDEN, value)
+    if _SECRET.fullmatch(name.replace("-", "_")):
+        return HIDDEN
+    return _IN_TEXT.sub(rf"\g<before>\g<name>{HIDDEN}", value) if isinstance(value, str) else value
+
+
+def within(outer: str, name: str) -> str:
+    """The name to go by for a key of a block: the block's, if that is a secret."""
+    return outer if _SECRET.fullmatch(outer.replace("-", "_")) else name
 
 
 def item_without_secrets(item: str) -> str:
@@ -74,7 +90,7 @@ def parted_from_secrets(value: Any, path: Path = ()) -> tuple[Any, list[Path]]:
     if isinstance(value, Mapping):
         kept, missing = {}, []
         for name, each in value.items():
-            if isinstance(each, str) and without_secrets(each, str(name)) == HIDDEN != each:
+            if not isinstance(each, Mapping | list) and without_secrets(each, str(name)) == HIDDEN != each:
                 missing.append((*path, str(name)))
                 continue
             kept[name], more = parted_from_secrets(each, (*path, str(name)))
@@ -83,8 +99,16 @@ def parted_from_secrets(value: Any, path: Path = ()) -> tuple[Any, list[Path]]:
     if isinstance(value, list):
         parts = [parted_from_secrets(each, (*path, number)) for number, each in enumerate(value)]
         return [each for each, _ in parts], [one for _, more in parts for one in more]
-    shown = without_secrets(value, next((part for part in reversed(path) if isinstance(part, str)), ""))
+    shown = without_secrets(value, _name_of(path))
     return shown, [] if shown == value else [path]
+
+
+def _name_of(path: Path) -> str:
+    """The key that a value at a path goes by."""
+    name = ""
+    for part in path:
+        name = within(name, part) if isinstance(part, str) else name
+    return name
 
 
 def show(value: object, name: str = "") -> str:

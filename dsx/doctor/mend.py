@@ -16,7 +16,7 @@ from typing import Any
 
 from dsx.config.document import Member, Node, find, from_text, parse, same
 from dsx.config.refusals import ABSENT, Edit, Finding, step
-from dsx.config.wording import HIDDEN, Path, dotted, without_secrets
+from dsx.config.wording import HIDDEN, Path, dotted, within, without_secrets
 from dsx.errors import ConfigError
 
 
@@ -164,12 +164,12 @@ def _without_secrets(text: str) -> str:
 
 
 def _secrets(node: Node, name: str) -> Iterator[Node]:
-    if isinstance(node.value, str):
+    if not node.members:
         if without_secrets(node.value, name) != node.value:
             yield node
         return
     for member in node.members:
-        yield from _secrets(member.node, name if member.key is None else member.key)
+        yield from _secrets(member.node, name if member.key is None else within(name, member.key))
 
 
 # Rounds of mending: what shows behind a mended key, and behind that.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -562,35 +561,40 @@ class PipelineEngine:
     ) -> tuple[Path, dict[str, Any]]:
         """Continue from a checkpoint of any layout; see :func:`dsx.checkpoint.run.state.load`.
 
+        The arguments are stock DeepSpeed's.
+
         Args:
             load_dir: Folder of checkpoints, or one of them.
             tag: Its name; the newest by default.
-            load_module_strict: Stock DeepSpeed's; a checkpoint of other parameters is refused, even without.
-            load_optimizer_states: Stock DeepSpeed's; True alone.
+            load_module_strict: Whether it must have every frozen parameter; it must have the trained ones in
+                any case, and no others.
+            load_optimizer_states: Whether the optimizer goes on with the checkpoint's states, which may else
+                be another optimizer's; if not, with those that it has.
             load_lr_scheduler_states: Whether the schedule goes on where the checkpoint's was.
-            load_module_only: Stock DeepSpeed's; False alone.
-            custom_load_fn: Stock DeepSpeed's; None alone.
+            load_module_only: Whether the weights are all that is taken.
+            custom_load_fn: None alone.
 
         Raises:
             CheckpointError: There is none, it does not fit, or an argument has another value than these.
         """
         from dsx.checkpoint.run.state import load
+        from dsx.checkpoint.run.stored import ALL, Wanted
 
-        del load_module_strict
         weights = "give the weights to the layers before dsx.initialize, as PipelineModule(load_layer=)"
-        _require(load_optimizer_states is True, "load_checkpoint(load_optimizer_states=False)", weights)
-        _require(load_module_only is False, "load_checkpoint(load_module_only=True)", weights)
         _require(custom_load_fn is None, "load_checkpoint(custom_load_fn=)", weights)
-        schedule = self.lr_scheduler if not load_lr_scheduler_states else None
-        kept = None if schedule is None else copy.deepcopy(schedule.state_dict())
+        wanted = Wanted(
+            optimizer=load_optimizer_states and not load_module_only,
+            schedule=load_lr_scheduler_states,
+            progress=not load_module_only,
+            frozen=load_module_strict,
+        )
+        whole = self.outer is None or wanted == ALL
+        _require(whole, "load_checkpoint() of a part, among islands", "load all of it, or train one island")
         self.wait_for_checkpoint()
         if self.outer is not None:
             self.outer.settle()
         with self.whereabouts.doing("loading a checkpoint"):
-            found = load(self, Path(load_dir), tag=tag)
-        if schedule is not None:
-            schedule.load_state_dict(kept)
-        return found
+            return load(self, Path(load_dir), tag=tag, wanted=wanted)
 
     def _require_trainable(self) -> None:
         """Refuse what would train something else than the program means, before its first step."""

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dsx.errors import ConfigError, ModelError
+from dsx.errors import ConfigError, DsxError, ModelError
 from dsx.hub.anatomy import BlockCall, anatomy_of
 from dsx.hub.layers import hidden_of
 from dsx.hub.read import block_plan, hub_model
@@ -71,16 +71,23 @@ def probe(config: Mapping[str, Any], tensor_plan: Mapping[str, str | None] | Non
     Raises:
         ModelError: dsx cannot cut the model, or transformers makes no small one, or does not run it.
     """
-    small = shrunk(config, window=_TOKENS // 2)
-    small |= dict.fromkeys(random_keys(small), 0.0)
-    model, whole = hub_model(small, tensor_plan), random_model(small)
-    return Probe(
-        differs=_difference(model, whole),
-        no_sequence=model.no_sequence or _sequence_problem(model, whole),
-        no_documents=_documents_problem(model, whole),
-        blocks=model.num_layers,
-        parameters=sum(spec.numel for spec in model.params),
-    )
+    try:
+        small = shrunk(config, window=_TOKENS // 2)
+        small |= dict.fromkeys(random_keys(small), 0.0)
+        model, whole = hub_model(small, tensor_plan), random_model(small)
+        return Probe(
+            differs=_difference(model, whole),
+            no_sequence=model.no_sequence or _sequence_problem(model, whole),
+            no_documents=_documents_problem(model, whole),
+            blocks=model.num_layers,
+            parameters=sum(spec.numel for spec in model.params),
+        )
+    except DsxError:
+        raise
+    except Exception as error:  # whatever the family's code does on this machine
+        where = at("model_type", config.get("model_type"))
+        what = f"a small model of it does not run ({first_line(error)})"
+        raise ModelError(where, what, "use its own size") from error
 
 
 def require_probed(model: HubModel, *, sequence: bool, documents: bool) -> None:
@@ -106,9 +113,10 @@ def require_probed(model: HubModel, *, sequence: bool, documents: bool) -> None:
     except (OSError, ValueError, TypeError):
         try:
             found = probe(json.loads(model.config), dict(model.tensor_plan))
-        except Exception as error:  # noqa: BLE001 - whatever the family's code does on this machine
-            what = error.what if isinstance(error, ModelError) else first_line(error)
-            told = f"whether that is right is not known, as no small model of it could be tried ({what})"
+        except DsxError as error:
+            told = (
+                f"whether that is right is not known, as no small model of it could be tried ({error.what})"
+            )
             found = Probe(differs=None, no_sequence=told, no_documents=told, blocks=0, parameters=0)
         else:
             keep(place, json.dumps({name: getattr(found, name) for name in Probe.__slots__}))

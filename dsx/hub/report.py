@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dsx.errors import ModelError
+from dsx.errors import DsxError
 from dsx.hub.anatomy import check_one_stack
 from dsx.hub.probe import probe
 from dsx.hub.read import hub_model, known_of
@@ -59,7 +59,7 @@ def _row(family: str, *, probed: bool) -> FamilyRow:
         if probed:
             found = probe({**described.to_dict(), "model_type": family})
             refused, no_sequence = found.differs, found.no_sequence
-    except ModelError as error:
+    except DsxError as error:
         refused = f"{error.what}; {error.fix}"
     except Exception as error:  # noqa: BLE001 - each family refuses its own config in its own way
         refused = f"transformers cannot make its config ({first_line(error)})"
@@ -87,7 +87,7 @@ def report(config: Mapping[str, Any], tensor_plan: Mapping[str, str | None] | No
     model = hub_model(config, tensor_plan)
     try:
         tried: dict[str, Any] = asdict(probe(config, tensor_plan))
-    except ModelError as error:
+    except DsxError as error:
         tried = {"not_tried": error.what}
     legal = [ranks for ranks in range(1, _MOST_RANKS + 1) if model.uncut(ranks) is None]
     heads, pairs = model.heads or (None, None)

@@ -18,6 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import dsx
 from dsx.config.run import RunConfig
@@ -98,10 +99,13 @@ class LayerBench:
         def forward(x: Any) -> Any:
             return self.loss(layer, x) if key.is_last else layer(x)
 
-        kept_bytes, output = _kept_bytes(forward, _fresh(inputs), parameters)
+        fresh = _fresh(inputs)
+        saved, output = _saved(forward, fresh, parameters)
         _check(output, key)
+        _backward(output)
         sent = 0 if key.is_last else sum(t.numel() * t.element_size() for t in _tensors(output))
         output = _detached(output)
+        kept_bytes = _kept_bytes(saved, fresh, output)
         rounds = [self._round(forward, inputs) for _ in range(_DROPPED + self.micro_batches)]
         forwards, wholes, firsts, seconds, pending = zip(*rounds[_DROPPED:], strict=True)
         cost = LayerCost(
@@ -208,20 +212,30 @@ def _kind(spec: Any, index: int) -> str:
     return f"{place}{spec.typename.__qualname__}{arguments}"
 
 
-def _kept_bytes(forward: Callable[[Any], Any], inputs: Any, parameters: list[Tensor]) -> tuple[int, Any]:
-    """Bytes that autograd keeps of a forward, parameters excepted, what is shared once; and the output."""
-    own = {t.untyped_storage().data_ptr() for t in parameters}
-    kept: dict[int, Tensor] = {}  # Tensors, not numbers: a place must not be taken twice.
+def _saved(
+    forward: Callable[[Any], Any], inputs: Any, parameters: list[Tensor]
+) -> tuple[dict[StorageWeakRef, int], Any]:
+    """Bytes of every storage that autograd saves of a forward, parameters excepted; and the output."""
+    own, saved = {StorageWeakRef(t.untyped_storage()) for t in parameters}, dict[StorageWeakRef, int]()
 
     def note(tensor: Tensor) -> Tensor:
-        place = tensor.untyped_storage().data_ptr()
-        if place not in own:
-            kept[place] = tensor
+        storage = tensor.untyped_storage()
+        if (place := StorageWeakRef(storage)) not in own:
+            saved[place] = storage.nbytes()
         return tensor
 
     with saved_tensors_hooks(note, lambda tensor: tensor):
-        output = forward(inputs)
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()), output
+        return saved, forward(inputs)
+
+
+def _kept_bytes(saved: Mapping[StorageWeakRef, int], *ends: Any) -> int:
+    """Bytes of what has gone with the backward, and of the forward's ends, as far as autograd had saved them.
+
+    What is still there is kept for all micro-batches, such as rotary tables.
+    """
+    gc.collect()  # recomputation makes circles
+    held = {StorageWeakRef(t.untyped_storage()) for end in ends for t in _tensors(end)}
+    return sum(count for place, count in saved.items() if place.expired() or place in held)
 
 
 def _backward(y: Any) -> None:

@@ -213,6 +213,20 @@ It neither has nor calls them, so that a subclass that defines one is refused.
 """
 
 
+_TRIALS = "hyperparameter search is not there"
+ATTRIBUTES_NOT_THERE: Mapping[str, str] = {
+    "tokenizer": "it is trainer.processing_class, as in transformers since 5.0",
+    "current_gradient_accumulation_steps": "trainer.args.gradient_accumulation_steps; all steps are whole",
+    "gather_function": "evaluate() and predict() gather what ranks have",
+    "is_distributed_loading_by_transformers": "trainer.config.mesh has all degrees",
+    "hub_model_id": "upload what save_model has written",
+    "push_in_progress": "upload what save_model has written",
+    "neftune_noise_alpha": "nothing is hooked into the embedding",
+    **dict.fromkeys(("compute_objective", "hp_name", "hp_search_backend", "hp_space", "objective"), _TRIALS),
+}
+"""The same of what transformers' Trainer has, or had, as an attribute: a subclass may have it as its own."""
+
+
 class MissingNameError(ModelError, AttributeError):
     """A name of transformers' Trainer that is not there."""
 

@@ -57,6 +57,7 @@ from dsx.launch.entry import local_rank, rank, world_size
 from dsx.launch.processes import agree, distributed
 from dsx.train import recipe
 from dsx.trainer.arguments import (
+    ATTRIBUTES_NOT_THERE,
     NOT_THERE,
     OF_TRAINER,
     MissingNameError,
@@ -125,7 +126,10 @@ class Trainer:
 
     log_metrics, save_metrics = log_metrics, save_metrics
     metrics_format = staticmethod(metrics_format)
-    is_deepspeed_enabled, is_fsdp_enabled, is_model_parallel = True, False, False
+    is_deepspeed_enabled = model_accepts_loss_kwargs = True
+    can_return_loss = is_model_parallel = is_fsdp_enabled = is_fsdp_xla_enabled = False
+    is_fsdp_xla_v1_enabled = is_fsdp_xla_v2_enabled = False
+    model_init = compute_loss_func = optimizer_cls_and_kwargs = label_smoother = None  # refused as arguments
 
     def __init__(  # noqa: PLR0917 - as transformers' Trainer takes them
         self,
@@ -229,8 +233,8 @@ class Trainer:
 
     def __getattr__(self, name: str) -> Any:
         """Name what transformers' Trainer has and this one has not."""
-        if name in NOT_THERE:
-            raise MissingNameError(f"dsx.Trainer.{name}", "it is not there", NOT_THERE[name])
+        if instead := NOT_THERE.get(name) or ATTRIBUTES_NOT_THERE.get(name):
+            raise MissingNameError(f"dsx.Trainer.{name}", "it is not there", instead)
         if "_made_of" not in vars(self) and type(self) is not Trainer and not name.startswith("__"):
             what = "it is not set yet, and dsx.Trainer.__init__ calls methods such as get_train_dataloader()"
             raise MissingNameError(f"{type(self).__name__}.{name}", what, "set it before super().__init__()")

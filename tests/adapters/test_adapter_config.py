@@ -148,7 +148,7 @@ def test_keys_that_contradict_a_folder_are_refused(saved: Path, key: str, value:
         ({"task_type": "SEQ_CLS"}, "SEQ_CLS"),
         ({"bias": "all"}, "bias"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
-        ({"layers_to_transform": [0]}, "layers_to_transform"),
+        ({"layers_to_transform": [9]}, "layers_to_transform"),
         ({"r": -1}, "r = -1"),
         ({"target_modules": ["c_attn"]}, "no linear of the model's blocks"),
     ],

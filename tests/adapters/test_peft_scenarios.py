@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import dsx
 import ranks
-from adapters.test_adapter_parity import STEPS, steps, train
+from adapters.test_adapter_parity import GATHERED, STEPS, steps, train
 from dsx.checkpoint.catalog import Catalog, model_fact
 from dsx.checkpoint.formats.huggingface.weights import HfWeights
 from dsx.checkpoint.merge import taken_apart
@@ -60,6 +60,14 @@ TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt2",
         {"target_modules": ["c_attn", "mlp.c_proj"], "fan_in_fan_out": True, "use_dora": True},
     ),
+    "modules left out, in some layers": (
+        "llama",
+        {
+            "target_modules": [*QV, "mlp.up_proj", "down_proj"],
+            "exclude_modules": ["q_proj", "layers.1.mlp.up_proj"],
+            "layers_to_transform": [1, 2],
+        },
+    ),
     "orthogonal, alpha a fraction": (
         "llama",
         {"target_modules": QV, "init_lora_weights": "orthogonal", "lora_alpha": 2.5},
@@ -68,8 +76,7 @@ TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
 """What is trained on, by scenario: a family, and its LoraConfig."""
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "modules left out": ("llama", {"exclude_modules": ["layers.0.self_attn.q_proj"]}, "exclude_modules"),
-    "some layers": ("llama", {"layers_to_transform": [0]}, "layers_to_transform"),
+    "all modules left out": ("llama", {"exclude_modules": ["q_proj", "v_proj"]}, "exclude_modules"),
     "ranks by module": ("llama", {"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
     "alphas by module": ("llama", {"alpha_pattern": {"q_proj": 2}}, "alpha_pattern"),
     "all biases": ("llama", {"bias": "all"}, 'bias = "all"'),
@@ -112,15 +119,22 @@ ASKS_NOTHING: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"target_modules": ["model.layers.1.self_attn.q_proj"], "layers_to_transform": 0},
     ),
+    "modules left out": ("llama", {"exclude_modules": ["layers.0.self_attn.q_proj", "up_proj"]}),
+    "modules left out by an expression, and layers": (
+        "llama",
+        {"exclude_modules": r".*\.3\..*v_proj", "layers_to_transform": [1, 3]},
+    ),
+    "one of fused heads left out": (
+        "qwen2",
+        {"target_modules": [*QV, "k_proj"], "exclude_modules": ["k_proj"]},
+    ),
     "the same rank": ("llama", {"rank_pattern": {"q_proj": 4, r".*\.mlp\..*": 2}}),
     "the same alpha": ("llama", {"alpha_pattern": {"zzz": 3, "layers.0.self_attn.(q|v)_proj": 12}}),
     "the first pattern of the file counts": ("llama", {"alpha_pattern": {".*q_proj": 12, "q_proj": 3}}),
 }
-"""What sounds like an exception and is none, by scenario: a family, and its LoraConfig."""
+"""What sounds like an exception and is none, or leaves targets out: a family, and its LoraConfig."""
 
 EXCEPTED: dict[str, dict[str, Any]] = {
-    "an expression": {"exclude_modules": r".*\.3\..*v_proj"},
-    "one layer too few": {"layers_to_transform": [0, 1, 2], "layers_pattern": "layers"},
     "a pattern that names no layers": {"layers_to_transform": [0, 1, 2, 3], "layers_pattern": "h"},
     "one rank": {"rank_pattern": {"q_proj": 4, "layers.2.self_attn.v_proj": 5}},
     "one alpha": {"alpha_pattern": {"up_proj": 3, r"model\.layers\.1\..*": 3}},
@@ -141,22 +155,24 @@ def settings(options: dict[str, Any]) -> LoraConfig:
     return LoraConfig(**{"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 12, "target_modules": QV, **options})
 
 
-def whole(base: Path, adapter: Path, *, trained: bool = False) -> Any:
+def whole(base: Path, adapter: Path, *, trained: bool = False, dtype: torch.dtype = torch.float32) -> Any:
     """The model that PEFT reads."""
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
     return PeftModel.from_pretrained(model, adapter, is_trainable=trained)
 
 
-def with_peft(base: Path, options: dict[str, Any], folder: Path, rows: int) -> Seen:
+def with_peft(
+    base: Path, options: dict[str, Any], folder: Path, rows: int, dtype: torch.dtype = torch.float32
+) -> Seen:
     """Make an adapter away from its start, save it, and train what PEFT reads of it."""
     torch.manual_seed(23)
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), settings(options))
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=dtype), settings(options))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name or "modules_to_save" in name:
                 parameter.add_(0.05 * torch.randn_like(parameter))
     model.save_pretrained(folder / "start")
-    model = whole(base, folder / "start", trained=True)
+    model = whole(base, folder / "start", trained=True, dtype=dtype)
     losses, norms = steps(model, rows)
     model.save_pretrained(folder / "end")
     return Seen(losses, norms, folder / "end")
@@ -361,3 +377,59 @@ def test_a_start_that_changes_the_base_is_not_merged_by_reshard(
     source = Catalog(root=tmp_path, format="dsx", entries=(), facts={"model": model_fact(run.model)})
     with pytest.raises(CheckpointError, match=r"began with pissa.*--to peft"):
         taken_apart(source)
+
+
+ZERO3 = Case(dp=2, zero=3, accumulation=1, zero_keys=GATHERED)
+TENSOR, PIPELINE = Case(tp=2, zero=1, accumulation=2), Case(pp=2, chunks=2, zero=1, accumulation=2)
+RESUMED = [
+    ("pissa", ZERO3, TENSOR, False),
+    ("olora", ZERO3, PIPELINE, False),
+    ("olora", TENSOR, ZERO3, True),
+    ("pissa", ZERO3, TENSOR, True),
+]
+"""``init_lora_weights``, where a run begins, where its second half goes on, and whether it is in bf16."""
+
+
+def train_in_two(rank: int, world_size: int, halves: tuple[Case, Case], base: Path, folder: Path) -> Any:
+    """Losses and norms of a run whose second half another engine trains from the first one's checkpoint."""
+    from dsx.checkpoint.run.export import export_hf
+
+    losses, norms = [], []
+    for number, case in enumerate(halves):
+        engine, _ = dsx_run.build(case, base)
+        if number:
+            engine.load_checkpoint(folder / "checkpoints")
+        for step in range(number * STEPS // 2, (number + 1) * STEPS // 2):
+            losses.append(float(engine.train_batch(dsx_run.batches(case, step, engine.groups.dp_rank))))
+            norms.append(engine.get_global_grad_norm())
+        engine.save_checkpoint(folder / "checkpoints")
+    export_hf(engine, folder / "ours")
+    return losses, norms
+
+
+@pytest.mark.parametrize(("start", "first", "second", "bf16"), often(RESUMED, 2))
+def test_a_start_that_changes_the_base_holds_at_zero3_in_bf16_and_resumed(
+    bases: dict[str, Path], start: str, first: Case, second: Case, bf16: bool, tmp_path: Path
+) -> None:
+    """Beside PEFT with torch's AdamW; what dsx saves PEFT reads, saves again, and dsx reads that."""
+    base, dtype = tmp_path / "base", torch.bfloat16 if bf16 else torch.float32
+    AutoModelForCausalLM.from_pretrained(bases["llama"], dtype=dtype).save_pretrained(base)
+    options = {"target_modules": "all-linear", "init_lora_weights": start}
+    theirs = with_peft(base, options, tmp_path, first.rows, dtype)
+    adapter = (("path", str(tmp_path / "start")),)
+    halves = tuple(replace(case, adapter=adapter, bf16=bf16) for case in (first, second))
+    losses, norms = ranks.run(train_in_two, 2, halves, base, tmp_path)[0]
+    assert losses == pytest.approx(theirs.losses, rel=2e-2 if bf16 else 1e-5)
+    assert norms == pytest.approx(theirs.norms, rel=1e-1 if bf16 else 3e-5)
+    ids, ours = oracle.tokens(99, 2), whole(base, tmp_path / "ours")
+    ours.save_pretrained(tmp_path / "again")
+    with torch.no_grad():
+        read = ours(ids).logits
+        # A folder has what the run computed with, in its dtype, and a checkpoint what that was rounded from.
+        for folder, bound in (("again", 1e-5), ("checkpoints", 3e-2 if bf16 else 1e-5)):
+            merged, _ = dsx.load_transformers(tmp_path / folder, tokenizer="bytes", precision="fp32")
+            assert (merged(ids).logits - read).norm() < bound * read.norm(), folder
+        if not bf16:
+            assert torch.allclose(read, whole(base, theirs.folder)(ids).logits, rtol=0, atol=1e-4)
+    made, began = (resolved(base, tmp_path / each).model.adapter for each in ("again", "start"))
+    assert made == began

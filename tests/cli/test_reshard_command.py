@@ -118,9 +118,13 @@ def test_a_dry_run_tells_and_writes_nothing(dsx, saved, tmp_path):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_inspect_names_layout_states_and_tensors(dsx, saved):
+def test_inspect_names_layout_states_and_tensors(dsx, saved, monkeypatch):
+    code, out, err = dsx("inspect", saved)
+    assert (code, err, max(map(len, out.splitlines())) <= 80) == (0, "", True)
+    monkeypatch.setenv("COLUMNS", "300")
     code, out, err = dsx("inspect", saved)
     assert (code, err) == (0, "")
+    assert "elements" in out.partition("master")[2].splitlines()[0]
     assert "layout     pp 2 x dp 2 x tp 1, chunks 1, ZeRO-1, bf16" in out
     assert "0.word.weight" in out
     (saved.parent / "a run").mkdir()
@@ -162,7 +166,8 @@ def test_diff_says_what_differs_and_how_far(dsx, saved, tmp_path):
     made.reshard(made.plain(tmp_path / "q", specs, made.BF16, bits=bits), tmp_path / "b", layout_of(specs))
     code, out, err = dsx("diff", tmp_path / "a", tmp_path / "b")
     assert (code, err) == (1, "")
-    assert "2.mlp.up.weight, master: 2 of 576 elements differ, at most 7 ulp, 8.34e-07 absolute" in out
+    told = "2.mlp.up.weight, master: 2 of 576 elements differ, at most 7 ulp, 8.34e-07 absolute"
+    assert (told in " ".join(out.split()), max(map(len, out.splitlines())) <= 80) == (True, True)
     assert "155 of 156 tensors' states are equal" in out
     code, out, _ = dsx("diff", saved, tmp_path / "b", "--format", "json")
     content = json.loads(out)

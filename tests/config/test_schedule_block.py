@@ -6,8 +6,9 @@ import pytest
 from sample_config import changed
 
 from dsx.config.resolve import resolve
-from dsx.errors import ConfigError
+from dsx.errors import ConfigError, ScheduleError
 from dsx.schedules.builders import Options, build
+from dsx.schedules.interleaved import MOST_FORWARDS
 
 PP2 = {"dsx.parallel.pipeline": 2, "dsx.parallel.tensor": 1}
 
@@ -67,6 +68,20 @@ def test_options_reach_the_builder():
 def test_options_that_do_not_fit_are_explained(edits, words):
     message = _refused(edits)
     assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("option", [{}, {"dsx.schedule.group_size": 4}])
+def test_a_step_that_no_builder_lays_out_is_refused_in_its_words(option):
+    micro_batches = MOST_FORWARDS // 16
+    size = PP2 | {"dsx.schedule.name": "interleaved", "dsx.parallel.chunks": 8}
+    size["dsx.model.overrides"] = {"num_hidden_layers": 16}
+    with pytest.raises(ConfigError) as caught:
+        resolve(changed(size | option | _batch(micro_batches + 1)), world_size=2)
+    with pytest.raises(ScheduleError) as told:
+        build("interleaved", 2, 8, micro_batches + 1)
+    assert str(told.value) in str(caught.value)
+    if not option:
+        assert resolve(changed(size | _batch(micro_batches)), world_size=2).accumulation == micro_batches
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zbv", "interleaved_zb"])

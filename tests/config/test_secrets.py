@@ -8,7 +8,8 @@ import pytest
 
 from config.sample_config import changed
 from dsx.config.resolve import resolve
-from dsx.config.wording import HIDDEN, at, without_secrets
+from dsx.config.wording import HIDDEN, at, parted_from_secrets, without_secrets
+from dsx.doctor.mend import Mended
 from dsx.launch.entry import parse_arguments
 
 KEYS = (
@@ -20,13 +21,24 @@ KEYS = (
     "password",
     "client_secret",
     "aws_secret_access_key",
+    "aws_access_key_id",
+    "db_password",
+    "wandb_key",
+    "Authorization",
 )
 
 
 @pytest.mark.parametrize("key", KEYS)
 def test_a_secret_is_hidden_wherever_it_stands(key: str) -> None:
-    given = {"comet": [{key: "sesame", "project": "p"}]}
-    assert "sesame" not in json.dumps(without_secrets(given))
+    given = {"comet": [{key: "sesame", "project": "p"}], key: {"deeper": ["sesame"], "number": 5551}}
+    shown = json.dumps(without_secrets(given))
+    assert ("sesame" in shown, "5551" in shown, "project" in shown) == (False, False, True)
+    parted, missing = parted_from_secrets(given)
+    assert ("sesame" in json.dumps(parted), len(missing)) == (False, 3)
+    text = json.dumps(given)
+    assert "sesame" not in Mended(before=text, after=text.replace("project", "team"), findings=()).diff(
+        "ds.json"
+    )
     assert at(f"comet.{key}", "sesame") == f'comet.{key} = "{HIDDEN}"'
     assert "sesame" not in at("comet", given)
 
@@ -38,10 +50,17 @@ def test_what_is_no_secret_stays() -> None:
         "eos_token": "</s>",
         "chunk_tokens": 8,
         "key": "k",
+        "label_key": "answer",
+        "compass": "north",
         "api_key": "",
+        "path": "runs/hf_model_of_the_tenth_of_may_2026/sk-learn?step=3&monkey=x",
+        "enabled_password": False,
     }
     assert without_secrets(plain) == plain
-    assert without_secrets({"url": "https://me:word@host/x"}) == {"url": f"https://{HIDDEN}@host/x"}
+    for text in ("https://me:word@host/x", f"hf_{'aZ09' * 8}", "AKIA" + "A1" * 8, "x?token=word&y=1"):
+        shown = without_secrets({"url": text})["url"]
+        assert HIDDEN in shown
+        assert not any(secret in shown for secret in ("word", "aZ09", "A1A1"))
 
 
 def test_a_run_records_no_secret() -> None:

@@ -12,7 +12,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import dsx
 import ranks
-from dsx.models.params import layer_kinds
 from dsx.nn.split import WeightGradients
 from dsx.parallel.groups import make_groups
 from dsx.planner.layer_cost import stage_costs
@@ -58,20 +57,13 @@ def _peak(case: Case) -> tuple[int, int]:
     fast = config.dsx.model_copy(update={"profile_micro_batches": 1})
     profile = measure_model(replace(config, dsx=fast), engine.groups)
     schedule = config.program.build(case.pp, case.chunks, case.accumulation)
-    stages = stage_costs(profile.layers[config.dsx.recompute], config.stage_map.bounds)
-    # Rotary tables, which a profile counts in each block unless attention is recomputed, are the same in all.
+    # Rotary tables are the same in all blocks and micro-batches, so that a profile has them in none.
     model, tables = config.model, 0
     if model.rope is not None and config.dsx.recompute == "none":
         tables = 2 * config.sequence_length * model.rotary_size * torch.float32.itemsize
-    blocks = [
-        sum(layer_kinds(model)[layer] == "Block" for layer in config.stage_map.layers(stage))
-        for stage in range(schedule.num_stages)
-    ]
     # Recomputed tensors are kept where no hook sees them.
-    stages = [
-        replace(stage, kept_bytes=stage.kept_bytes - tables * count, working_bytes=0)
-        for stage, count in zip(stages, blocks, strict=True)
-    ]
+    layers = profile.layers[config.dsx.recompute]
+    stages = [replace(each, working_bytes=0) for each in stage_costs(layers, config.stage_map.bounds)]
     return _counted(engine, case), peak_bytes(schedule, stages)[engine.groups.pp_rank] + tables
 
 

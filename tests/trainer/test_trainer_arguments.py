@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -22,6 +23,7 @@ from dsx.doctor.examine import examine
 from dsx.doctor.run import trainer_block
 from dsx.errors import ConfigError, DsxError, ModelError
 from dsx.trainer.arguments import (
+    ATTRIBUTES_NOT_THERE,
     HONOURED,
     NO_MATTER,
     NOT_THERE,
@@ -169,7 +171,7 @@ def test_a_subclass_that_overrides_what_is_never_called(args):
 
 def test_names_that_are_not_there(args):
     trainer = dsx.Trainer(model(), changed(args, deepspeed=ALONE))
-    for name in NOT_THERE:
+    for name in (*NOT_THERE, *ATTRIBUTES_NOT_THERE):
         assert not hasattr(trainer, name)
         with pytest.raises(DsxError, match=f"dsx.Trainer.{name}: it is not there"):
             getattr(trainer, name)
@@ -181,6 +183,14 @@ def test_every_public_name_of_transformers_trainer_has_a_place(args):
     trainer = dsx.Trainer(model(), changed(args, deepspeed=ALONE))
     for name in (name for name in vars(Trainer) if not name.startswith("_")):
         assert (name in NOT_THERE) != hasattr(trainer, name), name
+    plain = TrainingArguments(output_dir=args.output_dir, use_cpu=True, report_to="none")
+    theirs = Trainer(AutoModelForCausalLM.from_config(model()), plain)
+    for name, value in vars(theirs).items():
+        named = {*NOT_THERE, *ATTRIBUTES_NOT_THERE}
+        assert name.startswith("_") or (name in named) != hasattr(trainer, name), name
+        if value is None or isinstance(value, bool):
+            ours = getattr(trainer, name, value)
+            assert bool(ours) == bool(value) or name == "is_deepspeed_enabled", name
 
 
 def test_what_scripts_ask_after_training(args):

@@ -27,7 +27,7 @@ from dsx.checkpoint.formats.native import random_file
 from dsx.checkpoint.open import open_checkpoint
 from dsx.checkpoint.plain import as_numpy
 from dsx.checkpoint.run.names import CheckpointedRun, Names, specs_here
-from dsx.checkpoint.run.stored import load_stored
+from dsx.checkpoint.run.stored import ALL, Wanted, load_stored
 from dsx.engine.zero.held import held, refresh_weights
 from dsx.engine.zero.loss_scale import scaler_of
 from dsx.errors import CheckpointError, DsxError, ModelError
@@ -193,8 +193,10 @@ def _restore_loss_scale(run: CheckpointedRun, saved: Mapping[str, Any], where: s
     scaler.cur_hysteresis = min(scaler.cur_hysteresis, scaler.delayed_shift)
 
 
-def restore_facts(run: CheckpointedRun, facts: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Put counters, hyperparameters and scheduler back.
+def restore_facts(
+    run: CheckpointedRun, facts: Mapping[str, Any], where: str, wanted: Wanted = ALL
+) -> dict[str, Any]:
+    """Put counters, hyperparameters and scheduler back, as far as they are wanted.
 
     Returns:
         The client's state.
@@ -203,6 +205,10 @@ def restore_facts(run: CheckpointedRun, facts: Mapping[str, Any], where: str) ->
         CheckpointError: It is of another optimizer, or has a scheduler where the run has none.
     """
     with reading(where):
+        state = plain.decode(facts.get("client_state", {}), f"{where}: client_state")
+        state = dict(state) if isinstance(state, dict) else {}
+        if not wanted.progress:
+            return state
         inner = run.deepspeed_engine
         inner.global_steps = int(facts.get("step", 0))
         for name, value in facts.get("counters", {}).items():
@@ -211,16 +217,15 @@ def restore_facts(run: CheckpointedRun, facts: Mapping[str, Any], where: str) ->
         was, now, batch = _islands(run, facts.get("outer"))
         before = int(inner.global_samples)
         inner.global_samples = carried_over(before, was, now, batch)
-        _restore_groups(run, facts.get("param_groups", ()))
-        _restore_loss_scale(run, facts.get("loss_scale") or {}, where)
+        if wanted.optimizer:
+            _restore_groups(run, facts.get("param_groups", ()))
+            _restore_loss_scale(run, facts.get("loss_scale") or {}, where)
         if run.outer is not None:
             run.outer.restore(facts.get("outer"))
-        scheduler = facts.get("lr_scheduler")
+        scheduler = facts.get("lr_scheduler") if wanted.schedule else None
         if scheduler is not None and inner.lr_scheduler is not None:
             saved = plain.decode(scheduler, f"{where}: lr_scheduler")
             inner.lr_scheduler.load_state_dict(_of_groups(saved, len(_optimizer(run).param_groups)))
-        state = plain.decode(facts.get("client_state", {}), f"{where}: client_state")
-        state = dict(state) if isinstance(state, dict) else {}
         if was != now and "data_cursor" in state:
             state["data_cursor"] = carried_over(int(state["data_cursor"]), was, now, batch)
             state["tokens"] = int(state.get("tokens", 0)) // (before or 1) * inner.global_samples
@@ -315,15 +320,17 @@ _SHOWN = 3
 T = TypeVar("T")
 
 
-def load(run: CheckpointedRun, folder: Path, *, tag: str | None) -> tuple[Path, dict[str, Any]]:
+def load(
+    run: CheckpointedRun, folder: Path, *, tag: str | None, wanted: Wanted = ALL
+) -> tuple[Path, dict[str, Any]]:
     """Continue from a checkpoint, whatever layout it was saved in. Collective.
 
     ``folder`` is one of checkpoints, of which ``tag`` names one (the one that its file ``latest`` names by
     default), that of a run, or a checkpoint itself. A checkpoint of stock DeepSpeed is read as well, if its
     tensors have the names of this run's.
 
-    Weights, optimizer state, learning-rate scheduler, counters and random states are restored; in the layout
-    it was saved in, bit for bit. Each rank reads what it holds and no more.
+    Weights and what else is wanted, of optimizer state, learning-rate scheduler, counters and random states,
+    are restored; in the layout it was saved in, bit for bit. Each rank reads what it holds and no more.
 
     Returns:
         The checkpoint's folder and the ``client_state`` it was saved with.
@@ -332,17 +339,21 @@ def load(run: CheckpointedRun, folder: Path, *, tag: str | None) -> tuple[Path, 
         CheckpointError: None there, damaged, or of another model or optimizer.
     """
     names = _names(run)
+    may_lack = frozenset() if wanted.frozen else _frozen(run)
     root, tag = agree(lambda: store.place(folder, tag))
 
     def check() -> Path:
         found = store.find(root, tag)
         catalog = _or_earlier(root, tag, lambda: _opened(run, found))
-        require_same_model(catalog, names, _stored(run, left_out=True))
+        saved = {entry.name for entry in catalog.entries}
+        asked = {name: shape for name, shape in names.items() if name in saved or name not in may_lack}
+        require_same_model(catalog, asked, _stored(run, left_out=True))
         require_same_base(catalog, run.run_config)
         if run.run_config is not None:
             config = run.run_config
             _require_same_numbers(catalog, _numbers(model_fact(config.model), config.hf_config))
-        require_same_optimizer(run, catalog.facts, str(found))
+        if wanted.optimizer:
+            require_same_optimizer(run, catalog.facts, str(found))
         return found
 
     path = agree(check)
@@ -351,10 +362,11 @@ def load(run: CheckpointedRun, folder: Path, *, tag: str | None) -> tuple[Path, 
         return _together(lambda: _or_earlier(root, tag, action))
 
     catalog = each(lambda: _opened(run, path))
-    each(lambda: load_stored(run, catalog))
+    each(lambda: load_stored(run, catalog, wanted))
     refresh_weights(run.deepspeed_engine)
-    client = restore_facts(run, catalog.facts, str(path))
-    each(lambda: restore_random_states(run, catalog))
+    client = restore_facts(run, catalog.facts, str(path), wanted)
+    if wanted.progress:
+        each(lambda: restore_random_states(run, catalog))
     return path, client
 
 
@@ -380,6 +392,16 @@ def _names(run: CheckpointedRun) -> dict[str, tuple[int, ...]]:
     held = (spec for spec in specs_here(run) if not is_left_out(spec, run.run_config))
     dist.all_gather_object(gathered, {spec.name: spec.shape for spec in held})
     return {name: shape for part in gathered for name, shape in part.items()}
+
+
+def _frozen(run: CheckpointedRun) -> frozenset[str]:
+    """Every parameter that no rank trains. A collective call over all ranks."""
+    pairs = zip(specs_here(run), run.pipeline.chunks.parameters(), strict=True)
+    mine = [(spec.name, parameter.requires_grad) for spec, parameter in pairs]
+    parts: list[list[tuple[str, bool]]] = [[] for _ in range(run.groups.mesh.size)]
+    dist.all_gather_object(parts, mine)
+    trained = {name for part in parts for name, trains in part if trains}
+    return frozenset(name for part in parts for name, _ in part) - trained
 
 
 def require_same_model(

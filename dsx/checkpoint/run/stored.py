@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,27 @@ from dsx.parallel.islands import OUTER_STATES
 
 MASTER, WEIGHT = "master", "weight"
 _ALL = (0, 1)  # of the ranks with the same elements, the only one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What is asked of a checkpoint, as the arguments of stock DeepSpeed's load_checkpoint say it.
+
+    Attributes:
+        optimizer: The optimizer's states and hyperparameters, and fp16's loss scale. What is not asked for
+            stays as it is.
+        schedule: The learning-rate schedule's state.
+        progress: Counters, the schedule and random states: what is there beside weights and optimizer.
+        frozen: Every frozen parameter; else those that are there.
+    """
+
+    optimizer: bool = True
+    schedule: bool = True
+    progress: bool = True
+    frozen: bool = True
+
+
+ALL = Wanted()
 
 
 def stored_here(run: CheckpointedRun, *, everything: bool = False) -> Iterator[StoredBlock]:
@@ -114,10 +135,15 @@ def _untrained(run: CheckpointedRun, share: _Share) -> Iterator[StoredBlock]:
             yield from share.block(spec, (WEIGHT, "buffer"), 0, buffer.detach().view(-1))
 
 
-def load_stored(run: CheckpointedRun, catalog: Catalog) -> int:
+def load_stored(run: CheckpointedRun, catalog: Catalog, wanted: Wanted = ALL) -> int:
     """Fill masters, moments, frozen weights and buffers from a checkpoint of any layout.
 
     Each rank reads what it holds, and nothing else. The weights have yet to be made from the masters.
+
+    Args:
+        run: The run.
+        catalog: The checkpoint.
+        wanted: What of it.
 
     Returns:
         Bytes of tensors that this rank read.
@@ -131,7 +157,7 @@ def load_stored(run: CheckpointedRun, catalog: Catalog) -> int:
     if run.outer is not None:
         run.outer.expect({entry.state for entry in catalog.entries})
     names = Names(run)
-    for kept in held(run.deepspeed_engine):
+    for kept in held(run.deepspeed_engine) if wanted.optimizer else ():
         if not kept.spans:
             continue
         found: dict[str, set[float]] = defaultdict(set)
@@ -140,9 +166,13 @@ def load_stored(run: CheckpointedRun, catalog: Catalog) -> int:
                 found[state].add(number)
         kept.make(moments, {state: _one_of(catalog, state, values) for state, values in found.items()})
     frozen = {names.of(p).name for p in run.pipeline.chunks.parameters() if not p.requires_grad}
+    there = {entry.name for entry in catalog.entries}
     with Reader(catalog) as reader, torch.no_grad():
         for block in stored_here(run, everything=True):
-            _fill(reader, block, frozen=block.entry.name in frozen)
+            if not wanted.optimizer and block.entry.state not in {MASTER, WEIGHT}:
+                continue
+            if wanted.frozen or block.entry.role != "frozen" or block.entry.name in there:
+                _fill(reader, block, frozen=block.entry.name in frozen)
         return reader.read_bytes
 
 
@@ -154,6 +184,8 @@ def _fill(reader: Reader, block: StoredBlock, *, frozen: bool) -> None:
     state = MASTER if (wanted.state, wanted.role) == (WEIGHT, "trained") else wanted.state
     where = f"{reader.catalog.root}: tensor {name}, {state}"
     entry, weight = reader.find(name, state), reader.find(name, WEIGHT)
+    if wanted.role == "frozen":  # it may have been trained there
+        entry = entry or reader.find(name, MASTER)
     if entry is None and weight is not None:
         if frozen:
             values.zero_()

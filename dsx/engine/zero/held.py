@@ -82,8 +82,10 @@ class Held:
 
 
 def held(engine: Any) -> tuple[Held, ...]:
-    """Every master of this rank, in the optimizer's order."""
+    """Every master of this rank, in the optimizer's order; none without an optimizer."""
     wrapper = engine.optimizer
+    if wrapper is None:
+        return ()
     _, masters = _KINDS.get(type(wrapper).__name__, ("", _plain))
     return tuple(masters(wrapper))
 
@@ -91,6 +93,8 @@ def held(engine: Any) -> tuple[Held, ...]:
 def trained_parameters(engine: Any) -> Iterator[nn.Parameter]:
     """Every parameter that an optimizer of this rank's ZeRO group updates, whichever of them holds it."""
     wrapper = engine.optimizer
+    if wrapper is None:
+        return
     if (kind := type(wrapper).__name__) in _KINDS:
         for group in getattr(wrapper, _KINDS[kind][0]):
             yield from group
