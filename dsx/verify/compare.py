@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import sqrt
 
 import torch
 from torch import Tensor
@@ -369,8 +370,7 @@ class TrainingComparison:
         What a norm counts twice may be small: norms' weights are a ten-thousandth of it. Next to these
         gradients nothing but the rounding of a sum is between.
         """
-        squares = (float(whole.values.double().square().sum()) for whole in step.gradients.values())
-        return sum(squares) ** 0.5
+        return sqrt(sum(float(whole.values.double().square().sum()) for whole in step.gradients.values()))
 
     def _backward(self, expected: Evaluation) -> list[str]:
         """Tensors with a gradient, in the order of the backward."""
