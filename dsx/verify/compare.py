@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import sqrt
 
 import torch
 from torch import Tensor
@@ -370,8 +370,7 @@ class TrainingComparison:
         What a norm counts twice may be small: norms' weights are a ten-thousandth of it. Next to these
         gradients nothing but the rounding of a sum is between.
         """
-        squares = (float(whole.values.double().square().sum()) for whole in step.gradients.values())
-        return math.sqrt(sum(squares))
+        return sqrt(sum(float(whole.values.double().square().sum()) for whole in step.gradients.values()))
 
     def _backward(self, expected: Evaluation) -> list[str]:
         """Tensors with a gradient, in the order of the backward."""
