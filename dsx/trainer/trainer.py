@@ -66,14 +66,7 @@ from dsx.trainer.arguments import (
     refuse_means_by_rank,
     require_called,
 )
-from dsx.trainer.batches import (
-    Loading,
-    default_collator,
-    epoch,
-    filler,
-    micro_batch,
-    tokens_in,
-)
+from dsx.trainer.batches import Loading, default_collator, epoch, filler, micro_batch, tokens_in
 from dsx.trainer.configure import (
     GivenModel,
     configure,
