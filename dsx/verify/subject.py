@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -100,7 +101,8 @@ class _Watch:
     def step(self, batches: Iterator[tuple[Any, Any]]) -> RankStep:
         subject = self._subject
         self._given.clear()
-        loss = float(subject.engine.train_batch(batches))
+        with self._finite(not_finite := []):
+            loss = float(subject.engine.train_batch(batches))
         norm = subject.engine.get_global_grad_norm()
         pieces, spread = [], {}
         for kept in held(subject.inner):
@@ -120,7 +122,32 @@ class _Watch:
                             name=name, start=span.start, before=before[at], after=after[at], gradient=own
                         )
                     )
-        return RankStep(loss=loss, norm=None if norm is None else float(norm), pieces=pieces, spread=spread)
+        return RankStep(
+            loss=loss,
+            norm=None if norm is None else float(norm),
+            pieces=pieces,
+            spread=spread,
+            not_finite=not_finite,
+        )
+
+    @contextmanager
+    def _finite(self, bad: list[str]) -> Iterator[None]:
+        """Note which gradients are not finite: DeepSpeed then skips the step, and the optimizer sees none."""
+
+        def hook(name: str) -> Callable[[Tensor], None]:
+            def note(gradient: Tensor) -> None:
+                if name not in bad and not gradient.isfinite().all():
+                    bad.append(name)
+
+            return note
+
+        parameters = self._subject.parameters.items()
+        handles = [each.register_hook(hook(name)) for name, each in parameters if each.requires_grad]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def weights(self) -> dict[str, Weight]:
         """Every weight as the model computes with it."""
@@ -272,9 +299,13 @@ def passed(job: VerifyJob, groups: Groups, clipping: float) -> Seen | None:
 
 def _gathered(mine: Any) -> list[Any] | None:
     """What every rank gives, on rank 0."""
+    written = io.BytesIO()
+    torch.save(mine, written)  # all tensors at once, where a pickle would write a file for each
     everybody: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(mine, everybody)
-    return everybody
+    dist.gather_object(written.getvalue(), everybody)
+    if everybody is None:
+        return None
+    return [torch.load(io.BytesIO(each), weights_only=False) for each in everybody]
 
 
 def _family(config: RunConfig, groups: Groups) -> Subject:
