@@ -106,6 +106,6 @@ def _lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if tried["differs"]:
         yield "probe", f"refused: of {small}, {tried['differs']}"
     else:
-        yield "probe", f"{small}: logits, loss and every gradient are those of transformers"
+        yield "probe", f"{small}: loss and every gradient are those of transformers"
     yield "sequence", tried["no_sequence"] or "sequence parallelism is right"
     yield "documents", tried["no_documents"] or "documents of a pack are kept apart"

@@ -14,7 +14,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import lru_cache, partial
@@ -247,6 +247,8 @@ class Placeholder(nn.Module):
     ) -> None:
         super().__init__()
         self._like, self._called, self._extras = (like,), called, extras
+        self.beside: Any = None
+        """What the outputs beside the hidden states are."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -257,7 +259,7 @@ class Placeholder(nn.Module):
     def forward(self, *arguments: Any, **named: Any) -> Any:
         """As the block's forward."""
         hidden, extras = self._called(BlockCall.of(arguments, named)), self._extras()
-        return hidden if extras is None else (hidden, *(None,) * extras)
+        return hidden if extras is None else (hidden, *(self.beside,) * extras)
 
 
 @dataclass(frozen=True, slots=True)
@@ -523,7 +525,10 @@ def anatomy_of(config: str) -> Anatomy:
     _require_all_blocks(model)
     found = _found(model)
     _require_apart(model, found)
-    return _looked_at(found)
+    _looked_at(found)
+    if any(found.extras.values()):
+        _require_own(found)
+    return found
 
 
 def _refusal(model: Any, why: str) -> ModelError:
@@ -580,7 +585,7 @@ def _require_apart(model: Any, found: Anatomy) -> None:
                 raise _refusal(model, f"blocks {first} and {number} share the parameter {name}")
 
 
-def _looked_at(found: Anatomy) -> Anatomy:
+def _looked_at(found: Anatomy) -> None:
     """Run the family's forward around placeholders and note what happens."""
     model, order = found.model, list[Any]()
     tried: dict[Any, tuple[int | None, list[str]]] = {}
@@ -641,7 +646,6 @@ def _looked_at(found: Anatomy) -> Anatomy:
         and bool((ends[0][1][0] == len(found.list_of_blocks) + 1).all())
     )
     _require_stateless(found)
-    return found
 
 
 def _noted(path: str, order: list[Any], uses: list[Any], _module: nn.Module, given: Any, gave: Any) -> None:
@@ -667,16 +671,11 @@ def _extras(model: Any, block: nn.Module, call: BlockCall) -> tuple[int | None, 
     It is run without storage. One that looks at values cannot be; then its annotation counts. It writes into
     those of its arguments that hold something else afterwards, as a dict does that blocks share.
     """
-
-    def moved(value: Any) -> Any:
-        return tree_map(lambda each: without_storage(each) if isinstance(each, Tensor) else each, value)
-
-    there = BlockCall(moved(call.hidden), moved(call.arguments), moved(call.named), call.by_name)
+    there = _form_of(call)
     places = {**{str(place): value for place, value in enumerate(there.arguments, 1)}, **there.named}
     before = {name: list(leaves(value)) for name, value in places.items()}
     try:
-        with torch.no_grad(), torch_forms():
-            gave = there.make(copy.deepcopy(block).to("meta", torch.bfloat16), there.hidden)
+        gave = _run_form(block, there)
     except Exception as error:  # noqa: BLE001 - as above
         if isinstance(error, TypeError) and "NoneType" in str(error):  # a number is lacking
             raise _lacking(model, error) from None
@@ -705,6 +704,64 @@ def _lacking(model: Any, error: Exception) -> ModelError:
         f"transformers does not run its blocks with this config ({_told(error)})",
         f"give the number that is null: {', '.join(empty) or 'compare with a published config'}",
     )
+
+
+def _form_of(call: BlockCall) -> BlockCall:
+    def moved(value: Any) -> Any:
+        return tree_map(lambda each: without_storage(each) if isinstance(each, Tensor) else each, value)
+
+    return BlockCall(moved(call.hidden), moved(call.arguments), moved(call.named), call.by_name)
+
+
+def _run_form(block: nn.Module, there: BlockCall) -> Any:
+    """What a block gives, without storage."""
+    with torch.no_grad(), torch_forms():
+        return there.make(copy.deepcopy(block).to("meta", torch.bfloat16), there.hidden)
+
+
+class _CarriedError(Exception):
+    """A block uses what another gave beside the hidden states."""
+
+
+class _Carried:
+    """In the place of such an output: any use of it is an error."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked by Python and torch of every object
+            raise AttributeError(name)
+        raise _CarriedError
+
+
+def _require_own(found: Anatomy) -> None:
+    """Refuse a family whose blocks use what blocks before them gave beside the hidden states.
+
+    Their forward may be given it and not use it, as configs of `glm_moe_dsa` without shared layers have it.
+    """
+    calls: list[BlockCall] = []
+
+    def called(_number: int, call: BlockCall) -> Tensor:
+        calls.append(call)
+        return call.hidden
+
+    base = found.stripped((), called)
+    for module in base.modules():
+        if isinstance(module, Placeholder):
+            module.beside = _Carried()
+    with suppress(Exception), torch.no_grad():  # a family's forward may look at it itself
+        base(inputs_embeds=torch.ones(*_PROBED, found.width), use_cache=False)
+    for number, call in enumerate(calls):
+        given = [path for path, each in leaves(call.named) if isinstance(each, _Carried)]
+        if given:
+            try:
+                _run_form(found.list_of_blocks[number], _form_of(call))
+            except _CarriedError:
+                raise _refusal(
+                    found.model,
+                    f"block {number} uses {given[0].lstrip('.')}, which the block before it gives beside the "
+                    "hidden states: state that is carried across blocks",
+                ) from None
+            except Exception:  # noqa: BLE001, S112 - what looks at values cannot be looked at
+                continue
 
 
 def _ids(held: Iterable[tuple[str, Any]]) -> list[tuple[str, int]]:

@@ -112,7 +112,7 @@ def require_right_layers(config: RunConfig) -> None:
         ModelError: The layers are.
     """
     if isinstance(config.model, HubModel):
-        from dsx.hub.probe import require_probed  # here: dsx's own families need nothing of it
+        from dsx.verify.alone import require_probed  # here: dsx's own families need nothing of it
 
         cuts = config.dsx.parallel.sequence_parallel and config.mesh.tp > 1
         require_probed(config.model, sequence=cuts, documents=config.dsx.data.keeps_apart)

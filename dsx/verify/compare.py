@@ -332,6 +332,40 @@ class Bench:
     built: Weights | None = None
 
 
+def size_of(expected: Evaluation, name: str) -> float:
+    """What differences of a gradient are relative to.
+
+    That is its largest element, but not less than a thousandth of the largest of all gradients, below which a
+    gradient is nothing but rounding.
+    """
+    largest = max(scale_of(gradient) for gradient in expected.gradients.values())
+    return max(scale_of(expected.gradients[name]), 1e-3 * largest, 1e-30)
+
+
+def unlike(
+    own: Evaluation, expected: Evaluation, bench: Bench, weights: Weights, batches: Sequence[Batch]
+) -> tuple[str, str] | None:
+    """What differs first between two evaluations of one process, and by how much; None if nothing does."""
+    off = abs(own.loss - expected.loss) / max(1e-6, abs(expected.loss))
+    if not off <= bench.tolerances.value:
+        return "the loss", f"by {off:.1e}"
+    sizes = {name: size_of(expected, name) for name in expected.gradients}
+    for name in own.gradients.keys() - sizes.keys():
+        if own.gradients[name].any():
+            return name, "as transformers has none"
+    zero = torch.zeros(())
+    errors = {
+        name: float((own.gradients.get(name, zero) - expected.gradients[name]).abs().max()) / sizes[name]
+        for name in reversed(bench.reference.order)
+        if name in sizes
+    }
+    wrong = {name: sizes[name] for name, error in errors.items() if not error <= bench.tolerances.gradient}
+    if wrong:
+        allowed, _ = steepness(bench.reference, weights, batches, expected.gradients, wrong)
+        wrong = {name: size for name, size in wrong.items() if not errors[name] <= allowed[name]}
+    return next(((name, f"by {errors[name]:.1e} of its largest element") for name in wrong), None)
+
+
 class TrainingComparison:
     """One pass of a layout beside the reference, step by step until something differs.
 
@@ -447,7 +481,7 @@ class TrainingComparison:
         off = 0.0 if step.norms[0] is None else abs(step.norms[0] - norm) / max(norm, 1e-30)
         norm_equal = off <= tolerances.value * 10
         if wrong or not norm_equal:
-            sizes = {name: self._size(expected, name, 1.0) for name in wrong}
+            sizes = {name: size_of(expected, name) for name in wrong}
             allowed, of_norm = steepness(self._bench.reference, weights, batches, expected.gradients, sizes)
             wrong = [name for name in wrong if not errors[name] <= allowed[name]]
             norm_equal = norm_equal or off <= of_norm
@@ -480,19 +514,10 @@ class TrainingComparison:
         if whole is None:
             return 0.0 if not float(wanted.abs().max()) else 1.0
         same = [whole.values, *self._places.copies(name, whole)]
-        size = self._size(expected, name, scale)
+        size = scale * size_of(expected, name)
         error = max(float((values - wanted).abs().max()) for values in same)
         # The copy of each data-parallel rank differs from the first one's by so much.
         return max(error, step.data_spread.get(name, 0.0), whole.padding) / size
-
-    def _size(self, expected: Evaluation, name: str, scale: float) -> float:
-        """What differences of a gradient are relative to.
-
-        That is its largest element, but not less than a thousandth of the largest of all gradients, below
-        which a gradient is nothing but rounding.
-        """
-        largest = max(scale_of(gradient) for gradient in expected.gradients.values())
-        return max(scale * max(scale_of(expected.gradients[name]), 1e-3 * largest), 1e-30)
 
     def _row(
         self, index: int, step: WholeStep, expected: Evaluation, norm: float, worst: tuple[float, str]
