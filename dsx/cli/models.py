@@ -39,6 +39,9 @@ def models(
     A small model of the same structure is made, and what dsx cuts is compared with transformers. Exit code 1
     if the model of PATH is refused.
     """
+    from dsx.launch import entry
+
+    entry.quiet()  # a model is tried with torch and DeepSpeed
     if path is None:
         _list(probed=probe, style=style)
         return
