@@ -33,6 +33,7 @@ from dsx.models.config_values import at
 from dsx.models.quiet_transformers import first_line, quiet_transformers, torch_forms
 from dsx.models.spec import HubModel
 from dsx.verify.compare import relative, unlike
+from dsx.verify.reference import Transformers
 from dsx.verify.run import EXACT, family_plan
 from dsx.verify.shrunk import trial
 from dsx.verify.subject import NOISE, VerifyJob
@@ -163,6 +164,12 @@ class Small:
             for name, values in self.bench.reference.weights().items()
         }
 
+    @property
+    def whole(self) -> Any:
+        """Transformers' model."""
+        assert isinstance(self.bench.reference, Transformers)
+        return self.bench.reference.whole
+
     def _unrun(self, error: Exception) -> ModelError:
         return ModelError(
             at("model_type", self.model.family),
@@ -225,7 +232,7 @@ def _far(own: Tensor, other: Tensor) -> str | None:
 
 def _sequence_problem(small: Small) -> str | None:
     """Why a block may not be given a slice of the sequence; None if every kind of block may."""
-    model, whole = small.model, small.bench.reference.whole
+    model, whole = small.model, small.whole
     anatomy = anatomy_of(model.config)
     blocks = whole.get_submodule(anatomy.blocks)
     calls: dict[int, BlockCall] = {}

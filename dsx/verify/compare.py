@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
@@ -66,7 +67,7 @@ def steepness(
 
 
 def _norm(gradients: Weights) -> float:
-    return sum(_square(gradient) for gradient in gradients.values()) ** 0.5
+    return math.sqrt(sum(map(_square, gradients.values())))
 
 
 def _square(tensor: Tensor) -> float:

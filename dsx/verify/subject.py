@@ -101,7 +101,8 @@ class _Watch:
     def step(self, batches: Iterator[tuple[Any, Any]]) -> RankStep:
         subject = self._subject
         self._given.clear()
-        with self._finite(not_finite := []):
+        not_finite: list[str] = []
+        with self._finite(not_finite):
             loss = float(subject.engine.train_batch(batches))
         norm = subject.engine.get_global_grad_norm()
         pieces, spread = [], {}

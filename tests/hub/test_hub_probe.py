@@ -154,7 +154,7 @@ def test_a_trial_of_any_family_has_the_stages_of_the_run(tmp_path: Path) -> None
 def test_a_model_that_does_more_than_its_layers_differs() -> None:
     small = Small({"model_type": "olmo2", **TINY}, {}, documents="joined")
     assert small.difference() is None
-    head = small.bench.reference.whole.lm_head
+    head = small.whole.lm_head
     hook = head.register_forward_hook(lambda _module, _given, gave: 1.001 * gave)
     assert str(small.difference()).startswith("the loss differs by")
     hook.remove()
