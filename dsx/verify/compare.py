@@ -502,7 +502,7 @@ class TrainingComparison:
         What a norm counts twice may be small: norms' weights are a ten-thousandth of it. Next to these
         gradients nothing but the rounding of a sum is between.
         """
-        return sqrt(sum(float(whole.values.double().square().sum()) for whole in step.gradients.values()))
+        return _norm({name: whole.values for name, whole in step.gradients.items()})
 
     def _backward(self, expected: Evaluation) -> list[str]:
         """Tensors with a gradient, in the order of the backward."""

@@ -73,7 +73,7 @@ class RankStep:
     norm: float | None
     pieces: Sequence[SeenPiece]
     spread: dict[str, float]
-    not_finite: Sequence[str]
+    not_finite: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

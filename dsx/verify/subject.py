@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import io
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import deepspeed
@@ -63,6 +64,9 @@ def observe(subject: Subject, batches: Batches, steps: int) -> RankSeen:
     for step in range(steps):
         with watch.outputs(outputs) if step == 0 and subject.groups.replica == 0 else nullcontext():
             seen.append(watch.step(batches(step)))
+        norm = seen[-1].norm
+        if norm is not None and not math.isfinite(norm):  # on all ranks
+            seen[-1] = replace(seen[-1], not_finite=watch.not_finite(batches(step)))
         weights.append(watch.weights())
     known = {
         name: Known(
@@ -101,9 +105,7 @@ class _Watch:
     def step(self, batches: Iterator[tuple[Any, Any]]) -> RankStep:
         subject = self._subject
         self._given.clear()
-        not_finite: list[str] = []
-        with self._finite(not_finite):
-            loss = float(subject.engine.train_batch(batches))
+        loss = float(subject.engine.train_batch(batches))
         norm = subject.engine.get_global_grad_norm()
         pieces, spread = [], {}
         for kept in held(subject.inner):
@@ -123,32 +125,29 @@ class _Watch:
                             name=name, start=span.start, before=before[at], after=after[at], gradient=own
                         )
                     )
-        return RankStep(
-            loss=loss,
-            norm=None if norm is None else float(norm),
-            pieces=pieces,
-            spread=spread,
-            not_finite=not_finite,
-        )
+        return RankStep(loss=loss, norm=None if norm is None else float(norm), pieces=pieces, spread=spread)
 
-    @contextmanager
-    def _finite(self, bad: list[str]) -> Iterator[None]:
-        """Note which gradients are not finite: DeepSpeed then skips the step, and the optimizer sees none."""
+    def not_finite(self, batches: Iterator[tuple[Any, Any]]) -> list[str]:
+        """The tensors whose gradients are not finite in a step, which DeepSpeed then skips.
 
-        def hook(name: str) -> Callable[[Tensor], None]:
-            def note(gradient: Tensor) -> None:
-                if name not in bad and not gradient.isfinite().all():
-                    bad.append(name)
+        Hooks on parameters tell. A run has none, and a backward in two parts goes another way with them: so
+        it is a step by itself.
+        """
+        bad: dict[str, None] = {}
+
+        def hook(name: str) -> Callable[[Tensor | None], None]:
+            def note(gradient: Tensor | None) -> None:
+                if gradient is not None and not gradient.isfinite().all():
+                    bad[name] = None
 
             return note
 
         parameters = self._subject.parameters.items()
         handles = [each.register_hook(hook(name)) for name, each in parameters if each.requires_grad]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        self._subject.engine.train_batch(batches)
+        for handle in handles:
+            handle.remove()
+        return [*bad]
 
     def weights(self) -> dict[str, Weight]:
         """Every weight as the model computes with it."""
