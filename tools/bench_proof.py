@@ -129,8 +129,8 @@ def prove_each(rank: int, world_size: int, numbered: list[tuple[int, Json]], int
 
 def mixes_documents(model: Any) -> bool:
     """Whether the family's own blocks let a document of a pack see the others, as recurrent ones do."""
-    from dsx.hub.probe import probe
     from dsx.models.spec import HubModel
+    from dsx.verify.alone import probe
 
     if not isinstance(model, HubModel):
         return False

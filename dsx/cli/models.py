@@ -39,6 +39,9 @@ def models(
     A small model of the same structure is made, and what dsx cuts is compared with transformers. Exit code 1
     if the model of PATH is refused.
     """
+    from dsx.launch import entry
+
+    entry.quiet()  # a model is tried with torch and DeepSpeed
     if path is None:
         _list(probed=probe, style=style)
         return
@@ -106,6 +109,6 @@ def _lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if tried["differs"]:
         yield "probe", f"refused: of {small}, {tried['differs']}"
     else:
-        yield "probe", f"{small}: logits, loss and every gradient are those of transformers"
+        yield "probe", f"{small}: loss and every gradient are those of transformers"
     yield "sequence", tried["no_sequence"] or "sequence parallelism is right"
     yield "documents", tried["no_documents"] or "documents of a pack are kept apart"

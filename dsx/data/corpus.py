@@ -401,7 +401,7 @@ def _windows(
     return Packs(tokens, trained, sizes, sequence_length, pad_id=info.end_id, drop=drop)
 
 
-def prepare(data: DataConfig, cache_dir: str | Path) -> Path:
+def prepare(data: DataConfig, cache_dir: str | Path, before: Callable[[], None] = lambda: None) -> Path:
     """Tokenise ``data.source`` into ``cache_dir`` unless that has been done, and return the corpus's folder.
 
     Called by one process per node; the others open the folder after a barrier. Several processes at once
@@ -411,6 +411,7 @@ def prepare(data: DataConfig, cache_dir: str | Path) -> Path:
         data: The ``dsx.data`` block; its ``sequence_length`` does not matter here, unless records that are
             longer are refused.
         cache_dir: Folder for prepared corpora, made if missing.
+        before: Called before anything is tokenised.
     """
     from dsx.data.files import documents, open_source
     from dsx.data.tokenizers import load_tokenizer
@@ -425,24 +426,25 @@ def prepare(data: DataConfig, cache_dir: str | Path) -> Path:
         "seed": data.seed,
     }
     if data.format == "text":
-        return write_once(
-            cache_dir,
-            settings,
-            lambda folder: _checked(
-                write_corpus(folder, _split(documents(data), data), data.source, tokenizer, settings), data
-            ),
-        )
-    from dsx.data.masks import Masks
 
-    masks = Masks(data, tokenizer)
-    longest = data.sequence_length if data.too_long == "refuse" and data.keeps_apart else None
-    settings |= {"format": data.format, "columns": data.columns, "masks": masks.identity()}
-    settings |= {"bad_records": data.bad_records, "longest": longest}
-    return write_once(
-        cache_dir,
-        settings,
-        lambda folder: _checked(_write_examples(folder, data, masks, tokenizer, settings), data),
-    )
+        def write(folder: Path) -> CorpusInfo:
+            return write_corpus(folder, _split(documents(data), data), data.source, tokenizer, settings)
+    else:
+        from dsx.data.masks import Masks
+
+        masks = Masks(data, tokenizer)
+        longest = data.sequence_length if data.too_long == "refuse" and data.keeps_apart else None
+        settings |= {"format": data.format, "columns": data.columns, "masks": masks.identity()}
+        settings |= {"bad_records": data.bad_records, "longest": longest}
+
+        def write(folder: Path) -> CorpusInfo:
+            return _write_examples(folder, data, masks, tokenizer, settings)
+
+    def written(folder: Path) -> CorpusInfo:
+        before()
+        return _checked(write(folder), data)
+
+    return write_once(cache_dir, settings, written)
 
 
 def write_once(cache_dir: str | Path, settings: object, write: Callable[[Path], CorpusInfo]) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -23,10 +23,13 @@ if TYPE_CHECKING:  # loaded where text is streamed
     from dsx.data.lanes import Stream, StreamedSource, StreamState
 
 
-def prepare_text(data: DataConfig, cache_dir: Path, *, held_out_tokens: int) -> tuple[Path, ...]:
+def prepare_text(
+    data: DataConfig, cache_dir: Path, *, held_out_tokens: int, before: Callable[[], None] = lambda: None
+) -> tuple[Path, ...]:
     """Prepare every source of ``data``, a folder each; of streamed ones, the held-out text alone.
 
-    Of that, ``held_out_tokens`` is what an evaluation reads.
+    Of that, ``held_out_tokens`` is what an evaluation reads; ``before`` is called before a whole source is
+    tokenised, if it has not been.
 
     Raises:
         DataError: See :func:`dsx.data.corpus.prepare`.
@@ -43,7 +46,7 @@ def prepare_text(data: DataConfig, cache_dir: Path, *, held_out_tokens: int) -> 
 
             folder = prepare_stream(own, part.called, cache_dir, held_out_tokens=held_out_tokens)
         else:
-            folder = prepare(own, cache_dir)
+            folder = prepare(own, cache_dir, before)
         folders.append(folder)
     return tuple(folders)
 

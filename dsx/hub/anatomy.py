@@ -14,7 +14,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import lru_cache, partial
@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from dsx.errors import ModelError
+from dsx.hub.on_meta import parameters_on_meta
 from dsx.models.config_values import at
 from dsx.models.quiet_transformers import quiet_transformers, torch_forms
 from dsx.nn.documents import Last
@@ -36,53 +36,6 @@ HIDDEN = "hidden_states"
 
 _PROBED = (2, 8)
 """Samples and tokens with which a forward is looked at."""
-
-
-class _LargeOnMeta(TorchFunctionMode):
-    """Puts large tensors that are made without values on the meta device, before they take memory."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.empty and kwargs.get("device") is None:
-            made = func(*args, **{**kwargs, "device": "meta"})
-            if made.numel() > _MOST_KEPT:
-                return made
-        return func(*args, **kwargs)
-
-
-@contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """Inside the block, modules get their parameters on the meta device, and buffers with values."""
-    register = nn.Module.register_parameter
-
-    def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            value = parameter.detach()
-            parameter = nn.Parameter(value.to("meta"), requires_grad=parameter.requires_grad)
-            if value.numel() <= _MOST_KEPT:
-                parameter.made_with = value  # type: ignore[attr-defined]  # read by made_with
-        register(module, name, parameter)
-
-    nn.Module.register_parameter = registered  # type: ignore[method-assign, assignment]  # in the block alone
-    try:
-        with _LargeOnMeta():
-            yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
-_MOST_KEPT = 1 << 16
-
-
-def made_with(parameter: nn.Parameter) -> Tensor | None:
-    """What a small parameter's module made it with; None for a large one."""
-    value: Tensor | None = getattr(parameter, "made_with", None)
-    return value
-
-
-def forget(parameter: nn.Parameter) -> None:
-    """Let go of what a parameter's module made it with: its fresh values come from elsewhere."""
-    vars(parameter).pop("made_with", None)
 
 
 def hf_config_of(config: Mapping[str, Any]) -> Any:
@@ -247,6 +200,8 @@ class Placeholder(nn.Module):
     ) -> None:
         super().__init__()
         self._like, self._called, self._extras = (like,), called, extras
+        self.beside: Any = None
+        """What the outputs beside the hidden states are."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -257,7 +212,7 @@ class Placeholder(nn.Module):
     def forward(self, *arguments: Any, **named: Any) -> Any:
         """As the block's forward."""
         hidden, extras = self._called(BlockCall.of(arguments, named)), self._extras()
-        return hidden if extras is None else (hidden, *(None,) * extras)
+        return hidden if extras is None else (hidden, *(self.beside,) * extras)
 
 
 @dataclass(frozen=True, slots=True)
@@ -523,7 +478,10 @@ def anatomy_of(config: str) -> Anatomy:
     _require_all_blocks(model)
     found = _found(model)
     _require_apart(model, found)
-    return _looked_at(found)
+    _looked_at(found)
+    if any(found.extras.values()):
+        _require_own(found)
+    return found
 
 
 def _refusal(model: Any, why: str) -> ModelError:
@@ -580,7 +538,7 @@ def _require_apart(model: Any, found: Anatomy) -> None:
                 raise _refusal(model, f"blocks {first} and {number} share the parameter {name}")
 
 
-def _looked_at(found: Anatomy) -> Anatomy:
+def _looked_at(found: Anatomy) -> None:
     """Run the family's forward around placeholders and note what happens."""
     model, order = found.model, list[Any]()
     tried: dict[Any, tuple[int | None, list[str]]] = {}
@@ -641,7 +599,6 @@ def _looked_at(found: Anatomy) -> Anatomy:
         and bool((ends[0][1][0] == len(found.list_of_blocks) + 1).all())
     )
     _require_stateless(found)
-    return found
 
 
 def _noted(path: str, order: list[Any], uses: list[Any], _module: nn.Module, given: Any, gave: Any) -> None:
@@ -667,16 +624,11 @@ def _extras(model: Any, block: nn.Module, call: BlockCall) -> tuple[int | None, 
     It is run without storage. One that looks at values cannot be; then its annotation counts. It writes into
     those of its arguments that hold something else afterwards, as a dict does that blocks share.
     """
-
-    def moved(value: Any) -> Any:
-        return tree_map(lambda each: without_storage(each) if isinstance(each, Tensor) else each, value)
-
-    there = BlockCall(moved(call.hidden), moved(call.arguments), moved(call.named), call.by_name)
+    there = _form_of(call)
     places = {**{str(place): value for place, value in enumerate(there.arguments, 1)}, **there.named}
     before = {name: list(leaves(value)) for name, value in places.items()}
     try:
-        with torch.no_grad(), torch_forms():
-            gave = there.make(copy.deepcopy(block).to("meta", torch.bfloat16), there.hidden)
+        gave = _run_form(block, there)
     except Exception as error:  # noqa: BLE001 - as above
         if isinstance(error, TypeError) and "NoneType" in str(error):  # a number is lacking
             raise _lacking(model, error) from None
@@ -705,6 +657,64 @@ def _lacking(model: Any, error: Exception) -> ModelError:
         f"transformers does not run its blocks with this config ({_told(error)})",
         f"give the number that is null: {', '.join(empty) or 'compare with a published config'}",
     )
+
+
+def _form_of(call: BlockCall) -> BlockCall:
+    def moved(value: Any) -> Any:
+        return tree_map(lambda each: without_storage(each) if isinstance(each, Tensor) else each, value)
+
+    return BlockCall(moved(call.hidden), moved(call.arguments), moved(call.named), call.by_name)
+
+
+def _run_form(block: nn.Module, there: BlockCall) -> Any:
+    """What a block gives, without storage."""
+    with torch.no_grad(), torch_forms():
+        return there.make(copy.deepcopy(block).to("meta", torch.bfloat16), there.hidden)
+
+
+class _CarriedError(Exception):
+    """A block uses what another gave beside the hidden states."""
+
+
+class _Carried:
+    """In the place of such an output: any use of it is an error."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked by Python and torch of every object
+            raise AttributeError(name)
+        raise _CarriedError
+
+
+def _require_own(found: Anatomy) -> None:
+    """Refuse a family whose blocks use what blocks before them gave beside the hidden states.
+
+    Their forward may be given it and not use it, as configs of `glm_moe_dsa` without shared layers have it.
+    """
+    calls: list[BlockCall] = []
+
+    def called(_number: int, call: BlockCall) -> Tensor:
+        calls.append(call)
+        return call.hidden
+
+    base = found.stripped((), called)
+    for module in base.modules():
+        if isinstance(module, Placeholder):
+            module.beside = _Carried()
+    with suppress(Exception), torch.no_grad():  # a family's forward may look at it itself
+        base(inputs_embeds=torch.ones(*_PROBED, found.width), use_cache=False)
+    for number, call in enumerate(calls):
+        given = [path for path, each in leaves(call.named) if isinstance(each, _Carried)]
+        if given:
+            try:
+                _run_form(found.list_of_blocks[number], _form_of(call))
+            except _CarriedError:
+                raise _refusal(
+                    found.model,
+                    f"block {number} uses {given[0].lstrip('.')}, which the block before it gives beside the "
+                    "hidden states: state that is carried across blocks",
+                ) from None
+            except Exception:  # noqa: BLE001, S112 - what looks at values cannot be looked at
+                continue
 
 
 def _ids(held: Iterable[tuple[str, Any]]) -> list[tuple[str, int]]:

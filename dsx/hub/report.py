@@ -9,7 +9,6 @@ from typing import Any
 
 from dsx.errors import DsxError
 from dsx.hub.anatomy import check_one_stack
-from dsx.hub.probe import probe
 from dsx.hub.read import hub_model, known_of
 from dsx.models.flops import multiplied
 from dsx.models.hf_config import FAMILIES
@@ -57,6 +56,8 @@ def _row(family: str, *, probed: bool) -> FamilyRow:
         described = kind()
         check_one_stack(described)
         if probed:
+            from dsx.verify.alone import probe  # here: a list needs no DeepSpeed
+
             found = probe({**described.to_dict(), "model_type": family})
             refused, no_sequence = found.differs, found.no_sequence
     except DsxError as error:
@@ -84,6 +85,8 @@ def report(config: Mapping[str, Any], tensor_plan: Mapping[str, str | None] | No
     Raises:
         ModelError: dsx refuses the model; names the reason.
     """
+    from dsx.verify.alone import probe  # here: as above
+
     model = hub_model(config, tensor_plan)
     try:
         tried: dict[str, Any] = asdict(probe(config, tensor_plan))

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsx.errors import ModelError
-from dsx.hub.anatomy import anatomy_of, forget, made_with
+from dsx.hub.anatomy import anatomy_of
+from dsx.hub.on_meta import forget, made_with
 from dsx.models.config_values import at
 from dsx.models.param import Init, ParamSpec
 from dsx.models.quiet_transformers import first_line

@@ -112,7 +112,7 @@ def require_right_layers(config: RunConfig) -> None:
         ModelError: The layers are.
     """
     if isinstance(config.model, HubModel):
-        from dsx.hub.probe import require_probed  # here: dsx's own families need nothing of it
+        from dsx.verify.alone import require_probed  # here: dsx's own families need nothing of it
 
         cuts = config.dsx.parallel.sequence_parallel and config.mesh.tp > 1
         require_probed(config.model, sequence=cuts, documents=config.dsx.data.keeps_apart)
@@ -165,7 +165,7 @@ def prepare_data(config: RunConfig) -> tuple[Path, ...] | None:
     The first rank of each machine, and of each island, does the work and gives a folder for each source; the
     others give None at once and wait for it in :func:`dsx.distributed`. Of a streamed text only the held-out
     part is tokenised. Whatever is wrong with the data or the output folder is found here, and layers that are
-    not right.
+    not right, unless nothing is left to tokenise: then the proof finds them.
 
     Raises:
         CheckpointError: The output folder cannot be written.
@@ -176,8 +176,6 @@ def prepare_data(config: RunConfig) -> tuple[Path, ...] | None:
     if local_rank() != 0 and not of_island:
         return None
     try:
-        if not is_proved(config):  # before hours of text
-            require_right_layers(config)
         if config.dsx.data.source == OWN:
             raise DataError(
                 at("dsx.data.source", OWN),
@@ -187,7 +185,14 @@ def prepare_data(config: RunConfig) -> tuple[Path, ...] | None:
         store.require_writable(config.output / store.CHECKPOINTS)
         start_of(config)
         tokens = max(config.dsx.train.eval_tokens, config.tokens_per_step) + config.sequence_length + 1
-        folders = prepare_text(config.dsx.data, config.output / "data", held_out_tokens=tokens)
+        folders = prepare_text(
+            config.dsx.data,
+            config.output / "data",
+            held_out_tokens=tokens,
+            before=lambda: (
+                None if is_proved(config) else require_right_layers(config)
+            ),  # before hours of text
+        )
         corpus = _open(config, folders)
         training_batches(config, corpus, dp_rank=0)
         for part in corpus.held_out:

@@ -52,7 +52,7 @@ from dsx.config.sources import is_hub_name
 from dsx.config.trainer_block import completed, decided
 from dsx.config.wording import at
 from dsx.errors import ConfigError, ModelError
-from dsx.hub.anatomy import parameters_on_meta
+from dsx.hub.on_meta import parameters_on_meta
 from dsx.models.param import ParamSpec
 from dsx.models.params import stored_specs
 from dsx.models.quiet_transformers import first_line, quiet_transformers

@@ -162,6 +162,11 @@ class Transformers:
         self.order = tuple(spec.name for spec in specs)
         self.frozen = frozenset(spec.name for spec in specs if not spec.trained)
 
+    @property
+    def whole(self) -> Any:
+        """The model."""
+        return self._model
+
     def weights(self) -> dict[str, Tensor]:
         """The weights as transformers initialises them."""
         found = {spec.name: hf.join(spec, lambda name: self._parameters[name]) for spec in self._specs}

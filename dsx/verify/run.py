@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -421,7 +422,7 @@ def _clipping(bench: Bench, clipping: float) -> tuple[float, tuple[str, ...]]:
     weights = bench.built if bench.built is not None else bench.reference.weights()
     gradients = bench.reference.evaluate(weights, bench.batches(0)).gradients
     norm = sum(float(gradient.double().square().sum()) for gradient in gradients.values()) ** 0.5
-    if clipping < norm:
+    if clipping < norm or not math.isfinite(norm):
         return clipping, ()
     return _CLIP_AT * norm, (f"gradient_clipping: {clipping:g} -> {_CLIP_AT * norm:.4g}, so that it clips",)
 

@@ -66,12 +66,14 @@ class RankStep:
         norm: The norm that the engine reports; None if it reports none.
         pieces: What the optimizer updates.
         spread: Tensor -> largest difference of its gradient between data-parallel ranks that hold it all.
+        not_finite: Tensors whose gradients are not finite, which no optimizer is given.
     """
 
     loss: float
     norm: float | None
     pieces: Sequence[SeenPiece]
     spread: dict[str, float]
+    not_finite: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +162,7 @@ class WholeStep:
         next_weights: The weights after the step, as the model computes with them.
         data_spread: Tensor -> largest difference between data-parallel ranks, of gradients.
         weight_spread: The same of the weights before the step.
+        not_finite: Tensors whose gradients are not finite on some rank.
     """
 
     losses: Sequence[float]
@@ -171,6 +174,7 @@ class WholeStep:
     next_weights: dict[str, Whole]
     data_spread: dict[str, float]
     weight_spread: dict[str, float]
+    not_finite: Sequence[str]
 
 
 Local = dict[tuple[int, int], Tensor]
@@ -225,6 +229,7 @@ def whole_steps(seen: Seen) -> Iterator[WholeStep]:
             after=_pieces(seen, index, "after"),
             next_weights=weights[index + 1][0],
             data_spread=spread,
+            not_finite=list(dict.fromkeys(name for step in steps for name in step.not_finite)),
         )
 
 

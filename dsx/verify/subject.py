@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import io
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import deepspeed
@@ -62,6 +64,9 @@ def observe(subject: Subject, batches: Batches, steps: int) -> RankSeen:
     for step in range(steps):
         with watch.outputs(outputs) if step == 0 and subject.groups.replica == 0 else nullcontext():
             seen.append(watch.step(batches(step)))
+        norm = seen[-1].norm
+        if norm is not None and not math.isfinite(norm):  # on all ranks
+            seen[-1] = replace(seen[-1], not_finite=watch.not_finite(batches(step)))
         weights.append(watch.weights())
     known = {
         name: Known(
@@ -121,6 +126,28 @@ class _Watch:
                         )
                     )
         return RankStep(loss=loss, norm=None if norm is None else float(norm), pieces=pieces, spread=spread)
+
+    def not_finite(self, batches: Iterator[tuple[Any, Any]]) -> list[str]:
+        """The tensors whose gradients are not finite in a step, which DeepSpeed then skips.
+
+        Hooks on parameters tell. A run has none, and a backward in two parts goes another way with them: so
+        it is a step by itself.
+        """
+        bad: dict[str, None] = {}
+
+        def hook(name: str) -> Callable[[Tensor | None], None]:
+            def note(gradient: Tensor | None) -> None:
+                if gradient is not None and not gradient.isfinite().all():
+                    bad[name] = None
+
+            return note
+
+        parameters = self._subject.parameters.items()
+        handles = [each.register_hook(hook(name)) for name, each in parameters if each.requires_grad]
+        self._subject.engine.train_batch(batches)
+        for handle in handles:
+            handle.remove()
+        return [*bad]
 
     def weights(self) -> dict[str, Weight]:
         """Every weight as the model computes with it."""
@@ -272,9 +299,13 @@ def passed(job: VerifyJob, groups: Groups, clipping: float) -> Seen | None:
 
 def _gathered(mine: Any) -> list[Any] | None:
     """What every rank gives, on rank 0."""
+    written = io.BytesIO()
+    torch.save(mine, written)  # all tensors at once, where a pickle would write a file for each
     everybody: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(mine, everybody)
-    return everybody
+    dist.gather_object(written.getvalue(), everybody)
+    if everybody is None:
+        return None
+    return [torch.load(io.BytesIO(each), weights_only=False) for each in everybody]
 
 
 def _family(config: RunConfig, groups: Groups) -> Subject:

@@ -128,6 +128,20 @@ def test_prepared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert prepare(config(source), tmp_path / "cache") != path
 
 
+def test_what_shall_be_known_before_is_asked_where_there_is_something_to_tokenise(tmp_path: Path) -> None:
+    asked: list[int] = []
+    for _ in range(2):
+        prepare(config("python-stdlib", max_bytes=5_000, held_out=0.0), tmp_path, lambda: asked.append(1))
+    assert asked == [1]
+
+    def refuse() -> None:
+        raise DataError("a model", "its layers are wrong", "use another")
+
+    with pytest.raises(DataError, match="its layers are wrong"):
+        prepare(config("python-stdlib", max_bytes=6_000, held_out=0.0), tmp_path, refuse)
+    assert len([*tmp_path.iterdir()]) == 1
+
+
 def test_large_vocabulary_takes_four_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Wide(ByteTokenizer):
         vocab_size = 100_000

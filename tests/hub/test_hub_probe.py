@@ -18,11 +18,11 @@ from transformers.models.falcon_mamba import modeling_falcon_mamba
 
 from dsx.config.resolve import resolve
 from dsx.errors import ConfigError, ModelError
-from dsx.hub import probe as probing
 from dsx.hub.anatomy import BlockCall
-from dsx.hub.probe import Probe, probe, require_probed
 from dsx.hub.read import hub_model
 from dsx.hub.shrunk import random_model, shrunk
+from dsx.verify import alone
+from dsx.verify.alone import Probe, Small, probe, require_probed
 from dsx.verify.shrunk import trial
 from often import often
 
@@ -152,16 +152,14 @@ def test_a_trial_of_any_family_has_the_stages_of_the_run(tmp_path: Path) -> None
 
 
 def test_a_model_that_does_more_than_its_layers_differs() -> None:
-    model = hub_model({"model_type": "olmo2", **TINY})
-    whole = random_model(json.loads(model.config))
-    assert probing._difference(model, whole) is None
-    whole.zero_grad()
-    whole.lm_head.register_forward_hook(lambda _module, _given, gave: 2 * gave)
-    assert str(probing._difference(model, whole)).startswith("the logits differ")
-    whole.lm_head._forward_hooks.clear()
-    whole.zero_grad()
-    whole.lm_head.weight.register_hook(lambda gradient: 2 * gradient)
-    assert probing._difference(model, whole).startswith("the gradient of lm_head.weight differs by")
+    small = Small({"model_type": "olmo2", **TINY}, {}, documents="joined")
+    assert small.difference() is None
+    head = small.whole.lm_head
+    hook = head.register_forward_hook(lambda _module, _given, gave: 1.001 * gave)
+    assert str(small.difference()).startswith("the loss differs by")
+    hook.remove()
+    head.weight.register_hook(lambda gradient: 1.001 * gradient)
+    assert str(small.difference()).startswith("the gradient of lm_head.weight differs by")
 
 
 def test_what_does_not_compose_is_refused_by_name_and_remembered(
@@ -170,10 +168,10 @@ def test_what_does_not_compose_is_refused_by_name_and_remembered(
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     model = hub_model({"model_type": "olmo2", **TINY})
     found = Probe(differs="the logits differ", no_sequence=None, no_documents=None, blocks=1, parameters=1)
-    monkeypatch.setattr(probing, "probe", lambda *_: found)
+    monkeypatch.setattr(alone, "probe", lambda *_: found)
     with pytest.raises(ModelError, match=r"olmo2.*what transformers computes: the logits differ"):
         require_probed(model, sequence=False, documents=False)
-    monkeypatch.setattr(probing, "probe", probe)
+    monkeypatch.setattr(alone, "probe", probe)
     with pytest.raises(ModelError, match="the logits differ"):
         require_probed(model, sequence=False, documents=False)
     (kept,) = tmp_path.rglob("*.json")
@@ -203,7 +201,7 @@ def test_a_sequence_that_cannot_be_cut_is_refused_where_it_would_be(
         blocks=1,
         parameters=1,
     )
-    monkeypatch.setattr(probing, "probe", lambda *_: found)
+    monkeypatch.setattr(alone, "probe", lambda *_: found)
     require_probed(model, sequence=False, documents=False)
     with pytest.raises(ConfigError, match=r"sequence_parallel.*block 0 mixes tokens"):
         require_probed(model, sequence=True, documents=False)
@@ -271,5 +269,5 @@ def test_slices_show_what_mixes_tokens_outside_of_modules(beside: bool) -> None:
     torch.manual_seed(1)
     block = Mixer(beside=beside)
     with torch.no_grad():
-        told = probing._sliced(block, {"mixer": block.mixer}, BlockCall.of((torch.randn(2, 8, 8),), {}))
+        told = alone._sliced(block, {"mixer": block.mixer}, BlockCall.of((torch.randn(2, 8, 8),), {}))
     assert (told is not None) == beside, told

@@ -19,6 +19,7 @@ from torch import nn
 import ranks
 from dsx.config.resolve import resolve
 from dsx.errors import DsxError, LayoutError
+from dsx.verify import diagnosis
 from dsx.verify.diagnosis import FAMILY
 from often import often
 from verify import user_pipeline
@@ -179,6 +180,73 @@ def test_mistakes_in_layers_ties_reductions_and_optimizers_are_named(first: int)
     found = ranks.run(_causes, 4, [(layout, fault) for layout, fault, _ in planted], proved=True)
     for of_rank in found:
         assert of_rank == [cause for *_, cause in planted]
+
+
+def _filled(value: float) -> Callable[[nn.Parameter], object]:
+    return lambda parameter: parameter.data.fill_(value)
+
+
+def _gradient_times(factor: float) -> Callable[[nn.Parameter], object]:
+    return lambda parameter: parameter.register_hook(lambda gradient: gradient * factor)
+
+
+ON_QUERIES: dict[str, Callable[[nn.Parameter], object]] = {
+    "": lambda _: None,
+    "off by a hundredth": _gradient_times(1.01),
+    "infinite gradient": _gradient_times(float("inf")),
+    "no number for a weight": _filled(float("nan")),
+}
+
+
+def _with_queries(
+    _rank: int, world_size: int, home: str, cases: list[tuple[float, int, str]]
+) -> list[tuple[str, str, float]]:
+    """Cause, words and difference of gradients of models of that steepness, with a plant on some queries."""
+    from dsx.parallel.groups import make_groups
+    from dsx.verify import small_step, subject
+
+    found, right = [], subject.build_layers
+    for multiplier, seed, plant in cases:
+        config = {**QWEN3, "model_type": "granite", "attention_multiplier": multiplier}
+        model = {"config": config, "implementation": "transformers"}
+        given = content(Path(home), model=model, parallel={"tensor": 2, "pipeline": 1})
+        resolved = resolve(given, world_size=world_size)
+        groups = make_groups(resolved.mesh, sequence_parallel=True)
+
+        def planted(*arguments: Any, plant: str = plant) -> Any:
+            pipeline = right(*arguments)
+            for name, parameter in pipeline.named_parameters():
+                if name.endswith("2.block.self_attn.q_proj.weight"):
+                    ON_QUERIES[plant](parameter)
+            return pipeline
+
+        subject.build_layers = planted  # type: ignore[assignment]
+        try:
+            shown = small_step._tried(resolved, groups, seed)
+        finally:
+            subject.build_layers = right
+        cause = getattr(shown, "cause", "")
+        found.append((cause, getattr(shown, "what", ""), getattr(shown, "gradient", 0.0)))
+    return found
+
+
+STEEP = 1000.0
+"""A multiplier of attention's logits with which a rounding of all weights moves gradients by 1e-4."""
+
+
+def test_steep_models_are_proved_and_what_is_wrong_in_them_is_seen(tmp_path: Path) -> None:
+    cases = [(STEEP, seed, "") for seed in (4, 6)]
+    cases += [(STEEP, 4, "off by a hundredth")]
+    cases += [(1.0, 3, plant) for plant in ("infinite gradient", "no number for a weight")]
+    cases += [(1e38, 3, "")]  # transformers overflows as well
+    found = ranks.run(_with_queries, 2, str(tmp_path), cases, proved=True)[0]
+    assert [cause for cause, *_ in found] == ["", "", found[2][0], *[diagnosis.NOT_FINITE] * 3]
+    assert max(gradient for *_, gradient in found[:2]) > 1e-4  # or it is not steep
+    assert "2.block.self_attn.q_proj.weight off by" in found[2][1]
+    queries = "2.block.self_attn.q_proj.weight is not finite"
+    assert f"in the run, the gradient of {queries}" in found[3][1]
+    assert f"in the run, the weight {queries}" in found[4][1]
+    assert found[5][1].startswith("in one process, the gradient of ")
 
 
 def _fixes(_rank: int, world_size: int, planted: list[tuple[dict[str, Any], str]]) -> list[str]:

@@ -1,8 +1,10 @@
-"""A family tried before it is trained: one process, a small model, no weights, seconds.
+"""A family of transformers in one process: before there are ranks, no weights, seconds.
 
-The layers of the layer list, one after another, must give what transformers' own forward and backward give:
-logits, loss and every gradient. And a block must give the same for each slice of a sequence as for the whole,
-if what mixes tokens in it gets the whole one: only then may sequence parallelism cut it.
+It is the proof at start (:mod:`dsx.verify.small_step`) without its ranks and engine: the same small config,
+reference and tolerances. The layers of the layer list, one after another, must give the loss and every
+gradient of transformers' own forward and backward. And a block must give the same for each slice of a
+sequence as for the whole, if what mixes tokens in it gets the whole one: only then may sequence parallelism
+cut it.
 """
 
 from __future__ import annotations
@@ -10,35 +12,33 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dsx.config.resolve import resolve
+from dsx.config.run import RunConfig
 from dsx.errors import ConfigError, DsxError, ModelError
 from dsx.hub.anatomy import BlockCall, anatomy_of
 from dsx.hub.layers import hidden_of
-from dsx.hub.read import block_plan, hub_model
-from dsx.hub.shrunk import random_keys, random_model, shrunk
+from dsx.hub.read import block_plan
 from dsx.hub.tensor_plan import mixing_children
 from dsx.memory.record_cache import code_version, keep
-from dsx.models import families
 from dsx.models.config_values import at
-from dsx.models.param import ParamSpec
-from dsx.models.params import param_specs
-from dsx.models.quiet_transformers import first_line, torch_forms
+from dsx.models.quiet_transformers import first_line, quiet_transformers, torch_forms
 from dsx.models.spec import HubModel
-from dsx.nn.parallel import TensorParallel
-from dsx.nn.parameters import take_part
+from dsx.verify.compare import relative, unlike
+from dsx.verify.reference import Transformers
+from dsx.verify.run import EXACT, family_plan
+from dsx.verify.shrunk import trial
+from dsx.verify.subject import NOISE, VerifyJob
 
-_SAMPLES, _TOKENS = 2, 16
-_TOLERANCE = 1e-4
-_ALONE = TensorParallel()
+_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,6 @@ class Probe:
     parameters: int
 
 
-@torch_forms()
 def probe(config: Mapping[str, Any], tensor_plan: Mapping[str, str | None] | None = None) -> Probe:
     """Try a small model of a config's family and structure.
 
@@ -72,16 +71,15 @@ def probe(config: Mapping[str, Any], tensor_plan: Mapping[str, str | None] | Non
         ModelError: dsx cannot cut the model, or transformers makes no small one, or does not run it.
     """
     try:
-        small = shrunk(config, window=_TOKENS // 2)
-        small |= dict.fromkeys(random_keys(small), 0.0)
-        model, whole = hub_model(small, tensor_plan), random_model(small)
-        return Probe(
-            differs=_difference(model, whole),
-            no_sequence=model.no_sequence or _sequence_problem(model, whole),
-            no_documents=_documents_problem(model, whole),
-            blocks=model.num_layers,
-            parameters=sum(spec.numel for spec in model.params),
-        )
+        with torch_forms(), quiet_transformers(), torch.random.fork_rng(devices=[]):
+            small = Small(config, tensor_plan or {}, documents="joined")
+            return Probe(
+                differs=small.difference(),
+                no_sequence=small.model.no_sequence or _sequence_problem(small),
+                no_documents=_documents_problem(small, config, tensor_plan or {}),
+                blocks=small.model.num_layers,
+                parameters=sum(spec.numel for spec in small.model.params),
+            )
     except DsxError:
         raise
     except Exception as error:  # whatever the family's code does on this machine
@@ -119,7 +117,7 @@ def require_probed(model: HubModel, *, sequence: bool, documents: bool) -> None:
             )
             found = Probe(differs=None, no_sequence=told, no_documents=told, blocks=0, parameters=0)
         else:
-            keep(place, json.dumps({name: getattr(found, name) for name in Probe.__slots__}))
+            keep(place, json.dumps(asdict(found)))
     if found.differs is not None:
         raise ModelError(
             at("model_type", model.family),
@@ -143,122 +141,98 @@ def _place(model: HubModel) -> Path:
     return Path.home() / ".cache" / "dsx" / "probes" / code_version() / f"{name}.json"
 
 
-def _ids(model: HubModel) -> Tensor:
-    generator = torch.Generator().manual_seed(2)
-    return torch.randint(3, model.vocab_size, (_SAMPLES, _TOKENS + 1), generator=generator)
+class Small:
+    """The small model of a config: transformers' and the layers that dsx makes of it, of the same weights."""
 
+    def __init__(
+        self, config: Mapping[str, Any], tensor_plan: Mapping[str, str | None], *, documents: str
+    ) -> None:
+        torch.manual_seed(1)
+        job = VerifyJob(content=_content(config, tensor_plan, documents), world_size=1, steps=1, clipping=0.0)
+        self.config: RunConfig = job.config()
+        assert isinstance(self.config.model, HubModel), "the content says so"
+        self.model = self.config.model
+        try:
+            self.bench = family_plan(job, self.config, layers=True).bench
+        except DsxError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever the family's code does
+            raise self._unrun(error) from None
+        self.batches = self.bench.batches(0)
+        self.weights = {
+            name: values.nan_to_num() + NOISE / 2 * torch.randn(values.shape)  # nothing is left at 0 or 1
+            for name, values in self.bench.reference.weights().items()
+        }
 
-def _difference(model: HubModel, whole: Any) -> str | None:
-    """What the layer list computes otherwise than transformers' model of the same weights."""
-    ids = _ids(model)
-    inputs, labels = ids[:, :-1], ids[:, 1:]
-    try:
-        logits, loss = loss_of(whole, inputs, labels)
-        loss.backward()
-    except Exception as error:  # noqa: BLE001 - whatever the family's code does
-        raise ModelError(
-            at("model_type", model.family),
+    @property
+    def whole(self) -> Any:
+        """Transformers' model."""
+        assert isinstance(self.bench.reference, Transformers)
+        return self.bench.reference.whole
+
+    def _unrun(self, error: Exception) -> ModelError:
+        return ModelError(
+            at("model_type", self.model.family),
             f"transformers itself does not run a small model of it ({first_line(error)})",
             "use its own size",
-        ) from None
-    value: Any = inputs
-    try:
-        calls, parameters = layers_of(model, whole)
-        for call in calls:
-            value = call(value)
-        own = families.loss(model, TensorParallel())(value, labels)
-        own.backward()
-    except Exception as error:  # noqa: BLE001 - whatever the family's code does where it is cut
-        return f"they do not run ({first_line(error)})"
-    found = dict(whole.named_parameters(remove_duplicate=False))
-    pairs: list[tuple[str, Any, Any]] = [("the logits differ", hidden_of(value), logits)]
-    pairs.append(("the loss differs", own, loss))
-    pairs += [
-        (f"the gradient of {spec.hf_whole} differs", one.grad, found[spec.hf_whole].grad)
-        for spec, one in parameters
-    ]
-    return next((f"{what} {told}" for what, a, b in pairs if (told := _far(a, b))), None)
+        )
+
+    def difference(self) -> str | None:
+        """What the layer list computes otherwise than transformers' model of the same weights."""
+        try:
+            expected = self.bench.reference.evaluate(self.weights, self.batches)
+        except Exception as error:  # noqa: BLE001 - as above
+            raise self._unrun(error) from None
+        assert self.bench.layers is not None
+        try:
+            own = self.bench.layers.evaluate(self.weights, self.batches)
+        except Exception as error:  # noqa: BLE001 - whatever the family's code does where it is cut
+            return f"they do not run ({first_line(error)})"
+        told = unlike(own, expected, self.bench, self.weights, self.batches)
+        if told is None:
+            return None
+        names = {spec.name: f"the gradient of {spec.hf_whole}" for spec in self.model.params}
+        return f"{names.get(told[0], told[0])} differs {told[1]}"
 
 
-def loss_of(whole: Any, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits of transformers' model, and its loss with the auxiliary loss of its routers if it has one."""
-    gave = whole(input_ids=inputs, use_cache=False)
-    logits = gave.logits.float()
-    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-    extra = getattr(gave, "aux_loss", None)
-    return logits, loss if extra is None else loss + whole.router_aux_loss_coef * extra
+def _content(
+    config: Mapping[str, Any], tensor_plan: Mapping[str, str | None], documents: str
+) -> dict[str, Any]:
+    """The JSON of a small model's step in one process."""
+    block = {
+        "model": {"config": dict(config), "implementation": "transformers"},
+        "parallel": {"tensor_plan": dict(tensor_plan)},
+        "data": {"source": "own", "sequence_length": _TOKENS, "documents": documents},
+        "train": {"steps": 1, "output": "unused"},
+    }
+    sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+    whole = resolve({**sizes, "optimizer": optimizer, "dsx": block}, world_size=1)
+    return trial(whole).content
 
 
-def _far(own: Tensor | None, other: Tensor | None) -> str | None:
-    """How far two tensors are from each other, relative to the largest element; None if they are equal."""
-    if own is None or other is None:
-        there = next((each for each in (own, other) if each is not None), None)
-        return None if there is None or not there.any() else "as one of them has none"
-    own, other = own.detach(), other.detach()
-    off = float((own - other).abs().max() / other.abs().max().clamp_min(1e-12))
-    tiny = bool((own - other).abs().max() < _TOLERANCE * 1e-3)
-    return None if off <= _TOLERANCE or tiny else f"by {off:.1e} of its largest element"
-
-
-def layers_of(
-    model: HubModel, whole: Any, tp: TensorParallel = _ALONE
-) -> tuple[list[Callable[[Tensor], Tensor]], list[tuple[ParamSpec, nn.Parameter]]]:
-    """A rank's layer list with the weights of transformers' model, and its parameters with what they are."""
-    builder = families.LayerListBuilder(
-        model=model,
-        tp=tp,
-        dtype=torch.float32,
-        device="cpu",
-        seed=0,
-        recompute="none",
-        pad_multiple=1,
-    )
-    calls: list[Callable[[Tensor], Tensor]] = []
-    parameters: list[tuple[ParamSpec, nn.Parameter]] = []
-    buffers = dict(whole.named_buffers())
-    anatomy, tied = anatomy_of(model.config), None
-    for layer, entry in enumerate(builder.entries()):
-        module = tied if entry.tied and tied is not None else entry.build()
-        assert module is not None
-        tied = module if entry.tied else tied
-        use = entry.forward_fn
-        calls.append(module if use is None else partial(use, module))
-        if entry.tied and use is not None:
-            continue
-        with torch.no_grad():
-            for spec in (spec for spec in param_specs(model, pad_multiple=1) if spec.layer == layer):
-                parameter = module.get_parameter(spec.name.partition(".")[2])
-                values = whole.get_parameter(spec.hf_whole)
-                take_part(parameter, values, spec, tp=tp.size, tp_rank=tp.rank)
-                parameters.append((spec, parameter))
-            if model.kinds[layer] == "Block":
-                prefix = f"{anatomy.blocks}.{layer - model.kinds.index('Block')}"
-                for path, buffer in module.named_buffers():
-                    buffer.copy_(buffers[f"{prefix}.{path.partition('.')[2]}"])
-    return calls, parameters
-
-
-def _documents_problem(model: HubModel, whole: Any) -> str | None:
-    """Why documents of a pack would not be kept apart: a pack of two beside each by itself."""
-    if not anatomy_of(model.config).takes_positions:
+def _documents_problem(
+    small: Small, config: Mapping[str, Any], tensor_plan: Mapping[str, str | None]
+) -> str | None:
+    """Why documents of a pack would not be kept apart: packs beside their documents one by one."""
+    if not anatomy_of(small.model.config).takes_positions:
         return "the family's forward is not told positions, so that it cannot know where documents begin"
-    ids, half = _ids(model)[:, :-1], _TOKENS // 2 - 1
-    parts = (ids[:, :half], ids[:, half:])
-    positions = torch.cat([torch.arange(part.shape[1]).expand(part.shape) for part in parts], dim=1)
-    value: Any = (ids, positions)
-    try:
-        with torch.no_grad():
-            for call in layers_of(model, whole)[0]:
-                value = call(value)
-            alone = torch.cat([whole(input_ids=part, use_cache=False).logits for part in parts], dim=1)
-    except Exception as error:  # noqa: BLE001 - whatever the family's code does with positions that restart
-        return f"it does not run on packs of documents ({first_line(error)})"
-    told = _far(hidden_of(value), alone.float())
-    return None if told is None else f"a document sees others of its pack: its logits differ {told}"
+    told = Small(config, tensor_plan, documents="apart").difference()
+    if told is None or not told.startswith("they do not run"):
+        return told and f"a document sees others of its pack: {told}"
+    return told.replace("they do not run", "it does not run on packs of documents")
 
 
-def _sequence_problem(model: HubModel, whole: Any) -> str | None:
+def _far(own: Tensor, other: Tensor) -> str | None:
+    """How far two tensors are from each other, relative to the largest element; None if they are equal."""
+    off = relative(own.detach(), other.detach())
+    tiny = bool((own - other).abs().max() < EXACT.gradient * 1e-3) if own.shape == other.shape else False
+    return None if off <= EXACT.gradient or tiny else f"by {off:.1e} of its largest element"
+
+
+def _sequence_problem(small: Small) -> str | None:
     """Why a block may not be given a slice of the sequence; None if every kind of block may."""
+    model, whole = small.model, small.whole
     anatomy = anatomy_of(model.config)
     blocks = whole.get_submodule(anatomy.blocks)
     calls: dict[int, BlockCall] = {}
@@ -267,7 +241,7 @@ def _sequence_problem(model: HubModel, whole: Any) -> str | None:
         for number, block in enumerate(blocks)
     ]
     with torch.no_grad():
-        whole(input_ids=_ids(model)[:, :-1], use_cache=False)
+        whole(input_ids=small.batches[0][0], use_cache=False)
         for handle in handles:
             handle.remove()
         for number in sorted(set(model.alike)):

@@ -1,0 +1,58 @@
+"""Modules that are built with their parameters on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Puts large tensors that are made without values on the meta device, before they take memory."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty and kwargs.get("device") is None:
+            made = func(*args, **{**kwargs, "device": "meta"})
+            if made.numel() > _MOST_KEPT:
+                return made
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Inside the block, modules get their parameters on the meta device, and buffers with values."""
+    register = nn.Module.register_parameter
+
+    def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            value = parameter.detach()
+            parameter = nn.Parameter(value.to("meta"), requires_grad=parameter.requires_grad)
+            if value.numel() <= _MOST_KEPT:
+                parameter.made_with = value  # type: ignore[attr-defined]  # read by made_with
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = registered  # type: ignore[method-assign, assignment]  # in the block alone
+    try:
+        with _LargeOnMeta():
+            yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+_MOST_KEPT = 1 << 16
+
+
+def made_with(parameter: nn.Parameter) -> Tensor | None:
+    """What a small parameter's module made it with; None for a large one."""
+    value: Tensor | None = getattr(parameter, "made_with", None)
+    return value
+
+
+def forget(parameter: nn.Parameter) -> None:
+    """Let go of what a parameter's module made it with: its fresh values come from elsewhere."""
+    vars(parameter).pop("made_with", None)
