@@ -516,9 +516,9 @@ def _found(model: Any) -> Anatomy:
         raise _refusal(model, "its forward ends without an output linear")
     if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
         raise _refusal(model, "its word embedding or its head is no table of the vocabulary")
-    lists = [path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    lists = [path for path, module in model.named_modules() if isinstance(module, nn.ModuleList) and module]
     if not lists:
-        raise _refusal(model, "it has no list of blocks")
+        raise _refusal(model, "it has no list of blocks, or one of no blocks")
     blocks = max(lists, key=lambda path: sum(p.numel() for p in model.get_submodule(path).parameters()))
     base, inside = blocks.rpartition(".")[0], paths[id(embedding)]
     while base and not inside.startswith(f"{base}."):

@@ -125,6 +125,11 @@ def test_a_config_without_a_number_that_its_blocks_need_is_refused_by_its_key() 
     assert shrunk({**given, "num_experts_per_tok": 6})["n_routed_experts"] == 4
 
 
+def test_a_model_of_no_blocks_is_refused() -> None:
+    with pytest.raises(ModelError, match="no list of blocks, or one of no blocks"):
+        hub_model({**TINY, "model_type": "olmo2", "num_hidden_layers": 0})
+
+
 def test_a_config_that_is_small_stays_as_it_is() -> None:
     config = {"model_type": "olmo2", **TINY}
     assert shrunk(config) == config

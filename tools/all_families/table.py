@@ -84,8 +84,9 @@ def options_markdown(known: Mapping[tuple[str, ...], Json]) -> str:
         rows.append((str(layout), str(len({key[0] for key in own})), *found))
     lines = [f"| {' | '.join(row)} |" for row in rows]
     refused: dict[str, set[str]] = defaultdict(set)
-    for (family, option, _), one in tried.items():
-        if one["result"] == "refused" and option:
+    trains = {(family, layout) for (family, _, layout), one in tried.items() if one["result"] == "ok"}
+    for (family, option, layout), one in tried.items():
+        if one["result"] == "refused" and option and (family, layout) in trains:
             refused[_plain(family, one["reason"])].add(f"`{family}` {option}")
     reasons = [f"- {reason}: {_some(cases)}" for reason, cases in sorted(refused.items())]
     ran = sum(one["result"] != "same" for one in tried.values())
@@ -94,7 +95,18 @@ def options_markdown(known: Mapping[tuple[str, ...], Json]) -> str:
         f"are; {len(tried) - ran:,} more are the same program as one that is right in that layout: the same "
         "modules, parameters, operators and bits in transformers' step, cut alike by dsx."
     )
-    return "\n".join([said, "", *lines, *(["", "Refused by an option:", "", *reasons] if reasons else [])])
+    return "\n".join(
+        [
+            said,
+            "",
+            *lines,
+            *(
+                ["", "Refused by an option, of families that train otherwise:", "", *reasons]
+                if reasons
+                else []
+            ),
+        ]
+    )
 
 
 def _some(cases: set[str]) -> str:
