@@ -245,7 +245,7 @@ def shape(line: str) -> str:
 
 def test_the_plot_command_draws_the_first_run(pasted):
     (said,) = pasted.of("dsx plot")
-    assert (pasted.folder / said.strip()).is_file()
+    assert (pasted.folder / said.strip().removeprefix("wrote ")).is_file()
 
 
 def test_every_dsx_command_is_listed():

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from dsx.cli.options import count
-from dsx.cli.output import say
+from dsx.cli.options import FORMAT, count
+from dsx.cli.output import one_a_line, say, say_json
 
 
 def islands(
@@ -17,6 +17,7 @@ def islands(
     ],
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the keys are to lie.")],
     number: Annotated[int, count("--islands", "How many islands there are (dsx.outer.islands).")] = 2,
+    style: Annotated[Literal["table", "json"], FORMAT] = "table",
 ) -> None:
     """Make the keys by which islands know each other.
 
@@ -27,5 +28,8 @@ def islands(
     from dsx.islands.keys import write_keys
 
     authority, *own = write_keys(folder, number)
-    for island, file in enumerate(own):
-        say(f"island {island} needs {authority} and {file}")
+    if style == "json":
+        say_json([[str(authority), str(file)] for file in own])
+    else:
+        lines = (f"island {island} needs {authority} and {file}" for island, file in enumerate(own))
+        say(one_a_line(lines))

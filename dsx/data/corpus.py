@@ -440,20 +440,22 @@ def prepare(data: DataConfig, cache_dir: str | Path, before: Callable[[], None] 
         def write(folder: Path) -> CorpusInfo:
             return _write_examples(folder, data, masks, tokenizer, settings)
 
-    def written(folder: Path) -> CorpusInfo:
-        before()
-        return _checked(write(folder), data)
-
-    return write_once(cache_dir, settings, written)
+    return write_once(cache_dir, settings, lambda folder: _checked(write(folder), data), before)
 
 
-def write_once(cache_dir: str | Path, settings: object, write: Callable[[Path], CorpusInfo]) -> Path:
+def write_once(
+    cache_dir: str | Path,
+    settings: object,
+    write: Callable[[Path], CorpusInfo],
+    before: Callable[[], None] = lambda: None,
+) -> Path:
     """The folder named by ``settings``, written aside by ``write`` unless it exists. Raises DataError."""
     name = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:20]
     target = Path(cache_dir).expanduser() / name
     if (target / INFO).is_file():
         CorpusInfo.load(target)
         return target
+    before()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with written_aside(target) as aside:

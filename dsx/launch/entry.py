@@ -58,19 +58,22 @@ def launched() -> bool:
 
 def refuse_many(where: str, what: str, fix: str) -> None:
     """Raise ConfigError if this process is one of several that a launcher has started."""
-    # Not SLURM_NTASKS, which a batch script has, too, before it starts any.
+    # Not SLURM_NTASKS, which a batch script has, too, before it starts any; nor in a shell for people (srun
+    # --pty), which has the variables of its first task and is alone.
     names = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+    if "SLURM_PTY_PORT" in os.environ:
+        names = ()
     for name in (*names, "WORLD_SIZE") if launched() else names:
         count = os.environ.get(name, "")
         if count.isdecimal() and int(count) > 1:
             what = f"a launcher has started {count} of it ({name}), and each would {what}"
-            raise ConfigError(where, what, fix)
+            raise ConfigError(where, what, f"{fix}; or unset {name} if it has not")
 
 
 def refuse_alone() -> None:
     """Raise ConfigError if this process is one of several, and knows of none: each would train by itself."""
     if "WORLD_SIZE" not in os.environ:
-        fix = "start it by torchrun or deepspeed (dsx guide launching), or unset that variable to run apart"
+        fix = "start it by torchrun, or by deepspeed with its own launcher (dsx guide launching)"
         refuse_many("this program", "run by itself", fix)
 
 

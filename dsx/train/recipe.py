@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -185,13 +186,14 @@ def prepare_data(config: RunConfig) -> tuple[Path, ...] | None:
         store.require_writable(config.output / store.CHECKPOINTS)
         start_of(config)
         tokens = max(config.dsx.train.eval_tokens, config.tokens_per_step) + config.sequence_length + 1
+        trial = partial(require_right_layers, config)
+        if config.dsx.proof == "off":  # then nothing else looks at the layers
+            trial()
         folders = prepare_text(
             config.dsx.data,
             config.output / "data",
             held_out_tokens=tokens,
-            before=lambda: (
-                None if is_proved(config) else require_right_layers(config)
-            ),  # before hours of text
+            before=(lambda: None) if is_proved(config) else trial,  # before hours of text
         )
         corpus = _open(config, folders)
         training_batches(config, corpus, dp_rank=0)

@@ -227,6 +227,16 @@ ATTRIBUTES_NOT_THERE: Mapping[str, str] = {
 """The same of what transformers' Trainer has, or had, as an attribute: a subclass may have it as its own."""
 
 
+FIXED: Mapping[str, str] = {
+    "compute_loss_func": NOT_THERE["compute_loss"],
+    "label_smoother": NOT_THERE["compute_loss"],
+    "model_accepts_loss_kwargs": "the loss is the mean over the trained tokens of the global batch, always",
+    "model_init": NOT_THERE["call_model_init"],
+    "optimizer_cls_and_kwargs": NOT_THERE["create_optimizer"],
+}
+"""Attributes by which transformers' Trainer trains otherwise, and dsx's does not: they keep their values."""
+
+
 class MissingNameError(ModelError, AttributeError):
     """A name of transformers' Trainer that is not there."""
 
@@ -313,12 +323,21 @@ def require_called(kind: type, ours: type) -> None:
                 why = "it is not there"
             elif name.startswith("_") and name in vars(ours):
                 why = "its own method of this name does something else"
+            elif name in FIXED and getattr(kind, name) is not getattr(ours, name):
+                why = FIXED[name]
         if why is not None:
             raise ModelError(
                 f"{kind.__name__}.{name}",
                 f"dsx.Trainer never calls it: {why}",
                 "remove it, or use dsx.PipelineModule and dsx.initialize with a loss of your own",
             )
+
+
+def require_fixed(kind: type, name: str, value: Any) -> None:
+    """Refuse another value of one of :data:`FIXED` than the class has. Raises ModelError."""
+    if name in FIXED and value is not getattr(kind, name):
+        what = f"dsx.Trainer does not look at it: {FIXED[name]}"
+        raise ModelError(f"{kind.__name__}.{name}", what, "leave it as it is")
 
 
 def _disagreements(args: Any, evaluated: Any) -> Iterator[ConfigError]:

@@ -65,6 +65,7 @@ from dsx.trainer.arguments import (
     refuse,
     refuse_means_by_rank,
     require_called,
+    require_fixed,
 )
 from dsx.trainer.batches import Loading, default_collator, epoch, filler, micro_batch, tokens_in
 from dsx.trainer.configure import (
@@ -232,6 +233,10 @@ class Trainer:
             what = "it is not set yet, and dsx.Trainer.__init__ calls methods such as get_train_dataloader()"
             raise MissingNameError(f"{type(self).__name__}.{name}", what, "set it before super().__init__()")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        require_fixed(type(self), name, value)
+        super().__setattr__(name, value)
 
     # Data
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from dsx.errors import ConfigError
 from dsx.launch import processes
+from dsx.launch.entry import refuse_alone
 
 SOON = timedelta(seconds=20)
 
@@ -91,6 +92,8 @@ def test_one_of_several_that_no_launcher_of_ours_has_started_does_not_train_alon
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
     with pytest.raises(ConfigError, match=r"started 4 of it \(SLURM_STEP_NUM_TASKS\), and each would run by"):
         processes._join_world("gloo", None, 0, SOON, SOON)
+    monkeypatch.setenv("SLURM_PTY_PORT", "40001")  # srun --pty bash: a person's shell
+    refuse_alone()
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ConfigError, match=r"^WORLD_SIZE: it is set without RANK, MASTER_ADDR, MASTER_PORT"):
         processes._join_world("gloo", None, 0, SOON, SOON)
