@@ -333,13 +333,6 @@ def require_called(kind: type, ours: type) -> None:
             )
 
 
-def require_fixed(kind: type, name: str, value: Any) -> None:
-    """Refuse another value of one of :data:`FIXED` than the class has. Raises ModelError."""
-    if name in FIXED and value is not getattr(kind, name):
-        what = f"dsx.Trainer does not look at it: {FIXED[name]}"
-        raise ModelError(f"{kind.__name__}.{name}", what, "leave it as it is")
-
-
 def _disagreements(args: Any, evaluated: Any) -> Iterator[ConfigError]:
     """Arguments that only fail together, and would after hours."""
     for name, asked in (("eval_strategy", args.eval_strategy != "no"), ("eval_on_start", args.eval_on_start)):

@@ -58,6 +58,7 @@ from dsx.launch.processes import agree, distributed
 from dsx.train import recipe
 from dsx.trainer.arguments import (
     ATTRIBUTES_NOT_THERE,
+    FIXED,
     NOT_THERE,
     OF_TRAINER,
     MissingNameError,
@@ -65,7 +66,6 @@ from dsx.trainer.arguments import (
     refuse,
     refuse_means_by_rank,
     require_called,
-    require_fixed,
 )
 from dsx.trainer.batches import Loading, default_collator, epoch, filler, micro_batch, tokens_in
 from dsx.trainer.configure import (
@@ -196,6 +196,7 @@ class Trainer:
         now = self._read_when_made()
         late = [name for name, value in self._made_of.items() if now[name] != value]
         late += sorted(vars(self).keys() & {*NOT_THERE, *OF_TRAINER})
+        late += [name for name in FIXED if getattr(self, name) is not getattr(type(self), name)]
         if late:
             what = "it was set after dsx.Trainer was made, which does not read it any more"
             raise ConfigError(f"trainer.{late[0]}", what, "set it before, or pass it to dsx.Trainer")
@@ -233,10 +234,6 @@ class Trainer:
             what = "it is not set yet, and dsx.Trainer.__init__ calls methods such as get_train_dataloader()"
             raise MissingNameError(f"{type(self).__name__}.{name}", what, "set it before super().__init__()")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        require_fixed(type(self), name, value)
-        super().__setattr__(name, value)
 
     # Data
 

@@ -456,13 +456,6 @@ def test_attributes_that_nothing_looks_at_keep_their_values(args, name, value):
     with pytest.raises(ModelError, match=rf"Mine\.{name}: dsx.Trainer never calls it: "):
         type("Mine", (dsx.Trainer,), {name: value})(model(), args)
 
-    def init(self, *given):
-        setattr(self, name, getattr(dsx.Trainer, name))
-        setattr(self, name, value)
-
-    with pytest.raises(ModelError, match=rf"Mine\.{name}: dsx.Trainer does not look at it: "):
-        type("Mine", (dsx.Trainer,), {"__init__": init})(model(), args)
-
 
 @pytest.mark.parametrize(
     ("name", "value"),
@@ -470,6 +463,7 @@ def test_attributes_that_nothing_looks_at_keep_their_values(args, name, value):
         ("args.learning_rate", 1.0),
         ("train_dataset", []),
         ("compute_loss_func", print),
+        ("model_accepts_loss_kwargs", False),
         ("training_step", print),
     ],
 )
