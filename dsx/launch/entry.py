@@ -60,7 +60,7 @@ def refuse_many(where: str, what: str, fix: str) -> None:
     """Raise ConfigError if this process is one of several that a launcher has started."""
     # Not SLURM_NTASKS, which a batch script has, too, before it starts any; nor in a shell for people (srun
     # --pty), which has the variables of its first task and is alone.
-    names = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+    names: tuple[str, ...] = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
     if "SLURM_PTY_PORT" in os.environ:
         names = ()
     for name in (*names, "WORLD_SIZE") if launched() else names:

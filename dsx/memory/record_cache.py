@@ -247,6 +247,10 @@ _SOURCES = (
 )
 
 
+_KERNELS = ("causal-conv1d", "flash-linear-attention", "mamba-ssm", "kernels", "peft", "bitsandbytes")
+"""Packages by whose presence transformers' modules compute in another way."""
+
+
 @cache
 def code_version(*sources: str) -> str:
     """What a result of code depends on besides its input: Python, the packages that run, and the code.
@@ -262,7 +266,7 @@ def code_version(*sources: str) -> str:
     if not package.is_dir():  # a zip, by what changes when it is written anew
         archive = next(parent.stat() for parent in package.parents if parent.is_file())
         content.update(f"{archive.st_mtime_ns} {archive.st_size}".encode())
-    for name in ("torch", "transformers", "deepspeed"):
+    for name in ("torch", "transformers", "deepspeed", *_KERNELS):
         with suppress(PackageNotFoundError):
-            content.update(version(name).encode())
+            content.update(f"{name} {version(name)}".encode())
     return content.hexdigest()[:16]

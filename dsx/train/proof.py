@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 
 from deepspeed.accelerator import get_accelerator
@@ -86,16 +84,6 @@ def layout_words(mesh: Mesh) -> str:
     return " x ".join(f"{title} {degree}" for title, degree in degrees if degree > 1) or "one rank"
 
 
-_KERNELS = ("causal-conv1d", "flash-linear-attention", "mamba-ssm", "kernels", "peft", "bitsandbytes")
-"""Packages by whose presence transformers' modules compute in another way."""
-
-
-def _version(package: str) -> str | None:
-    with suppress(metadata.PackageNotFoundError):
-        return metadata.version(package)
-    return None
-
-
 _NEUTRAL = (
     "tracking",
     "faults",
@@ -121,7 +109,6 @@ def _place(config: RunConfig) -> Path:
     said = (
         content | {"dsx": block},
         repr((config.program, config.stage_map)),  # a schedule's file is in the config by its name alone
-        [_version(package) for package in _KERNELS],
         getattr(config.model, "tensor_plan", None),
         config.mesh.axes,
         get_accelerator().device_name(),

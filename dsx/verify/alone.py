@@ -138,7 +138,7 @@ def require_probed(model: HubModel, *, sequence: bool, documents: bool) -> None:
 
 def _place(model: HubModel) -> Path:
     name = hashlib.sha256(repr((model.config, model.tensor_plan)).encode()).hexdigest()[:32]
-    return Path.home() / ".cache" / "dsx" / "probes" / code_version() / f"{name}.json"
+    return Path.home() / ".cache" / "dsx" / "probes" / code_version("**/*.py", "**/*.toml") / f"{name}.json"
 
 
 class Small:

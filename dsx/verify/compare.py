@@ -489,19 +489,22 @@ class TrainingComparison:
             return self._clipping_finding(index, step, expected, norm, squares)
         if wrong:
             return self._gradient_finding(index, step, weights, batches, wrong, errors, loss_equal=True)
-        seen, own = step.norms[0], self._own_norm(step) / scale
-        if seen is not None and not (norm_equal and abs(seen - own) <= tolerances.norm * own):
+        seen = step.norms[0]
+        if seen is not None and not (norm_equal and self._counts_its_own(step, seen)):
             facts = norm_facts(self._places, seen, norm, squares, expected)
             return diagnosis.diagnose_norm(facts, self._degrees, step=index + 1)
         return self._update_finding(index, step)
 
-    def _own_norm(self, step: WholeStep) -> float:
-        """The norm of the gradients that the layout's optimizer was given, each element once.
+    def _counts_its_own(self, step: WholeStep, seen: float) -> bool:
+        """Whether a norm is that of the gradients that the layout's optimizer was given, each element once.
 
         What a norm counts twice may be small: norms' weights are a ten-thousandth of it. Next to these
-        gradients nothing but the rounding of a sum is between.
+        gradients, which were clipped by this norm, nothing but the rounding of a sum is between.
         """
-        return _norm({name: whole.values for name, whole in step.gradients.items()})
+        clipping = self._seen.clipping
+        clipped = min(1.0, clipping / (seen + 1e-6)) if clipping else 1.0
+        own = _norm({name: whole.values for name, whole in step.gradients.items()}) / clipped
+        return abs(seen - own) <= self._bench.tolerances.norm * own
 
     def _backward(self, expected: Evaluation) -> list[str]:
         """Tensors with a gradient, in the order of the backward."""

@@ -20,6 +20,7 @@ import weakref
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import zip_longest
 from typing import Any, TypeAlias
 
@@ -49,7 +50,11 @@ Parameter: TypeAlias = Any
 
 _PRIVATE = "_PartitionedParameterCoordinator__"
 
-_LOOK_SECONDS = 2.0
+_LOOK_SECONDS, _LOOKS_LATER = 2.0, 2.0
+"""The first look at a step that does not go on, and how much later each further one comes."""
+
+_REMEMBERED = 64
+"""Modules that replicas which do not go on tell each other of: more than are gathered ahead."""
 
 
 class FetchOrder:
@@ -73,11 +78,17 @@ class FetchOrder:
         self._groups, self._varies = groups, varies
         self._names = {inner: name for name, inner in module.named_modules()}
         self._step, self._run = 0, list[str]()
+        self._recent: deque[Ran] = deque(maxlen=_REMEMBERED)
         fetch = coordinator.fetch_sub_module
 
         def noted(submodule: nn.Module, forward: bool) -> None:
             if any(True for _ in iter_params(submodule, recurse=z3_leaf_module(submodule))):
-                self._run.append(self._names.get(submodule, ""))
+                name = self._names.get(submodule, "")
+                self._run.append(name)
+                if varies:
+                    before = self._recent[-1][1] if self._recent else ""
+                    chain = hashlib.blake2b(f"{before} {name}".encode(), digest_size=8).hexdigest()
+                    self._recent.append((len(self._run), chain, name))
             fetch(submodule, forward)
 
         coordinator.fetch_sub_module = noted
@@ -98,6 +109,7 @@ class FetchOrder:
         """
         run = self._run.copy()
         self._run.clear()
+        self._recent.clear()
         self._step += 1
         size = self._groups.mesh.num_replicas
         if size == 1 or (known and not self._varies):
@@ -110,10 +122,13 @@ class FetchOrder:
             dist.all_gather_object(everywhere, run, group=self._groups.data)
             raise _apart(next(pair for names in everywhere if (pair := _first(everywhere[0], names))), size)
 
-    def told(self) -> tuple[int, list[str]]:
-        """The number of the step, and its modules so far."""
-        return self._step, self._run.copy()
+    def told(self) -> tuple[int, list[Ran]]:
+        """The number of the step, and its last modules so far."""
+        return self._step, list(self._recent)
 
+
+Ran = tuple[int, str, str]
+"""A module that was run: its place in the step, a digest of those up to it, its name."""
 
 Difference = tuple[int, str, str]
 """(place in the step, module that one replica ran there, that another one ran)."""
@@ -135,24 +150,39 @@ def _apart(found: Difference, size: int) -> LayoutError:
     )
 
 
+def _parted(mine: Sequence[Ran], theirs: Sequence[Ran]) -> Difference | None:
+    """Where two replicas have run different modules, if that is among the last ones of both."""
+    there = {place: (digest, name) for place, digest, name in theirs}
+    for place, digest, name in mine:
+        same, other = there.get(place, (digest, name))
+        if digest != same:
+            return place, name, other
+    return None
+
+
 def _look(watched: weakref.ref[FetchOrder], token: str, replica: int, size: int) -> None:
-    """End this process once it waits for a replica that has run other modules in the same step."""
-    store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public name for it
-    before, wait = None, threading.Event()
-    while not wait.wait(_LOOK_SECONDS) and (order := watched()) is not None:
-        now = order.told()
-        del order  # which may end
-        stands, before = now == before, now
-        if not stands or not dist.is_initialized():
-            continue
-        keys = [f"dsx ZeRO-3 order {token} {number}" for number in range(size)]
-        store.set(keys[replica], json.dumps(now))
-        for number, key in enumerate(keys):
-            if number == replica or not store.check([key]):
+    """End this process once it waits for a replica that has run other modules in the same step.
+
+    Each replica looks at the next one: of a ring of which not all are alike, some pair is not.
+    """
+    with suppress(RuntimeError, OSError):  # the store has gone: its host ends, which others tell of
+        # A connection of its own: the run's may be waiting. torch has no public name for the store.
+        store: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001
+        store = store.clone()
+        mine, next_one = (f"dsx ZeRO-3 order {token} {number % size}" for number in (replica, replica + 1))
+        before, seconds, wait = None, _LOOK_SECONDS, threading.Event()
+        while not wait.wait(seconds) and (order := watched()) is not None and dist.is_initialized():
+            now = order.told()
+            del order  # which may end
+            stands, before = now == before, now
+            seconds = seconds * _LOOKS_LATER if stands else _LOOK_SECONDS
+            if not stands:
                 continue
-            step, run = json.loads(store.get(key))
-            both = min(len(run), len(now[1]))
-            if step == now[0] and (found := _first(now[1][:both], run[:both])):
+            store.set(mine, json.dumps(now))
+            if not store.check([next_one]):
+                continue
+            step, ran = json.loads(store.get(next_one))
+            if step == now[0] and (found := _parted(now[1], ran)):
                 sys.stderr.write(f"error: {printable(str(_apart(found, size)))}\n")
                 sys.stderr.flush()
                 os._exit(1)
