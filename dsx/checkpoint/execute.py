@@ -20,7 +20,7 @@ from time import monotonic
 
 import numpy as np
 
-from dsx.checkpoint.catalog import Catalog, Checksum, Entry, Piece, Target, Written, check_files
+from dsx.checkpoint.catalog import Catalog, Checksum, Entry, Piece, Target, Written, check_files, locate
 from dsx.checkpoint.claims import model_of, specs_of_model
 from dsx.checkpoint.copy_plan import TILE_ELEMENTS, CopyPlan, check_cover, region
 from dsx.checkpoint.file_io import (
@@ -213,15 +213,18 @@ def execute(
     began = monotonic()
     workers = _num_workers(plan, options)
     with Reader(source, plan.tile_elements) as reader, Staging(target) as staging:
+        before = _stamps(source)
         run = _Run(reader, target, plan, staging, options)
         try:
             run.work(workers)
             checked = reader.check_rest(job.source for job in plan.jobs)
+            _check_unchanged(source, before)
             run.fill_crc32()
         finally:
             run.writes.close()
         with blamed(staging.data, "what ends the checkpoint", "writing", AGAIN):
             target.finish(staging.data, run.written())
+        staging.require_own()
         check(staging.data, target.catalog)
         staging.commit(point_latest=options.point_latest)
     return ConversionReport(
@@ -234,8 +237,29 @@ def execute(
         tiles_checked=reader.tiles_checked,
         sums_checked=checked,
         seconds=monotonic() - began,
-        notes=(*plan.notes, *target.dropped),
+        notes=(*plan.notes, *target.dropped, *staging.notes),
     )
+
+
+def _stamps(source: Catalog) -> dict[str, tuple[int, int]]:
+    """Size and time of the last change of each of a checkpoint's files."""
+    found = {file: locate(source, file, str(entry)).stat() for file, entry in source.files.items()}
+    return {file: (status.st_size, status.st_mtime_ns) for file, status in found.items()}
+
+
+def _check_unchanged(source: Catalog, before: dict[str, tuple[int, int]]) -> None:
+    """Raise CheckpointError if a file is gone or another: what was read may be of two checkpoints.
+
+    A file that is open can be read to its end after its name is gone, or another's.
+    """
+    now = _stamps(source)
+    changed = next((file for file in before if before[file] != now[file]), None)
+    if changed is not None:
+        raise CheckpointError(
+            str(source.root / changed),
+            "it was changed while it was read",
+            "run the same command again when nothing writes there",
+        )
 
 
 def worker_bytes(plan: CopyPlan) -> int:

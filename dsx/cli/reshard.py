@@ -166,6 +166,7 @@ def reshard(
         say_json(outline | {"report": told})
     else:
         text = _report_text(report)
+        text += "".join(f"\nnote       {note}" for note in report.notes if note not in outline["notes"])
         if conversion.target.is_tag:
             text += _to_load(target.absolute(), named=options.point_latest)
         say(text)

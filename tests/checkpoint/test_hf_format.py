@@ -323,6 +323,9 @@ def test_a_head_that_is_no_copy_of_the_embedding_it_is_tied_to_is_refused(tmp_pa
 def test_broken_folders_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="neither model"):
         hf.HfWeights(tmp_path)
+    with pytest.raises(CheckpointError, match=r"config\.json: there is no such file"):
+        names.read_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"config\.json: not readable"):
         names.read_config(tmp_path)
     (tmp_path / "config.json").write_text("[1]")

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import zipfile
@@ -16,9 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 import made
-from dsx.checkpoint import store
+from dsx.checkpoint import staging, store
 from dsx.checkpoint.catalog import Catalog, Checksum, Crc32Field, Entry, Piece, Skeleton, Target
 from dsx.checkpoint.copy_plan import plan
 from dsx.checkpoint.execute import ConversionOptions, execute
@@ -220,18 +222,124 @@ def test_what_a_kill_left_is_not_taken_from_a_conversion_that_runs(saved, tmp_pa
     target, partial = tmp_path / "out", tmp_path / "out.partial"
     assert run(KILLED, saved, target, made.num_bytes(saved) // 2).returncode == -signal.SIGKILL
     assert not target.exists()
-    left = contents(partial / "data")
+    (data,) = partial.glob("data.*")
+    left = contents(data)
     with (partial / "conversion.lock").open("rb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(CheckpointError, match="another process is writing this checkpoint now"):
             convert(open_checkpoint(saved), target)
-    assert contents(partial / "data") == left
+    assert contents(data) == left
     other = made.prepared(open_checkpoint(saved), target, made.layout("gpt2", dp=3))
     other.run(ConversionOptions())
     assert not partial.exists()
     other = made.prepared(open_checkpoint(saved), tmp_path / "other", made.layout("gpt2", dp=3))
     other.run(ConversionOptions())
     assert contents(target) == contents(tmp_path / "other")
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_without_locks_between_machines_no_conversion_names_the_files_of_another(
+    saved, tmp_path, monkeypatch, silent
+):
+    """The second leaves the first alone if it wrote lately; else it takes over, and the first ends."""
+    convert(open_checkpoint(saved), tmp_path / "whole")
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+    if silent:
+        monkeypatch.setattr(staging, "_RECENT_SECONDS", -1e9)
+    first, target, ended = os.getpid(), tmp_path / "out", []
+
+    def second(_):
+        if ended:
+            return
+        ended.append(None)
+        monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
+        try:
+            convert(open_checkpoint(saved), target)
+        except CheckpointError as error:
+            ended[0] = str(error)
+
+    if silent:
+        with pytest.raises(CheckpointError, match=r"out\.partial"):
+            convert(open_checkpoint(saved), target, progress=second)
+        assert ended == [None]
+    else:
+        convert(open_checkpoint(saved), target, progress=second)
+        assert f"process {first} on " in ended[0]
+    assert contents(target) == contents(tmp_path / "whole")
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_a_folder_of_files_that_another_made_is_not_named(saved, tmp_path, monkeypatch):
+    """Not even under the very name of the conversion's own."""
+
+    def exchanged(folder, wanted):
+        folder.rename(tmp_path / "away")
+        folder.mkdir()
+
+    conversion = made.prepared(open_checkpoint(saved), tmp_path / "out", made.layout("gpt2", **TO))
+    with pytest.raises(CheckpointError, match="another process removed it"):
+        execute(conversion.source, conversion.target, conversion.plan, ConversionOptions(), check=exchanged)
+    assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EIO])
+def test_a_file_system_without_locks_has_conversions_that_say_so(saved, tmp_path, monkeypatch, code):
+    def refused(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    if code == errno.EIO:
+        with pytest.raises(CheckpointError, match=r"out\.partial: the folder: .*Input/output error"):
+            convert(open_checkpoint(saved), tmp_path / "out")
+        assert not list(tmp_path.glob("out*"))
+        return
+    report = convert(open_checkpoint(saved), tmp_path / "out")
+    assert sum("has no file locks" in note for note in report.notes) == 1
+    assert [path.name for path in tmp_path.glob("out*")] == ["out"]
+    assert not list(verify(open_checkpoint(tmp_path / "out")))
+
+
+def test_nothing_is_left_where_an_open_file_keeps_a_name_after_its_end(saved, tmp_path, monkeypatch):
+    """As NFS does: ``.nfsXXXX`` until it is closed."""
+    unlink, release, kept = Path.unlink, FileLock.release, []
+
+    def renamed(path, missing_ok=False):
+        if path.name != "conversion.lock":
+            return unlink(path, missing_ok)
+        kept.append(path.rename(path.with_name(".nfs0001")))
+        return None
+
+    def closed(lock, *arguments, **options):
+        release(lock, *arguments, **options)
+        while kept:
+            unlink(kept.pop())
+
+    monkeypatch.setattr(Path, "unlink", renamed)
+    monkeypatch.setattr(FileLock, "release", closed)
+    convert(open_checkpoint(saved), tmp_path / "out")
+    assert [path.name for path in tmp_path.glob("out*")] == ["out"]
+
+
+def test_targets_whose_name_no_folder_can_take_are_refused_at_once(saved, tmp_path, monkeypatch):
+    here = tmp_path / "here"
+    here.mkdir()
+    (tmp_path / "link").symlink_to(here)
+    monkeypatch.chdir(here)
+    is_mount = Path.is_mount
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "disk" or is_mount(path))
+    (tmp_path / "disk").mkdir()
+    before = sorted(tmp_path.iterdir())
+    for target, what in [
+        (Path(), "name a new folder inside it"),
+        (Path("gone/.."), "name a new folder inside it"),
+        (here, "it is the current folder.*name a new folder inside it"),
+        (tmp_path / "disk", "a disk is mounted there.*name a new folder inside it"),
+        (tmp_path / "link", "exists already"),
+    ]:
+        with pytest.raises(CheckpointError, match=what):
+            made.prepared(open_checkpoint(saved), target, made.layout("gpt2", **TO)).run(ConversionOptions())
+    assert sorted(tmp_path.iterdir()) == before
+    assert not list(here.iterdir())
 
 
 def test_a_folder_in_the_way_is_not_touched(saved, tmp_path):
