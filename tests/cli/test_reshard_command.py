@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import subprocess
 import sys
@@ -101,6 +103,16 @@ def test_what_is_written_beside_the_target_is_said_before(dsx, saved, tmp_path):
     assert sorted(home.iterdir()) == [home / "latest", home / "out"]
     _, out, _ = dsx("reshard", saved, home / "more", "--dry-run")
     assert out.count("\nbeside") == 1  # the folder is there, and latest names another
+
+
+def test_a_disk_without_locks_is_a_note(dsx, saved, tmp_path, monkeypatch):
+    def refused(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    code, out, err = dsx("reshard", saved, tmp_path / "out")
+    assert (code, err) == (0, "")
+    assert " ".join(out.split()).count("has no file locks") == 1
 
 
 def test_a_dry_run_tells_and_writes_nothing(dsx, saved, tmp_path):
