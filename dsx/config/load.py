@@ -18,7 +18,6 @@ from pydantic_core import ErrorDetails
 from dsx.config.document import from_text, is_finite, read_text, refuse, unusable
 from dsx.config.keys import reference
 from dsx.config.schema import DsxConfig
-from dsx.config.wording import Path as KeyPath
 from dsx.config.wording import (
     HIDDEN_HERE,
     at,
@@ -29,6 +28,7 @@ from dsx.config.wording import (
     key,
     suggest,
 )
+from dsx.config.wording import Path as KeyPath
 from dsx.errors import ConfigError, DsxError, KeyPlace
 
 

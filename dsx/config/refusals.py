@@ -46,7 +46,7 @@ from dsx.config.keys import (
     variant,
     version,
 )
-from dsx.config.wording import Path, show
+from dsx.config.wording import HIDDEN_HERE, Path, hidden_in, show
 
 Severity = Literal["error", "warning", "note"]
 
@@ -512,6 +512,12 @@ def check_required(context: Context) -> Iterator[Finding]:
             if missing and not idle and key.status == "live" and name not in key.aliases:
                 why, fix = f"{called} needs it", f"add it ({key.effect})"
                 yield context.find("missing", "error", (*path, name), why, fix)
+
+
+def check_hidden(context: Context) -> Iterator[Finding]:
+    """Find what stands in the place of a secret in a config that dsx wrote."""
+    for path, _ in hidden_in(context.config):
+        yield context.find("hidden-secret", "error", path, *HIDDEN_HERE)
 
 
 def check_same_key(context: Context) -> Iterator[Finding]:

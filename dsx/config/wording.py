@@ -21,9 +21,9 @@ _TYPO = 0.9
 
 # The words of a key whose value is a secret. Tokens in the plural are mostly those of a text: user_tokens.
 _SECRET = re.compile(
-    r"(^|.*_)((passwd|password|passphrase|pass|pwd|pat|secret|creds?|credential|auth|authorization|cookie|dsn|jwt"
+    r"(^|.*_)((passwd|[a-z]*password|passphrase|pass|pwd|pat|secret|creds?|credential|auth|authorization|cookie|dsn|jwt"
     r"|webhook(_url)?|connection_string|session_?id|access_key_id|(access|account|anthropic|api|auth|aws|azure"
-    r"|comet|deploy|encryption|hf|hub|license|master|openai|private|secret|service|signing|ssh|subscription"
+    r"|comet|deploy|encryption|hf|hub|license|master|openai|private|secret|service|signing|ssh|storage|subscription"
     r"|wandb)_?key|(access|api|auth|bearer|gh|github|gitlab|hf|hugging_?face|refresh|secret|slack|wandb)_?token)s?"
     r"|(bot|client|comet|deploy|git|hub|id|jwt|login|oauth|personal|private|sas|security|service|session"
     r"|user)_?token)|token|bearer",
@@ -44,7 +44,7 @@ _BARE = re.compile(
 )
 # Who asks, and with what password. The second kind of password has a slash, and is no port.
 _ADDRESS = re.compile(
-    rf"(?P<before>://)(?:[^/@\s:]*:(?:[^/\s]+|(?!\d{{1,5}}/)[^@\s]+)|{_KEY})(?=@(?!sha256:))"
+    rf"(?P<before>://)(?:[^/@\s:]*:(?:[^/\s]{{1,999}}|(?!\d{{1,5}}/)[^@\s]{{1,999}})|{_KEY})(?=@(?!sha256:))"
 )
 _QUERY = re.compile(r"(?P<before>[?&](?P<name>[\w.-]+)=)[^\s&#]+")
 _SIGNED = ("sig", "signature")

@@ -46,7 +46,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     # Checks of single keys.
     values.check_duplicates,
     values.check_syntax,
-    values.check_hidden,
+    refusals.check_hidden,
     values.check_constants,
     unknown.check_unknown,
     unknown.check_removed,

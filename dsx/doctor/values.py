@@ -20,7 +20,7 @@ from dsx.config.refusals import (
     Severity,
     is_tuned,
 )
-from dsx.config.wording import HIDDEN_HERE, Path, dotted, hidden_in, plain, show, suggest
+from dsx.config.wording import Path, dotted, plain, show, suggest
 from dsx.models.param import PRECISIONS
 
 # Keys that are names in some spelling, which have checks of their own.
@@ -360,12 +360,6 @@ def check_syntax(context: Context) -> Iterator[Finding]:
     else:
         why = f"no strict JSON ({what}): DeepSpeed reads it, but transformers, Accelerate and jq refuse it"
         yield context.find("syntax", "note", (), why, "write strict JSON if another tool reads the file")
-
-
-def check_hidden(context: Context) -> Iterator[Finding]:
-    """Find what stands in the place of a secret in a config that dsx wrote."""
-    for path, _ in hidden_in(context.config):
-        yield context.find("hidden-secret", "error", path, *HIDDEN_HERE)
 
 
 def check_constants(context: Context) -> Iterator[Finding]:
