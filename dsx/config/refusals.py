@@ -626,7 +626,7 @@ def _dynamic(context: Context) -> Iterator[Finding]:
     yield context.find("loss-scale", "note", "fp16.enabled", why, fix)
 
 
-CHECKS: Final = (check_required, check_same_key, check_betas, check_loss_scale, check_rules)
+CHECKS: Final = (check_required, check_hidden, check_same_key, check_betas, check_loss_scale, check_rules)
 """What stops a run of keys that DeepSpeed knows, with values that they take."""
 
 
