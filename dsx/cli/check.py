@@ -19,7 +19,7 @@ from dsx.cli.options import CONFIGS, FORMAT, GPU_MEMORY, GPUS, SET, STDIN
 from dsx.cli.output import BAD, BAD_INPUT, say, say_styled, tell
 from dsx.config.keys import shown
 from dsx.config.refusals import ABSENT, Finding
-from dsx.config.wording import at, dotted, without_secrets
+from dsx.config.wording import at, dotted, name_of, without_secrets
 from dsx.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -108,8 +108,7 @@ def _file_facts(outcome: Outcome) -> dict[str, Any]:
 
 def _for_json(value: Any, path: Sequence[str | int]) -> Any:
     """A value as other readers of JSON take it: no secrets, and NaN and Infinity as their words."""
-    name = next((part for part in reversed(path) if isinstance(part, str)), "")
-    text = json.dumps(without_secrets(value, name), default=str)
+    text = json.dumps(without_secrets(value, name_of(path)), default=str)
     return json.loads(text, parse_constant=str)
 
 

@@ -18,8 +18,17 @@ from pydantic_core import ErrorDetails
 from dsx.config.document import from_text, is_finite, read_text, refuse, unusable
 from dsx.config.keys import reference
 from dsx.config.schema import DsxConfig
+from dsx.config.wording import (
+    HIDDEN_HERE,
+    at,
+    dotted,
+    either,
+    hidden_in,
+    item_without_secrets,
+    key,
+    suggest,
+)
 from dsx.config.wording import Path as KeyPath
-from dsx.config.wording import at, dotted, either, item_without_secrets, key, suggest
 from dsx.errors import ConfigError, DsxError, KeyPlace
 
 
@@ -255,11 +264,18 @@ def content_of(source: str | Path | Mapping[str, Any], overrides: Sequence[str] 
     content = copy.deepcopy(dict(source)) if isinstance(source, Mapping) else read(Path(source))
     for item in overrides:
         override(content, item)
+    refuse_hidden(content, "config" if isinstance(source, Mapping) else str(source))
     block = content.get("dsx")
     model = block.get("model") if isinstance(block, dict) else None
     if isinstance(model, dict):
         model.update({key: _words_for_floats(model[key]) for key in _HUGGING_FACE if key in model})
     return content
+
+
+def refuse_hidden(content: Mapping[str, Any], source: str) -> None:
+    """Raise a ConfigError about the secrets that dsx hid when it wrote ``content``, if there are any."""
+    problems = [ConfigError(at(dotted(path), text), *HIDDEN_HERE) for path, text in hidden_in(content)]
+    raise_all(source, problems)
 
 
 _HUGGING_FACE = ("config", "overrides")  # keys of dsx.model whose values are those of a config.json

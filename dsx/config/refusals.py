@@ -46,7 +46,7 @@ from dsx.config.keys import (
     variant,
     version,
 )
-from dsx.config.wording import Path, show
+from dsx.config.wording import HIDDEN_HERE, Path, hidden_in, show
 
 Severity = Literal["error", "warning", "note"]
 
@@ -514,6 +514,12 @@ def check_required(context: Context) -> Iterator[Finding]:
                 yield context.find("missing", "error", (*path, name), why, fix)
 
 
+def check_hidden(context: Context) -> Iterator[Finding]:
+    """Find what stands in the place of a secret in a config that dsx wrote."""
+    for path, _ in hidden_in(context.config):
+        yield context.find("hidden-secret", "error", path, *HIDDEN_HERE)
+
+
 def check_same_key(context: Context) -> Iterator[Finding]:
     """Find a key under two of its names, one of which DeepSpeed refuses."""
     seen: dict[tuple[Path, str], Slot] = {}
@@ -620,7 +626,7 @@ def _dynamic(context: Context) -> Iterator[Finding]:
     yield context.find("loss-scale", "note", "fp16.enabled", why, fix)
 
 
-CHECKS: Final = (check_required, check_same_key, check_betas, check_loss_scale, check_rules)
+CHECKS: Final = (check_required, check_hidden, check_same_key, check_betas, check_loss_scale, check_rules)
 """What stops a run of keys that DeepSpeed knows, with values that they take."""
 
 

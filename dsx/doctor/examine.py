@@ -46,6 +46,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     # Checks of single keys.
     values.check_duplicates,
     values.check_syntax,
+    refusals.check_hidden,
     values.check_constants,
     unknown.check_unknown,
     unknown.check_removed,

@@ -165,7 +165,7 @@ def _without_secrets(text: str) -> str:
 
 def _secrets(node: Node, name: str) -> Iterator[Node]:
     if not node.members:
-        if without_secrets(node.value, name) != node.value:
+        if without_secrets(node.value, name) is not node.value:
             yield node
         return
     for member in node.members:

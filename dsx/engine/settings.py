@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dsx.config.deepspeed import pipeline_problems, precision, zero_stage
-from dsx.config.load import raise_all, read
+from dsx.config.load import raise_all, read, refuse_hidden
 from dsx.config.refusals import is_number
 from dsx.config.run import RunConfig
 from dsx.config.wording import at
@@ -53,6 +53,7 @@ def settings_of(config: Config | None, args: Any, mesh: Mesh) -> Settings:
         deepspeed = copy.deepcopy(dict(source.deepspeed))
     else:
         deepspeed = copy.deepcopy(dict(source)) if isinstance(source, Mapping) else read(Path(source))
+    refuse_hidden(deepspeed, "config")
     _refuse(deepspeed, mesh)
     stage, clipping = zero_stage(deepspeed), deepspeed.get("gradient_clipping", 1.0)
     if stage == 0 and precision(deepspeed) == "fp32":

@@ -13,7 +13,7 @@ import pytest
 from dsx.config.document import from_mapping
 from dsx.config.keys import Operator, reference
 from dsx.config.refusals import By, Context, errors, refused
-from dsx.config.wording import dotted
+from dsx.config.wording import HIDDEN, dotted
 from dsx.doctor import examine, figures, unknown, values
 from dsx.doctor.examine import CHECKS, advice
 
@@ -54,6 +54,7 @@ def changed(edits):
 
 # check id, severity, key of the finding, wrong edits, right edits, arguments of examine
 CASES = [
+    ("hidden-secret", "error", "comet.api_key", {"comet.api_key": HIDDEN}, {"comet.api_key": "mine"}, {}),
     # Unknown keys.
     ("unknown-key", "error", "gradient_cliping", {"gradient_cliping": 1.0}, {"gradient_clipping": 1.0}, {}),
     ("unknown-key", "error", "zero_optimization.overlap_com", {"zero_optimization.overlap_com": True},
