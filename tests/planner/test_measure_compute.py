@@ -67,7 +67,7 @@ class Gpu:
     [
         ("NVIDIA H100 80GB HBM3", 79.1, "H100", ""),
         ("NVIDIA H200", 139.8, "H200", ""),
-        ("NVIDIA H200", 139.8, "H100", "this NVIDIA H200 has 140 GiB"),
+        ("NVIDIA H200", 139.8, "H100", "this NVIDIA H200 has 139.80 GiB"),
         ("NVIDIA A100-SXM4-80GB", 79.2, "H100", "this NVIDIA A100-SXM4-80GB has a peak of 312 TFLOP/s"),
         ("NVIDIA H100 80GB HBM3", 79.1, "CPU", "is no CPU"),
     ],
