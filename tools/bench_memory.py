@@ -9,7 +9,7 @@
     python tools/bench_memory.py --hub --only name=mixtral-8x7b
 
 Each case is one rank of one layout: estimated without torch (dsx.memory) and traced through the real
-engine on fake tensors (tests/oracle), in a process of its own. Prints the error of the peak of each case
+engine on fake tensors (tests/meta_engine), in a process of its own. Prints the error of the peak of each case
 and its distribution, and for bad ones the lines of both ledgers.
 """
 
@@ -249,7 +249,7 @@ def _both(case: Case, *, labels: bool = True) -> dict[str, Any]:
     from dsx.errors import DsxError
     from dsx.memory.estimate import estimate
     from dsx.memory.job import job_of
-    from oracle.run import trace
+    from meta_engine.run import trace
 
     # What a launcher would tell DeepSpeed.
     os.environ.update(RANK=str(case["rank"]), LOCAL_RANK="0", DS_ACCELERATOR="cpu")
@@ -290,7 +290,7 @@ def _caller() -> str:
     while frame is not None and len(found) < 3:
         name = frame.f_code.co_filename
         ours = "/dsx/" in name or "/deepspeed/" in name or "torch/optim" in name
-        if ours and "/oracle/" not in name and "nvtx" not in name and "profiling" not in name:
+        if ours and "/meta_engine/" not in name and "nvtx" not in name and "profiling" not in name:
             found.append(f"{Path(name).name}:{frame.f_lineno}")
         frame = frame.f_back  # type: ignore[assignment]
     return " < ".join(found)
@@ -385,7 +385,7 @@ def main() -> int:
     os.environ.update(LOCAL_RANK="0", DS_ACCELERATOR="cpu")
     import deepspeed  # noqa: F401 (once, before the forks)
 
-    import oracle.run  # noqa: F401
+    import meta_engine.run  # noqa: F401
 
     if args.real:
         from tools.memory_bench.real import compare

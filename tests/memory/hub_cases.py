@@ -90,7 +90,7 @@ def both(number: int) -> dict[str, Any]:
     from dsx.config.resolve import resolve
     from dsx.memory.estimate import estimate
     from dsx.memory.job import job_of
-    from oracle.run import trace
+    from meta_engine.run import trace
 
     warnings.filterwarnings("ignore")
     drawn = case(number)
@@ -139,7 +139,7 @@ def main() -> None:
     os.environ.update(DS_ACCELERATOR="cpu")
     import torch
 
-    import oracle.run  # noqa: F401 (once, before the forks)
+    import meta_engine.run  # noqa: F401 (once, before the forks)
 
     torch.set_num_threads(1)
     first, count = map(int, sys.argv[1:])

@@ -148,7 +148,7 @@ def traced(make, config, job, rank):
     from dsx.engine.p2p import Signature, TensorMeta
     from dsx.engine.pipeline_module import PipelineModule
     from dsx.schedules.program import Program
-    from oracle.run import trace_pipeline
+    from meta_engine.run import trace_pipeline
 
     stages = job.layout.stages
 

@@ -27,7 +27,7 @@ from dsx.models.params import layer_kinds, param_specs
 from dsx.models.spec import ModelSpec, Rope
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.split import WeightGradients
-from oracle import accelerator as paper
+from meta_engine import accelerator as paper
 
 BATCH, LENGTH = 2, 128
 

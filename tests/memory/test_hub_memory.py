@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from oracle import programs
+from meta_engine import programs
 
 _SCALARS_BYTES = 16 * 512
 """What the estimate leaves out: numbers such as norms and counts, which an allocator rounds up one by one."""

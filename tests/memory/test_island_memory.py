@@ -12,8 +12,8 @@ from dsx.config.resolve import resolve
 from dsx.memory.estimate import estimate
 from dsx.memory.job import job_of
 from dsx.memory.meter import StorageMeter
+from meta_engine.run import announce, batch, signatures
 from often import often
-from oracle.run import announce, batch, signatures
 
 WORLD = 4
 

@@ -15,8 +15,8 @@ import dsx
 from dsx.cli.app import build
 from dsx.config.user_function import user_function
 from dsx.errors import ConfigError, DsxError, ModelError
+from meta_engine import programs
 from often import often
-from oracle import programs
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 from pathlib import Path
 
-from oracle import programs
+from meta_engine import programs
 
 _SCALARS = 16
 """Bytes that torch holds for a moment and the records do not: a scalar for a padded row's value."""

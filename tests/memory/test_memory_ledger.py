@@ -7,8 +7,8 @@ import pytest
 from dsx.config.resolve import resolve
 from dsx.memory.estimate import estimate
 from dsx.memory.job import job_of
+from meta_engine import programs
 from often import often
-from oracle import programs
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -113,7 +113,7 @@ CASES = {
 
 _TRACE = """
 from dsx.config.resolve import resolve
-from oracle import run
+from meta_engine import run
 made, initialize = [], run.initialize
 run.initialize = lambda **given: made.append(initialize(**given)) or made[-1]
 config, sets, rank, world = given

@@ -12,8 +12,8 @@ import pytest
 from dsx.config.resolve import resolve
 from dsx.memory.estimate import estimate
 from dsx.memory.job import job_of
+from meta_engine import programs
 from often import often
-from oracle import programs
 
 RANK, WORLD = 1, 4
 
@@ -58,7 +58,7 @@ CASES = {
 
 _RUN = """
 from dsx.config.resolve import resolve
-from oracle.run import trace
+from meta_engine.run import trace
 config, sets, rank, world, capacity = given
 peaks = trace(resolve(config, world_size=world, overrides=sets), rank, host=True, capacity_bytes=capacity)
 found = {"phases": peaks.phases, "host": max(peaks.host_phases.values())}

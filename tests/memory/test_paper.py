@@ -10,8 +10,8 @@ from dsx.config.resolve import resolve
 from dsx.memory.estimate import estimate
 from dsx.memory.job import job_of
 from dsx.memory.meter import StorageMeter
+from meta_engine import programs
 from often import often
-from oracle import programs
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -64,7 +64,7 @@ SCALARS = 2048
 
 _TRACE = """
 from dsx.config.resolve import resolve
-from oracle.run import trace
+from meta_engine.run import trace
 config, sets, rank, world = given
 peaks = trace(resolve(config, world_size=world, overrides=sets), rank, device="cpu")
 found = {"steady": peaks.steady_bytes, "phases": peaks.phases}
@@ -75,7 +75,7 @@ def measured(rank, world, sets):
     """A real rank under the same meter."""
     import deepspeed
 
-    from oracle.run import measure
+    from meta_engine.run import measure
 
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     peaks = measure(resolve(CONFIG, world_size=world, overrides=sets))

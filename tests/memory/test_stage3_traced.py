@@ -1,6 +1,6 @@
 """The ledger of ZeRO-3 and of offload against DeepSpeed itself: its tensors, each of its gathers, its peaks.
 
-DeepSpeed runs on paper (oracle.run: the real engine on fake tensors) in a process of its own, as rank
+DeepSpeed runs on paper (meta_engine.run: the real engine on fake tensors) in a process of its own, as rank
 1 of a run whose other ranks are not there.
 """
 
@@ -15,7 +15,7 @@ from dsx.config.resolve import resolve
 from dsx.memory.estimate import estimate
 from dsx.memory.job import job_of
 from dsx.memory.stage3_gathering import Coordinator
-from oracle import programs
+from meta_engine import programs
 
 RANK, WORLD = 1, 6
 
@@ -68,7 +68,7 @@ CASES = {
 _RUN = """
 from deepspeed.runtime.zero import partitioned_param_coordinator
 from dsx.config.resolve import resolve
-from oracle import run
+from meta_engine import run
 
 Coordinator = partitioned_param_coordinator.PartitionedParameterCoordinator
 events, engines, private = [], [], "_PartitionedParameterCoordinator"

@@ -154,7 +154,7 @@ def _config(world: int, sets: list[str]) -> Any:
 
 
 def _traced(connection: Any, rank: int, world: int, sets: list[str]) -> None:
-    from oracle.run import trace
+    from meta_engine.run import trace
 
     _quiet(rank, world)
     peaks = trace(_config(world, sets), rank, device="cpu")
@@ -166,7 +166,7 @@ def _real(connection: Any, rank: int, world: int, sets: list[str], folder: str) 
     import deepspeed
     import torch.distributed as dist
 
-    from oracle.run import measure
+    from meta_engine.run import measure
 
     _quiet(rank, world)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled, for a minute

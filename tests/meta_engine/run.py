@@ -30,7 +30,7 @@ from dsx.nn.parameters import DTYPES
 from dsx.parallel.groups import Groups, make_groups
 from dsx.parallel.mesh import Mesh
 from dsx.train.building import build_layers
-from oracle import accelerator as paper
+from meta_engine import accelerator as paper
 
 STEPS = 2
 """The first step makes the optimizer's state; the second is like all that follow."""
