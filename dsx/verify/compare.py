@@ -566,8 +566,8 @@ class TrainingComparison:
             expected=expected.loss,
             supposed=supposed,
             first_layer=first,
-            other_family=self._bench.layers is not None
-            and abs(own.loss - step.losses[0]) <= tolerance * abs(own.loss),
+            other_family=abs(own.loss - step.losses[0])
+            <= min(tolerance * abs(own.loss), abs(own.loss - expected.loss)),
         )
         by_loss = diagnosis.diagnose_loss(facts, self._degrees, tolerance, step=index + 1)
         return by_loss if by_gradients is None or by_loss.cause in supposed else by_gradients

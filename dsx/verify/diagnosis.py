@@ -442,7 +442,8 @@ def diagnose_loss(facts: LossFacts, degrees: AxisSizes, tolerance: float, *, ste
 
 def _why_loss(facts: LossFacts, degrees: AxisSizes, tolerance: float) -> Said:
     for (cause, why), value in _supposed(facts, degrees):
-        if _equal(facts.seen, value, tolerance) and not _equal(value, facts.expected, tolerance):
+        apart, off = not _equal(value, facts.expected, tolerance), abs(facts.seen - facts.expected)
+        if _equal(facts.seen, value, tolerance) and (apart or abs(facts.seen - value) <= _FIT * off):
             return cause, why
     if facts.other_family:
         return FAMILY, (
