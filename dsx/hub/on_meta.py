@@ -12,13 +12,17 @@ from torch.overrides import TorchFunctionMode
 
 
 class _LargeOnMeta(TorchFunctionMode):
-    """Puts large tensors that are made without values on the meta device, before they take memory."""
+    """Puts large tensors that are made without values on the meta device, before they take memory.
+
+    Stacks of experts' matrices are made of zeros (Llama 4); tables and masks, which buffers need, have fewer
+    dimensions.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.empty and kwargs.get("device") is None:
+        if func in (torch.empty, torch.zeros) and kwargs.get("device") is None:
             made = func(*args, **{**kwargs, "device": "meta"})
-            if made.numel() > _MOST_KEPT:
+            if made.numel() > _MOST_KEPT and (func is torch.empty or made.dim() > _TABLE):
                 return made
         return func(*args, **kwargs)
 
@@ -45,6 +49,7 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 _MOST_KEPT = 1 << 16
+_TABLE = 2
 
 
 def made_with(parameter: nn.Parameter) -> Tensor | None:

@@ -7,12 +7,15 @@ of every family take an hour (``pytest -m slow``).
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
 from all_families import parity, table, tiny
+from transformers import AutoConfig
 
+from dsx.hub.read import hub_model
 from often import often
 
 PAGE = Path(__file__).parents[2] / "docs/guides/models.md"
@@ -61,3 +64,14 @@ def test_the_guide_names_every_family() -> None:
     """Trained, or with the reason why not."""
     section = table.section(PAGE.read_text(encoding="utf-8"))
     assert [family for family in tiny.all_families() if f"`{family}`" not in section] == []
+
+
+def test_stacks_of_experts_take_no_memory_before_there_are_weights() -> None:
+    """Llama 4 makes them of zeros: 5 GiB for each block of Scout's config."""
+    config = AutoConfig.for_model("llama4_text", num_hidden_layers=2, vocab_size=512)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    model = hub_model(config.to_dict())
+    taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before  # KiB
+    stacks = [spec.numel for spec in model.params if spec.name.endswith("experts.gate_up_proj")]
+    assert stacks == [16 * 5120 * 2 * 8192] * 2
+    assert taken < stacks[0] / 1024  # a quarter of one in fp32
