@@ -22,7 +22,7 @@ from dsx.planner.layout import Bounds
 from dsx.planner.profile import Profile
 from dsx.schedules.program import Program
 from dsx.schedules.schedule import Schedule
-from dsx.schedules.simulate import Costs, Replay, peaks, simulate
+from dsx.schedules.simulate import Costs, TimedOrder, peaks, simulate
 
 
 def peak_bytes(schedule: Schedule, stages: Sequence[LayerCost]) -> tuple[int, ...]:
@@ -242,7 +242,7 @@ class _Search:
         continues from there.
         """
         for _ in range(_REFILLS if self._pipeline.program.divides else 1):
-            replay = Replay(cut.schedule)
+            replay = TimedOrder(cut.schedule)
             key = self._key_of(cut.schedule, replay)
             bounds = self._walk(key, replay.num_actions, cut.stage_map.bounds)
             if bounds == cut.stage_map.bounds:
@@ -253,7 +253,7 @@ class _Search:
             cut = found
         return cut
 
-    def _key_of(self, schedule: Schedule, replay: Replay) -> Callable[[Bounds], Key]:
+    def _key_of(self, schedule: Schedule, replay: TimedOrder) -> Callable[[Bounds], Key]:
         """Judges cuts by an order of actions."""
         pipeline = self._pipeline
 

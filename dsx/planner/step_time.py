@@ -25,7 +25,7 @@ from dsx.planner.layer_cost import LayerCost
 from dsx.planner.layout import Candidate, Task
 from dsx.schedules.program import Program
 from dsx.schedules.schedule import Op, Schedule
-from dsx.schedules.simulate import Costs, Replay, Timeline
+from dsx.schedules.simulate import Costs, TimedOrder, Timeline
 
 __all__ = ["Candidate", "Predictor", "StepTime", "Task"]
 
@@ -69,8 +69,8 @@ class PipelineStep:
         return tuple(self.program.build(self.num_ranks, self.num_chunks, m) for m in self.lengths)
 
     @cached_property
-    def _replays(self) -> tuple[Replay, ...]:
-        return tuple(map(Replay, self.schedules))
+    def _replays(self) -> tuple[TimedOrder, ...]:
+        return tuple(map(TimedOrder, self.schedules))
 
     @cached_property
     def divided_share(self) -> float:

@@ -91,7 +91,7 @@ class Timeline:
         return self.seconds * len(self.spans) / sum(self.busy_seconds) - 1.0
 
 
-class Replay:
+class TimedOrder:
     """A schedule's order of actions, lowered or not, to be timed again and again with other costs.
 
     Each rank runs its row as early as its inputs allow.
@@ -148,7 +148,7 @@ class Replay:
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Timeline of a schedule, lowered or not: each rank runs its row as early as its inputs allow."""
-    return Replay(schedule).timeline(costs or Costs())
+    return TimedOrder(schedule).timeline(costs or Costs())
 
 
 def _per_stage(num_stages: int, name: str, value: Seconds | None) -> tuple[float, ...] | None:
