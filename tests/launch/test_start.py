@@ -21,7 +21,10 @@ import os, signal, sys
 print(os.environ["RANK"], os.environ["WORLD_SIZE"], sys.argv[2:], flush=True)
 if "killed" in sys.argv:
     os.kill(os.getpid(), signal.SIGKILL)
-sys.exit(143 if "stopped" in sys.argv and os.environ["RANK"] == "1" else 0)
+if "stopped" in sys.argv:  # whoever fails waits for the other's line: the launcher ends both
+    failing = os.environ["RANK"] == "1"
+    open(os.path.join(os.path.dirname(sys.argv[0]), "printed"), "r" if failing else "w").close()
+    sys.exit(143 if failing else 0)
 """
 
 
@@ -31,6 +34,7 @@ def ended(tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
+    os.mkfifo(tmp_path / "printed")
 
     def run(*words: str, gpus: int | None) -> tuple[int, list[str], str]:
         code = start.start(program, words, gpus=gpus)
