@@ -343,21 +343,10 @@ def _transformers(config: Json, ops: _Operators) -> Any:
 
 
 def _engine(resolved: Any) -> Json:
-    import torch.distributed as dist
-
     from dsx.parallel.groups import make_groups
-
-    groups = make_groups(resolved.mesh, sequence_parallel=resolved.dsx.parallel.sequence_parallel)
-    found = _proved(resolved, groups)
-    dist.barrier()  # nobody is inside any more
-    for group in (groups.data, groups.tensor, groups.pipe, groups.model, *groups.channels.values()):
-        dist.destroy_process_group(group)  # a thousand cases would leave ten thousand threads
-    return found
-
-
-def _proved(resolved: Any, groups: Any) -> Json:
     from dsx.verify import small_step
 
+    groups = make_groups(resolved.mesh, sequence_parallel=resolved.dsx.parallel.sequence_parallel)
     try:
         proof = small_step.prove(resolved, groups, quiet=True)
     except LayoutError as error:
