@@ -163,10 +163,17 @@ def test_beyond_this_machine_nobody_listens_without_keys() -> None:
 
 @pytest.mark.parametrize("data", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01" + b"\0" * 500, b"dsx2" * 9])
 def test_who_does_not_speak_tls_is_given_nothing(first: Site, keys: Path, data: bytes) -> None:
+    told = bytearray()
     with plain(first) as stranger:
-        stranger.sendall(data)
-        stranger.shutdown(socket.SHUT_WR)
-        told = b"".join(iter(lambda: stranger.recv(1000), b""))
+        try:
+            stranger.sendall(data)
+            stranger.shutdown(socket.SHUT_WR)
+            while said := stranger.recv(1000):
+                told += said
+        except TimeoutError:
+            raise
+        except OSError:  # the first island has ended it before
+            pass
     assert len(told) < 100, told  # at most TLS's own word for it
     assert others_are_served(first, keys)
 
