@@ -608,8 +608,6 @@ def _noted(path: str, order: list[Any], uses: list[Any], _module: nn.Module, giv
 
 def _require_order(model: Any, order: list[Any], blocks: int) -> None:
     numbers = [entry for entry in order if isinstance(entry, int)]
-    if not blocks:
-        raise _refusal(model, "its config says 0 blocks")
     if Counter(numbers) != Counter(range(blocks)) or numbers != sorted(numbers):
         raise _refusal(model, "its forward does not run its blocks once each, in their order")
     first, last = order.index(0), order.index(blocks - 1)

@@ -317,14 +317,16 @@ class LedRound:
     def give(self, link: Connection, island: int) -> None:
         """Give an island the weights, if it is behind, and the mean. Raises LinkError."""
         number = -1 if island in self._meeting.behind else 0
+
+        def is_due() -> bool:
+            return self._state is not None if number < 0 else number < len(self._means)
+
         traffic, since = self._node.traffic, time.monotonic()
         while True:
             with self._changed:
-                due = self._state is not None if number < 0 else number < len(self._means)
-                if not due and self._end is None:
+                if not is_due() and self._end is None:
                     self._changed.wait(self._patience / 8)
-                    due = self._state is not None if number < 0 else number < len(self._means)
-                end = self._end
+                due, end = is_due(), self._end
             if due:
                 if number < 0:
                     self._protocol.give_state(link, self._state)

@@ -96,10 +96,6 @@ class Rounds:
             return self.shares
         return step * self.shares // self.every - (step - 1) * self.shares // self.every
 
-    def before_next(self, step: int) -> int:
-        """Inner steps from ``step`` to the next one that a round begins after; 0 after the last."""
-        return next((s - step for s in range(step + 1, self.last + 1) if self.after(s)), 0)
-
 
 def carried_over(samples: int, was: int, now: int, batch: int) -> int:
     """Samples that a job has behind it, for an island of another number of islands that goes on from it.

@@ -242,9 +242,9 @@ class _Search:
         continues from there.
         """
         for _ in range(_REFILLS if self._pipeline.program.divides else 1):
-            replay = TimedOrder(cut.schedule)
-            key = self._key_of(cut.schedule, replay)
-            bounds = self._walk(key, replay.num_actions, cut.stage_map.bounds)
+            order = TimedOrder(cut.schedule)
+            key = self._key_of(cut.schedule, order)
+            bounds = self._walk(key, order.num_actions, cut.stage_map.bounds)
             if bounds == cut.stage_map.bounds:
                 break
             found = self.better(cut, self.judge(bounds))
@@ -253,14 +253,14 @@ class _Search:
             cut = found
         return cut
 
-    def _key_of(self, schedule: Schedule, replay: TimedOrder) -> Callable[[Bounds], Key]:
+    def _key_of(self, schedule: Schedule, order: TimedOrder) -> Callable[[Bounds], Key]:
         """Judges cuts by an order of actions."""
         pipeline = self._pipeline
 
         def key(bounds: Bounds) -> Key:
             stages = [*starmap(self._stage, pairwise(bounds))]
             most = 0 if pipeline.most_bytes is None else max(peak_bytes(schedule, stages))
-            return pipeline.key_for(bounds, replay.seconds(pipeline.costs(stages)), most)
+            return pipeline.key_for(bounds, order.seconds(pipeline.costs(stages)), most)
 
         return key
 

@@ -69,7 +69,7 @@ class PipelineStep:
         return tuple(self.program.build(self.num_ranks, self.num_chunks, m) for m in self.lengths)
 
     @cached_property
-    def _replays(self) -> tuple[TimedOrder, ...]:
+    def _orders(self) -> tuple[TimedOrder, ...]:
         return tuple(map(TimedOrder, self.schedules))
 
     @cached_property
@@ -83,7 +83,7 @@ class PipelineStep:
         return divided / (divided + whole)
 
     def run(self, costs: Costs) -> PipelineTime:
-        timelines = [replay.timeline(costs) for replay in self._replays]
+        timelines = [order.timeline(costs) for order in self._orders]
         figures = [
             (timeline.seconds, *timeline.busy_seconds, *_left(schedule, timeline))
             for schedule, timeline in zip(self.schedules, timelines, strict=True)

@@ -166,7 +166,7 @@ def prepare_data(config: RunConfig) -> tuple[Path, ...] | None:
     The first rank of each machine, and of each island, does the work and gives a folder for each source; the
     others give None at once and wait for it in :func:`dsx.distributed`. Of a streamed text only the held-out
     part is tokenised. Whatever is wrong with the data or the output folder is found here, and layers that are
-    not right, unless nothing is left to tokenise: then the proof finds them.
+    not right, unless nothing is left to tokenise and the proof is to find them.
 
     Raises:
         CheckpointError: The output folder cannot be written.
@@ -187,13 +187,14 @@ def prepare_data(config: RunConfig) -> tuple[Path, ...] | None:
         start_of(config)
         tokens = max(config.dsx.train.eval_tokens, config.tokens_per_step) + config.sequence_length + 1
         trial = partial(require_right_layers, config)
-        if config.dsx.proof == "off":  # then nothing else looks at the layers
+        unproved = config.dsx.proof == "off"
+        if unproved:  # then nothing else looks at the layers
             trial()
         folders = prepare_text(
             config.dsx.data,
             config.output / "data",
             held_out_tokens=tokens,
-            before=(lambda: None) if is_proved(config) else trial,  # before hours of text
+            before=(lambda: None) if unproved or is_proved(config) else trial,  # before hours of text
         )
         corpus = _open(config, folders)
         training_batches(config, corpus, dp_rank=0)

@@ -62,10 +62,11 @@ def steepness(
     moved = reference.evaluate(near, batches).gradients
     off = {name: float((moved[name] - plain[name]).abs().max()) / size for name, size in sizes.items()}
     allowed = {name: min(_STEEPEST, _TIMES * each) for name, each in off.items()}
-    return allowed, min(_STEEPEST, _TIMES * abs(_norm(moved) / max(_norm(plain), 1e-30) - 1))
+    return allowed, min(_STEEPEST, _TIMES * abs(norm_of(moved) / max(norm_of(plain), 1e-30) - 1))
 
 
-def _norm(gradients: Weights) -> float:
+def norm_of(gradients: Weights) -> float:
+    """The norm of all gradients together."""
     return math.sqrt(sum(map(_square, gradients.values())))
 
 
@@ -503,7 +504,7 @@ class TrainingComparison:
         """
         clipping = self._seen.clipping
         clipped = min(1.0, clipping / (seen + 1e-6)) if clipping else 1.0
-        own = _norm({name: whole.values for name, whole in step.gradients.items()}) / clipped
+        own = norm_of({name: whole.values for name, whole in step.gradients.items()}) / clipped
         return abs(seen - own) <= self._bench.tolerances.norm * own
 
     def _backward(self, expected: Evaluation) -> list[str]:

@@ -27,7 +27,7 @@ from dsx.launch.local_ranks import RankError, run_ranks, start_server
 from dsx.launch.processes import agree, distributed, seed_generators
 from dsx.parallel.groups import make_groups
 from dsx.verify import diagnosis
-from dsx.verify.compare import Bench, Tolerances, TrainingComparison, Weights, judge_masks
+from dsx.verify.compare import Bench, Tolerances, TrainingComparison, Weights, judge_masks, norm_of
 from dsx.verify.diagnosis import ParityFinding, StepRow
 from dsx.verify.entry_point import UserModel, user_model
 from dsx.verify.reference import Batch, ReferenceLayers, Transformers, Updates, family_layers, fresh_weights
@@ -421,7 +421,7 @@ def _clipping(bench: Bench, clipping: float) -> tuple[float, tuple[str, ...]]:
     """A clipping that is at work in the first step: the config's own, or below the step's norm."""
     weights = bench.built if bench.built is not None else bench.reference.weights()
     gradients = bench.reference.evaluate(weights, bench.batches(0)).gradients
-    norm = sum(float(gradient.double().square().sum()) for gradient in gradients.values()) ** 0.5
+    norm = norm_of(gradients)
     if clipping < norm or not math.isfinite(norm):
         return clipping, ()
     return _CLIP_AT * norm, (f"gradient_clipping: {clipping:g} -> {_CLIP_AT * norm:.4g}, so that it clips",)

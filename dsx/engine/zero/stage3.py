@@ -79,6 +79,8 @@ class FetchOrder:
         self._names = {inner: name for name, inner in module.named_modules()}
         self._step, self._run = 0, list[str]()
         self._recent: deque[Ran] = deque(maxlen=_REMEMBERED)
+        if groups.mesh.num_replicas == 1:  # nobody to be compared with
+            return
         fetch = coordinator.fetch_sub_module
 
         def noted(submodule: nn.Module, forward: bool) -> None:
@@ -92,7 +94,7 @@ class FetchOrder:
             fetch(submodule, forward)
 
         coordinator.fetch_sub_module = noted
-        if varies and groups.mesh.num_replicas > 1:
+        if varies:
             token = [os.urandom(8).hex()]
             ranks = dist.get_process_group_ranks(groups.data)
             dist.broadcast_object_list(token, src=ranks[0], group=groups.data)
