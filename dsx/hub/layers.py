@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any, Self, TypeAlias
 
 import torch
@@ -144,6 +147,8 @@ class HubBlock(nn.Module):
         self._wide = tuple(path for path, _ in self.named_buffers() if anatomy.keeps_wide(path))
         summed = apply_plan(self.block, block_plan(model, anatomy, number), weights.tp, weights.split)
         settled(self, model, weights, {f"block.{path}" for path in summed})
+        for inner in filter(loops_over_children, self.block.modules()):
+            inner._z3_leaf = True  # noqa: SLF001 (deepspeed/utils/z3_leaf_module.py)
         self._balance, path = model.balance, f"{anatomy.blocks}.{number}"
         self._routers = None if self._balance is None else Routers(anatomy.model, self.block, path)
 
@@ -182,6 +187,40 @@ class HubBlock(nn.Module):
         with self._routers.collected() as logits:
             y = compute(call, x)
         return y, (sum((sums_of(each, self._balance) for each in logits), sums[0]),)
+
+
+def loops_over_children(module: nn.Module) -> bool:
+    """Whether a module's code uses children with parameters in a loop, as over experts that tokens go to.
+
+    How often such a child is called may depend on the data, and so differ from replica to replica. ZeRO-3
+    must then gather the parameters of the whole module before it runs, and nothing inside of it.
+    """
+    named = {name for kind in type(module).__mro__ for name in _used_in_loops(kind)}
+    return any(
+        any(True for _ in inner.parameters()) for name, inner in module.named_children() if name in named
+    )
+
+
+@cache
+def _used_in_loops(kind: type) -> frozenset[str]:
+    """Attributes that loops in a class's own code call, take items of or go over; none without its source."""
+    if kind is nn.Module or not issubclass(kind, nn.Module):
+        return frozenset()
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+    except (OSError, TypeError, SyntaxError):
+        return frozenset()
+    loops = (ast.For, ast.While, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+    inside = [node for loop in ast.walk(tree) if isinstance(loop, loops) for node in ast.walk(loop)]
+    called = (node.func for node in inside if isinstance(node, ast.Call))
+    items = (node.value for node in inside if isinstance(node, ast.Subscript))
+    over = (each.iter for each in inside if isinstance(each, ast.For | ast.comprehension))
+    gone_over = (node for each in over for node in ast.walk(each))
+    return frozenset(
+        node.attr
+        for node in (*called, *items, *gone_over)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    )
 
 
 def hidden_of(gave: Any) -> Tensor:

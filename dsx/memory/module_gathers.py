@@ -76,8 +76,11 @@ class ModuleGathers:
         self._users: dict[int, set[int]] = {key: set() for key in self._shapes}
         self._remaining: dict[int, int] = {}
         self._backward: list[nn.Module] = []
+        whole = [module for module in layer.modules() if _gathered_whole(module)]
+        inside = {inner for module in whole for inner in module.modules() if inner is not module}
         for module in dict.fromkeys((*layer.modules(), *owner.modules())):
-            self._hook(module)
+            if module not in inside:
+                self._hook(module)
         for parameter in owner.parameters():
             self._empty(parameter)
 
@@ -106,9 +109,9 @@ class ModuleGathers:
         return _mapped(inputs, one)
 
     def own(self, module: nn.Module) -> list[nn.Parameter]:
-        """Those of a module itself, or of the tied one that it uses."""
+        """Those of a module itself, or of the tied one that it uses; all below one that is gathered whole."""
         tied = getattr(module, "tied_module", None)
-        return list(module.parameters(recurse=False) if tied is None else tied.parameters())
+        return list(module.parameters(_gathered_whole(module)) if tied is None else tied.parameters())
 
     def fetch(self, module: nn.Module, *, forward: bool) -> None:
         """Before a module's forward or backward."""
@@ -158,6 +161,11 @@ class ModuleGathers:
             _, dtype, device = self._shapes[id(parameter)]
             parameter.data = torch.empty(0, dtype=dtype, device=device)
             return recorder.renumbered(key)
+
+
+def _gathered_whole(module: nn.Module) -> bool:
+    """Whether DeepSpeed puts no hooks on what is inside (deepspeed/utils/z3_leaf_module.py)."""
+    return getattr(module, "_z3_leaf", False)
 
 
 def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:

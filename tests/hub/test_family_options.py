@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from dsx.errors import ModelError
 from dsx.hub.anatomy import hf_config_of
-from dsx.hub.layers import entries
+from dsx.hub.layers import entries, loops_over_children
 from dsx.hub.read import hub_model
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.parameters import Weights
@@ -31,7 +31,7 @@ SAMPLE: dict[str, list[tuple[str, dict[str, Any]]]] = {
     ],
     "tp4": [("llama", {"num_key_value_heads": 1}), ("stablelm", {"qk_layernorm": True})],
     "pp2": [("gemma4_unified_text", {"attention_k_eq_v": True}), ("olmo2", {"tie_word_embeddings": True})],
-    "zero3": [("qwen3_moe", {"norm_topk_prob": True}), ("starcoder2", {"use_bias": False})],
+    "zero3": [("dbrx", {}), ("qwen3_moe", {"norm_topk_prob": True}), ("starcoder2", {"use_bias": False})],
 }
 
 
@@ -93,6 +93,42 @@ def test_values_that_torchs_own_modules_give_are_there_after_a_fresh_start() -> 
     layer, arguments, *_ = [*builder][1]
     slope = layer(*arguments).get_parameter("block.mlp.activation_fn.weight")
     assert torch.equal(slope, theirs.get_parameter("model.layers.0.mlp.activation_fn.weight"))
+
+
+class _ManyExperts(torch.nn.Module):
+    """As code that comes with models has it: a list of experts, of which those with tokens run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+        self.act = torch.nn.SiLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in range(3):
+            expert = self.experts[number]
+            if bool(x[number].sum() > 0):
+                x = self.act(expert(x))
+        return x
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "found"),
+    [
+        ("dbrx", {}, ["DbrxExperts"]),
+        ("mixtral", {"hidden_act": "xielu"}, ["MixtralExperts"]),
+        ("mixtral", {}, []),
+        ("bloom", {}, []),
+    ],
+)
+def test_modules_that_run_others_as_the_data_says_are_gathered_whole(
+    family: str, changes: dict[str, Any], found: list[str]
+) -> None:
+    """Else replicas gather in different orders under ZeRO-3."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny.tiny_config(family, changes))
+    block = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))[0]
+    assert [type(each).__name__ for each in block.modules() if loops_over_children(each)] == found
+    assert loops_over_children(_ManyExperts())
 
 
 def test_options_are_found_in_config_classes_and_their_code() -> None:
