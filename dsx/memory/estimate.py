@@ -192,12 +192,12 @@ def _phase(name: str, ledger: Ledger, place: Action | str) -> Phase:
 def _built_whole(states: States, width: int, buffer_bytes: int) -> Phase:
     """All parameters and buffers, before DeepSpeed converts and cuts the parameters."""
     size = sum(states.ledger.rounded(leaf.numel * width) for leaf in states.leaves.values())
-    lines = [(Label("parameters", "parameter", f"{width} P", "the layers"), size)]
+    lines = [(Label("parameters", "parameter"), size)]
     lines += [(_BUFFERS, buffer_bytes)] if buffer_bytes else []
     return Phase(name="build", peak_bytes=size + buffer_bytes, lines=tuple(lines), place="")
 
 
-_BUFFERS = Label("parameters", "buffers", "of the layers", "register_buffer")
+_BUFFERS = Label("parameters", "buffers")
 
 
 def _buffers(layers: RankLayers, pp_rank: int) -> Message:
@@ -225,8 +225,8 @@ def _quantized(specs: Sequence[ParamSpec], job: Job, ledger: Ledger) -> Message:
     return held
 
 
-_QUANTIZED = Label("parameters", "quantised matrices", "numbers and scales", "dsx nn/quantized.py")
-_ORIGINAL = Label("parameters", "matrices to be quantised", "w P of a layer", "dsx nn/quantized.py")
+_QUANTIZED = Label("parameters", "quantised matrices")
+_ORIGINAL = Label("parameters", "matrices to be quantised")
 
 
 def _kept(layers: RankLayers, pp_rank: int) -> Message:

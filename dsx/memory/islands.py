@@ -1,22 +1,19 @@
 """What a rank of an island keeps for the steps that islands take together, and takes for a round.
 
-It lies on the host: that of a GPU, or, in a run on CPUs, the rank's own memory. Elements are those of the
-masters that the rank holds: E of them with padding, S in a share of the model (dsx.outer.shares), M of these
-that it exchanges itself: at ZeRO-0 replicas hold the same, and each exchanges its part.
+It lies on the host: that of a GPU, or, in a run on CPUs, the rank's own memory. At ZeRO-0 replicas hold the
+same masters, and each exchanges its part of a share of the model (dsx.outer.shares).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dsx.memory.ledger import Label, Ledger, Storage
-from dsx.memory.states import States
+from dsx.memory.ledger import Ledger, Tensor
+from dsx.memory.states import States, free
 from dsx.parallel.islands import OUTER_ERROR, OUTER_MOMENTUM, OUTER_WEIGHTS, SEGMENT, Wire, cut, wire_bytes
 
 OUTER_STEP = "outer step"
 """Name of the phase in which islands average their movements."""
-
-_STATE, _ROUNDS, _EXCHANGE = "dsx islands/state.py", "dsx islands/outer.py", "dsx islands/rounds.py"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,73 +58,61 @@ class IslandMemory:
         self._share = sum(self._pieces)
         self._replicas = states.plan.dp if states.plan.stage == 0 else 1
         self._rounds = settings.wire == "int8"
-        self._kept: list[Storage] = []
-        self._flight: list[Storage] = []
+        self._kept: list[Tensor] = []
+        self._flight: list[Tensor] = []
 
     def start(self) -> None:
         """Before the first step: the states, and the masters as they are to fill them."""
         names = (OUTER_WEIGHTS, OUTER_MOMENTUM, *((OUTER_ERROR,) if self._rounds else ()))
         for name in names:
-            self._kept.append(self._hold("optimizer", name.replace("_", " "), "4 E", _STATE, 4 * self._held))
-        _drop(self._read("masters"))
+            self._kept.append(self._hold("optimizer", name.replace("_", " "), 4 * self._held))
+        free(self._read("masters"))
 
     def launch(self) -> None:
         """A round begins: the masters as they are, and what they have moved."""
         self._flight.append(self._read("weights that were sent"))
-        self._flight.append(self._hold("temporaries", "movement", "4 S", _ROUNDS, 4 * self._share))
+        self._flight.append(self._hold("temporaries", "movement", 4 * self._share))
 
     def exchange(self) -> None:
         """The mean, segment by segment, as the first island makes it for the others."""
         of, mine = self._settings.count, -(-self._share // self._replicas)
         if self._rounds:
-            kept_back = "temporaries", "what is kept back", "4 M", _EXCHANGE
-            self._flight.append(self._hold(*kept_back, 4 * mine))
-        self._flight.append(self._hold("temporaries", "mean movement", "4 M", _EXCHANGE, 4 * mine))
+            self._flight.append(self._hold("temporaries", "what is kept back", 4 * mine))
+        self._flight.append(self._hold("temporaries", "mean movement", 4 * mine))
         wired = sum(self._bytes(size) for size in self._pieces) // self._replicas
-        messages = self._hold("transfers", "means on their way", self._settings.wire, _EXCHANGE, wired)
+        messages = self._hold("transfers", "means on their way", wired)
         # Of each other island two that wait and one that comes; the sum, and what is said of it.
-        what = "temporaries", "movements and mean", "12 (n-1) + 8 of a segment", _EXCHANGE
-        _drop(self._hold(*what, (12 * (of - 1) + 8) * min(mine, SEGMENT)), messages)
+        size = (12 * (of - 1) + 8) * min(mine, SEGMENT)
+        free(self._hold("temporaries", "movements and mean", size), messages)
 
     def land(self) -> None:
         """The outer optimizer moves the common weights, and the masters follow."""
         size, largest = 4 * self._share, max(self._pieces, default=0)
         if self._replicas > 1:
-            source = "dsx islands/ranks.py whole"
-            through = [
-                self._hold(
-                    "temporaries", "parts of the mean", "8 M + 4 S", source, size + size * 2 // self._replicas
-                )
-            ]
-            self._flight.append(self._hold("temporaries", "mean movement, whole", "4 S", source, size))
-            _drop(*through)
-        _drop(self._hold("temporaries", "in float64", "24 of the largest piece", _ROUNDS, 24 * largest))
+            through = self._hold("temporaries", "parts of the mean", size + size * 2 // self._replicas)
+            self._flight.append(self._hold("temporaries", "mean movement, whole", size))
+            free(through)
+        free(self._hold("temporaries", "in float64", 24 * largest))
         now = self._read("masters")
-        moved = self._hold("temporaries", "masters to be", "4 S", _STATE, size)
-        together = self._hold("temporaries", "the same in one tensor", "4 S", _STATE, size)
+        moved = self._hold("temporaries", "masters to be", size)
+        together = self._hold("temporaries", "the same in one tensor", size)
         if self._reads_device:
-            _drop(self._on_device())
-        _drop(now, moved, together, *self._flight)
+            free(self._on_device())
+        free(now, moved, together, *self._flight)
         self._flight = []
 
-    def _read(self, name: str) -> Storage:
+    def _read(self, name: str) -> Tensor:
         """A copy of a share of the masters on the host, by way of the device if that has them."""
         passing = [self._on_device()] if self._reads_device else []
-        copy = self._hold("temporaries", name, "4 S", _STATE, 4 * self._share)
-        _drop(*passing)
+        copy = self._hold("temporaries", name, 4 * self._share)
+        free(*passing)
         return copy
 
-    def _on_device(self) -> Storage:
-        what = Label("temporaries", "masters on their way", "4 S", _STATE)
-        return Storage(self._device, what, 4 * self._share).hold()
+    def _on_device(self) -> Tensor:
+        return self._device.tensor("temporaries", "masters on their way", self._share, 4)
 
     def _bytes(self, size: int) -> int:
         return wire_bytes(size, self._settings.wire)
 
-    def _hold(self, category: str, name: str, formula: str, source: str, size_bytes: int) -> Storage:
-        return Storage(self._host, Label(category, name, formula, source), size_bytes).hold()
-
-
-def _drop(*storages: Storage) -> None:
-    for storage in storages:
-        storage.drop()
+    def _hold(self, category: str, name: str, size_bytes: int) -> Tensor:
+        return self._host.tensor(category, name, size_bytes, 1)

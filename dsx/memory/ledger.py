@@ -12,7 +12,8 @@ holds it, whatever the micro-batch; that is followed one by one (:class:`Replay`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import NamedTuple
 
@@ -27,14 +28,14 @@ class Label(NamedTuple):
     Attributes:
         category: parameters, gradients, optimizer, buckets, activations, logits, transfers or temporaries.
         name: Of the tensor.
-        formula: Its elements and width, in the shape letters of its source.
-        source: The file and function that allocates it.
+        formula: Shape and data type of what a layer makes.
+        source: The operator that makes it there.
     """
 
     category: str
     name: str
-    formula: str
-    source: str
+    formula: str = ""
+    source: str = ""
 
 
 class Ledger:
@@ -81,6 +82,21 @@ class Ledger:
         if current_bytes > self.peak_bytes:
             self.peak_bytes, self._rising = current_bytes, True
         return storage
+
+    def tensor(self, category: str, name: str, numel: int, width: int) -> Tensor:
+        """A flat tensor of ``numel`` elements of ``width`` bytes."""
+        return Tensor((numel,), width, Storage(self, Label(category, name), numel * width))
+
+    @contextmanager
+    def aside(self, name: str, numel: int, width: int) -> Iterator[None]:
+        """Inside, there is a temporary tensor too."""
+        tensor = self.tensor("temporaries", name, numel, width)
+        yield
+        tensor.release()
+
+    def passing(self, name: str, numel: int, width: int) -> None:
+        """A temporary tensor that comes and goes."""
+        self.tensor("temporaries", name, numel, width).release()
 
     def give(self, label: Label, size_bytes: int) -> None:
         """Bytes that no longer are."""

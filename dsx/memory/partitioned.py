@@ -1,7 +1,5 @@
 """ZeRO-1 and 2: deepspeed/runtime/zero/stage_1_and_2.py and bf16_optimizer.py, with and without offload.
 
-P, N, w as in :mod:`dsx.memory.states`; a: bytes of an accumulated gradient.
-
 With offload, and at ZeRO-2 with ``dsx.zero.reduce = "micro_batch"``, DeepSpeed reduces by itself
 (dsx/engine/zero/reduction.py, reducible): at ZeRO-2 after every backward, at ZeRO-1 when the step begins.
 With offload the gradients of parameters that this rank updates then go to the host one by one.
@@ -14,8 +12,6 @@ from dataclasses import dataclass
 
 from dsx.memory.ledger import Leaf, Tensor
 from dsx.memory.states import States, free
-
-_FILE = "zero/stage_1_and_2.py"
 
 
 @dataclass(slots=True)
@@ -71,33 +67,19 @@ class Partitioned(States):
 
     def start(self) -> None:
         """Group by group the flat copy beside the parameters, the fp32 partition; zero gradients last."""
-        source = f"{_FILE} __init__"
         for size in self.flatten_groups(self.sizes, by_way_of_host=True):
-            self.make_master(source, size, cloned=self.settings.width != 4)
-        source = f"{_FILE} initialize_optimizer_states"
-        kind = "temporaries", "zero gradients", "4 P/N, padded", source
-        free(*[self.new(*kind, size, 4) for size in self.sizes])
-
-    def make_master(self, source: str, size: int, *, cloned: bool) -> None:
-        """The fp32 partition of a group, from a clone in the parameters' precision where that is another."""
-        width = self.settings.width
-        clone = None
-        if cloned:
-            clone = self.new("temporaries", "clone of the partition", "w P/N", source, size, width)
-        self.masters.append(self.new("optimizer", "master weights", "4 P/N, padded", source, size, 4))
-        free(clone)
+            self.make_master(size, cloned=self.settings.width != 4)
+        free(*[self.new("temporaries", "zero gradients", size, 4) for size in self.sizes])
 
     # Gradients that dsx reduces: engine/zero/partitioned.py
 
     def _add(self, leaf: Leaf, gradient: Tensor) -> None:
         """Add to a sum in another precision than the parameters'; a wider one takes a gradient as it is."""
-        source, width = "dsx engine/zero/partitioned.py accumulate", self.settings.accumulate
+        width = self.settings.accumulate
         if leaf.name not in self.sums or width <= gradient.width:
-            cast = self.new("gradients", "accumulated gradient", "a P", source, gradient.numel, width)
-            if leaf.name in self.sums:
+            cast = self.new("gradients", "accumulated gradient", gradient.numel, width)
+            if self.sums.setdefault(leaf.name, cast) is not cast:
                 free(cast)
-            else:
-                self.sums[leaf.name] = cast
         free(gradient)
 
     def take(self, leaf: Leaf) -> Tensor | None:
@@ -110,13 +92,11 @@ class Partitioned(States):
         if leaf.name in self.places:
             self.average(self.places[leaf.name])
 
-    def average(self, group: int) -> Tensor:
+    def average(self, group: int) -> None:
         """The group's averaged gradients, of which this rank keeps its part; made once per step."""
         if group not in self.averaged:
-            source = f"{_FILE} _build_compact_grad_partition_buffer"
-            kind = "gradients", "averaged gradients", "a P/N, padded", source
+            kind = "gradients", "averaged gradients"
             self.averaged[group] = self.new(*kind, self.sizes[group], self.settings.accumulate)
-        return self.averaged[group]
 
     def complete(self) -> None:
         """Make a buffer for every group, whether anything is in it or not."""
@@ -127,132 +107,16 @@ class Partitioned(States):
         """Take the norm, then, group by group, an fp32 copy of the gradients and the update."""
         if self.settings.accumulate != 4:
             self.norm(max((p.stop - p.start for b in self.buffers for p in b.pieces), default=0))
-        for group, size in enumerate(self.sizes):
-            gradient = self.single(group, size)
-            self.update_group(group, size)
-            free(gradient)
+        self.update_groups()
 
-    def single(self, group: int, size: int) -> Tensor:
-        """The averaged gradients in fp32, which are then freed."""
+    def single(self, group: int) -> Tensor | None:
+        """The averaged gradients in fp32."""
         averaged = self.averaged.pop(group)
         if averaged.width == 4:
             return averaged
-        wide = self.new("temporaries", "fp32 gradients", "4 P/N", f"{_FILE} step", size, 4)
+        wide = self.new("temporaries", "fp32 gradients", averaged.numel, 4)
         free(averaged)
         return wide
-
-
-class Bucketed(Partitioned):
-    """ZeRO-2 with ``dsx.zero.reduce = "micro_batch"``: DeepSpeed reduces, bucket by bucket, in backwards."""
-
-    reduces_itself = True
-
-    def prepare(self) -> None:
-        """The bucket."""
-        super().prepare()
-        self.owners = self.plan.owners()
-        self.mine_numel = sum(leaf.numel for leaf in self.order if leaf.name in self.places)
-        self.bucket: Tensor | None = None
-        self.in_bucket: list[Leaf] = []
-        self.elements = 0
-        self.fresh: Tensor | None = None
-        self.total: list[Tensor | None] = []
-        self.came: set[str] = set()
-        self.large: Tensor | None = None
-        self.lingering: list[Tensor] = []
-        for leaf in self.order:
-            leaf.accumulate = self.arrive
-
-    def set_up(self) -> None:
-        """setup_buckets: at a backward's first gradient."""
-        if self.bucket is None:
-            kind = "buckets", "reduce bucket", "reduce_bucket_size w", f"{_FILE} setup_buckets"
-            self.bucket = self.new(*kind, self.settings.bucket, self.settings.width)
-
-    def arrive(self, leaf: Leaf, gradient: Tensor) -> None:
-        """reduce_independent_p_g_buckets_and_remove_grads: into the bucket, unless it is larger than that."""
-        self.set_up()
-        if self.elements + leaf.numel > self.settings.bucket:
-            self.flush()
-        if leaf.numel > self.settings.bucket:
-            free(self.large)
-            self.large = gradient
-        else:
-            free(gradient)
-        self.elements += leaf.numel
-        self.in_bucket.append(leaf)
-        self.came.add(leaf.name)
-
-    def flush(self) -> None:
-        """reduce_ipg_grads: average_tensor's flat copy, then this rank's gradients go to their own buffer."""
-        if not self.elements:
-            return
-        own = self.dp_rank if self.separate else None
-        mine = [leaf for leaf in self.in_bucket if leaf.name in self.places]
-        for leaf in mine if self.separate else ():
-            self.average(self.places[leaf.name])
-        for slices in _sent_together(self.in_bucket, self.owners, own, self.settings.bucket):
-            self._reduce_slices(slices)
-        if self.separate and mine and self.large is not None:
-            # Added to the partition, and still the parameter's until the epilogue ends.
-            self.lingering.append(self.large)
-            self.large = None
-        elif mine and not self.separate and self.fresh is None:
-            source, formula = f"{_FILE} copy_grads_in_partition", "w of parameters that the partition touches"
-            kind = "gradients", "gradients in the partition", formula, source
-            self.fresh = self.new(*kind, self.mine_numel, self.settings.width)
-        free(self.large)
-        self.in_bucket, self.elements, self.large = [], 0, None
-
-    def _reduce_slices(self, slices: Sequence[_Slice]) -> None:
-        source, width = f"{_FILE} allreduce_bucket", self.settings.width
-        flat = None
-        if len(slices) > 1:
-            kind = "temporaries", "flat copy of the bucket", "bucket w", source
-            flat = self.new(*kind, sum(part.numel for part in slices), width)
-        source = f"{_FILE} _add_to_grad_partition_buffer"
-        for part in slices:
-            if part.own:
-                self.passing("gradient in float32", "4 of a gradient", source, part.numel, 4)
-        free(flat)
-
-    def reduce(self, *, boundary: bool, came: bool) -> None:
-        """independent_gradient_partition_epilogue."""
-        if not came and not boundary:
-            return
-        self.set_up()
-        self.flush()
-        if not self.separate:
-            # get_all_grad_tensors: those of other chunks count as zeros, to which the next are added.
-            missing = [leaf for leaf in self.order if leaf.name in self.places and leaf.name not in self.came]
-            source, width = f"{_FILE} get_all_grad_tensors", self.settings.width
-            kind = "gradients", "zeros", "w of another chunk's", source
-            zeros = [self.new(*kind, leaf.numel, width) for leaf in missing]
-            if self.total:
-                free(self.fresh, *zeros)
-            else:
-                self.total = [self.fresh, *zeros]
-        free(*self.lingering, self.bucket)
-        self.came.clear()
-        self.lingering.clear()
-        self.fresh = self.bucket = None
-        if self.separate and boundary:
-            self.complete()
-
-    def single(self, group: int, size: int) -> Tensor:
-        """Of the sums over micro-batches."""
-        if self.separate:
-            return super().single(group, size)
-        source, width = f"{_FILE} step", self.settings.width
-        gradient = self.new("temporaries", "flat gradients", "w P/N", source, size, width)
-        if width != 4:
-            flat = gradient
-            gradient = self.new("temporaries", "fp32 gradients", "4 P/N", source, size, 4)
-            free(flat)
-        if group == len(self.sizes) - 1:
-            free(*self.total)
-            self.total = []
-        return gradient
 
 
 class Bf16(Partitioned):
@@ -262,12 +126,10 @@ class Bf16(Partitioned):
 
     def start(self) -> None:
         """Flat parameters, fp32 partition, fp32 gradients."""
-        source = "bf16_optimizer.py _setup_for_real_optimizer"
         self.gradients: list[Tensor] = []
-        kind = "gradients", "fp32 gradients", "4 P, padded", source
         for size in self.flatten_groups(self.sizes, by_way_of_host=False):
-            self.make_master(source, size, cloned=True)
-            self.gradients.append(self.new(*kind, size * self.plan.dp, 4))
+            self.make_master(size)
+            self.gradients.append(self.new("gradients", "fp32 gradients", size * self.plan.dp, 4))
 
     def _add(self, leaf: Leaf, gradient: Tensor) -> None:
         """To the fp32 buffer at once (engine/zero/replicated.py)."""
@@ -283,55 +145,174 @@ class Bf16(Partitioned):
     def complete(self) -> None:
         """Averages are in the buffers."""
 
-    def step(self) -> None:
-        """One update, group by group."""
-        for index, size in enumerate(self.sizes):
-            self.update_group(index, size)
+    def single(self, group: int) -> Tensor | None:
+        """This rank's interval of the buffer."""
 
 
-class PartitionedOffload(States):
-    """DeepSpeedZeroOptimizer with ``offload_optimizer``."""
+class Bucketed(Partitioned):
+    """DeepSpeed reduces: here ZeRO-2 with ``dsx.zero.reduce = "micro_batch"``, in each backward."""
 
     reduces_itself = True
 
     def prepare(self) -> None:
-        """This rank's partition, and the bucket."""
-        self.sizes = [buffer.numel for buffer in self.plan.buffers(self.dp_rank)]
+        """The bucket, and the bytes of a gradient in it."""
+        super().prepare()
         self.owners = self.plan.owners()
-        self.separate = self.settings.accumulate != self.settings.width
-        self.staged = self.settings.accumulate if self.plan.stage == 1 else self.settings.width
-        self.there: set[str] = set()
-        self.updated = False
-        self.micro_step, self.over = 0, True
-        self.scratch: Tensor | None = None
+        self.staged = self.settings.width
         self.bucket: Tensor | None = None
         self.in_bucket: list[tuple[Leaf, Tensor | None]] = []
         self.elements = 0
-        self.sums: list[Tensor] = []
+        self.fresh: Tensor | None = None
+        self.total: list[Tensor | None] = []
+        self.came: set[str] = set()
         self.lingering: list[Tensor] = []
         for leaf in self.order:
-            leaf.accumulate = self.arrive if self.plan.stage == 2 else self.keep
+            leaf.accumulate = self.arrive
+
+    def set_up(self) -> None:
+        """setup_buckets: at a backward's first gradient."""
+        if self.bucket is None:
+            self.bucket = self.new("buckets", "reduce bucket", self.settings.bucket, self.staged)
+
+    def arrive(self, leaf: Leaf, gradient: Tensor) -> None:
+        """reduce_independent_p_g_buckets_and_remove_grads: into the bucket, unless it is larger than that."""
+        self.set_up()
+        if self.elements + leaf.numel > self.settings.bucket:
+            self.flush()
+        own = self.apart(gradient) if leaf.numel > self.settings.bucket else None
+        if own is not gradient:
+            free(gradient)
+        self.in_bucket.append((leaf, own))
+        self.elements += leaf.numel
+        self.came.add(leaf.name)
+
+    def apart(self, gradient: Tensor) -> Tensor:
+        """A gradient that is larger than the bucket, as it waits."""
+        return gradient
+
+    def flush(self) -> None:
+        """reduce_ipg_grads: average, then this rank's gradients go where it keeps them."""
+        if self.separate:
+            self.make_room([leaf for leaf, _ in self.in_bucket if leaf.name in self.places])
+        leaves, own = [leaf for leaf, _ in self.in_bucket], self.dp_rank if self.separate else None
+        for slices in _sent_together(leaves, self.owners, own, self.settings.bucket):
+            self._reduce(slices)
+        for leaf, gradient in self.in_bucket:
+            mine = leaf.name in self.places
+            if mine:
+                self.keep(leaf)
+            if gradient is not None and self.lingers(mine=mine):
+                self.lingering.append(gradient)
+            else:
+                free(gradient)
+        self.in_bucket, self.elements = [], 0
+
+    def make_room(self, mine: Sequence[Leaf]) -> None:
+        """Buffers of the sums of these, which are in another precision than the parameters."""
+        for leaf in mine:
+            self.average(self.places[leaf.name])
+
+    def _reduce(self, slices: Sequence[_Slice]) -> None:
+        """allreduce_bucket: of a flat copy, unless there is but one slice; each in the precision of sums."""
+        total, width = sum(part.numel for part in slices), self.settings.communication or self.settings.width
+        copy = None
+        if len(slices) > 1:
+            copy = self.new("temporaries", "flat copy of the bucket", total, self.staged)
+        if self.staged != width:
+            flat, copy = copy, self.new("temporaries", "bucket as it is sent", total, width)
+            free(flat)
+        for part in slices:
+            if part.own:  # _add_to_grad_partition_buffer
+                self.passing("gradient to add", part.numel, 4)
+        free(copy)
+
+    def keep(self, leaf: Leaf) -> None:
+        """copy_grads_in_partition: one buffer for the parameters that the partition touches."""
+        del leaf
+        if not self.separate and self.fresh is None:
+            numel = sum(leaf.numel for leaf in self.order if leaf.name in self.places)
+            self.fresh = self.new("gradients", "gradients in the partition", numel, self.settings.width)
+
+    def lingers(self, *, mine: bool) -> bool:
+        """Whether a large gradient is the parameter's until the backward ends."""
+        return mine and self.separate
+
+    def reduce(self, *, boundary: bool, came: bool) -> None:
+        """independent_gradient_partition_epilogue."""
+        if not came and not boundary:
+            return
+        self.set_up()
+        self.flush()
+        if not self.separate:
+            # get_all_grad_tensors: those of other chunks count as zeros, to which the next are added.
+            missing = [leaf for leaf in self.order if leaf.name in self.places and leaf.name not in self.came]
+            zeros = [self.new("gradients", "zeros", leaf.numel, self.settings.width) for leaf in missing]
+            if self.total:
+                free(self.fresh, *zeros)
+            else:
+                self.total = [self.fresh, *zeros]
+        self.came.clear()
+        self.fresh = None
+        self.drop_bucket()
+        if self.separate and boundary:
+            self.complete()
+
+    def drop_bucket(self) -> None:
+        """The bucket goes, and whatever a parameter still has for a gradient."""
+        free(*self.lingering, self.bucket)
+        self.lingering.clear()
+        self.bucket = None
+
+    def single(self, group: int) -> Tensor | None:
+        """Of the sums over micro-batches."""
+        if self.separate:
+            return super().single(group)
+        size, width = self.sizes[group], self.settings.width
+        gradient = self.new("temporaries", "flat gradients", size, width)
+        if width != 4:
+            flat, gradient = gradient, self.new("temporaries", "fp32 gradients", size, 4)
+            free(flat)
+        if group == len(self.sizes) - 1:
+            free(*self.total)
+            self.total = []
+        return gradient
+
+
+class PartitionedOffload(Bucketed):
+    """DeepSpeedZeroOptimizer with ``offload_optimizer``."""
+
+    def prepare(self) -> None:
+        """What is on the host."""
+        super().prepare()
+        self.host_groups = range(len(self.sizes))
+        self.there: set[str] = set()
+        self.micro_step, self.over = 0, True
+        self.scratch: Tensor | None = None
+        if self.plan.stage == 1:
+            self.staged = self.settings.accumulate
+            for leaf in self.order:
+                leaf.accumulate = self.gather_up
 
     # The engine
 
     def start(self) -> None:
         """Group by group: the flat copy beside the parameters, then masters and a bf16 copy on the host."""
-        width, source, pin = self.settings.width, f"{_FILE} __init__", self.offload.pinned
+        width = self.settings.width
         for size in self.flatten_groups(self.sizes, by_way_of_host=True):
-            clone = None
-            if width != 4 or not self.offload.unified:
-                clone = self.new("temporaries", "clone of the partition", "w P/N", source, size, width)
-            kind = "optimizer", "master weights", "4 P/N, padded", source
-            self.on_host.append(self.host.pinned(*kind, 4 * size, pin=pin))
-            free(clone)
-            kind = "parameters", "updated", "w P/N, padded", source
-            self.on_host.append(self.host.pinned(*kind, width * size, pin=pin))
-        kind = "buckets", "gradient on its way", "w of the largest parameter", source
+            self.make_master(size, cloned=width != 4 or not self.offload.unified)
+            self._keep_there("parameters", "updated", size, width)
         largest = max(leaf.numel for leaf in self.order)
-        self.on_host.append(self.host.pinned(*kind, width * largest, pin=pin))
-        self.scratch = self.new(*kind, largest, width)
-        kind = "gradients", "fp32 gradients", "4 P/N, padded", f"{_FILE} initialize_optimizer_states"
-        self.on_host += [self.host.pinned(*kind, 4 * size, pin=pin) for size in self.sizes]
+        self._keep_there("buckets", "gradient on its way", largest, width)
+        self.scratch = self.new("buckets", "gradient on its way", largest, width)
+        for size in self.sizes:
+            self._keep_there("gradients", "fp32 gradients", size, 4)
+
+    def keep_master(self, size: int) -> None:
+        """On the host."""
+        self._keep_there("optimizer", "master weights", size, 4)
+
+    def _keep_there(self, category: str, name: str, numel: int, width: int) -> None:
+        self.on_host.append(self.host.pinned(category, name, numel, width, pin=self.offload.pinned))
 
     # Gradients
 
@@ -340,96 +321,53 @@ class PartitionedOffload(States):
         if self.over:
             # Set back before each backward (dsx/engine/zero/partitioned.py, before_backward).
             self.micro_step, self.over = 0, False
-        if self.bucket is None:
-            self.micro_step += 1
-            kind = "buckets", "reduce bucket", f"reduce_bucket_size {self.staged}", f"{_FILE} setup_buckets"
-            self.bucket = self.new(*kind, self.settings.bucket, self.staged)
+        self.micro_step += self.bucket is None
+        super().set_up()
 
-    def keep(self, leaf: Leaf, gradient: Tensor) -> None:
+    def gather_up(self, leaf: Leaf, gradient: Tensor) -> None:
         """ZeRO-1: whole gradients until the step, in the precision of sums."""
         self.set_up()
-        if self.separate:
-            source = f"{_FILE} _fill_param_grad_accum_attribute"
-            narrow, gradient = gradient, self.new("gradients", "sums", "4 P", source, leaf.numel, 4)
+        if self.separate:  # _fill_param_grad_accum_attribute
+            narrow, gradient = gradient, self.new("gradients", "sums", leaf.numel, 4)
             free(narrow)
         if leaf.grad is None:
             leaf.grad = gradient
         else:
             free(gradient)
 
-    def arrive(self, leaf: Leaf, gradient: Tensor) -> None:
-        """reduce_independent_p_g_buckets_and_remove_grads: into the bucket; a larger one by itself."""
-        self.set_up()
-        if self.elements + leaf.numel > self.settings.bucket:
-            self.flush()
-        own: Tensor | None = None
-        if leaf.numel > self.settings.bucket:
-            source = f"{_FILE} reduce_independent_p_g_buckets_and_remove_grads"
-            own = self.new("gradients", "gradient, cloned", "w P", source, leaf.numel, gradient.width)
-        self.in_bucket.append((leaf, own))
-        self.elements += leaf.numel
-        free(gradient)
+    def take(self, leaf: Leaf) -> Tensor | None:
+        """What has been gathered up."""
+        gradient, leaf.grad = leaf.grad, None
+        return gradient
 
-    def flush(self) -> None:
-        """reduce_ipg_grads: average, then this rank's gradients go to the host."""
-        if any(self._mine(leaf) for leaf, _ in self.in_bucket):
-            self._sum_up()
-        leaves, own_rank = [leaf for leaf, _ in self.in_bucket], self.dp_rank if self.separate else None
-        for slices in _sent_together(leaves, self.owners, own_rank, self.settings.bucket):
-            self._reduce(slices)
-        while self.in_bucket:
-            leaf, own = self.in_bucket.pop(0)
-            mine = self._mine(leaf)
-            if mine and not self.separate and self.micro_step and leaf.name not in self.there:
-                self.there.add(leaf.name)
-                source = f"{_FILE} async_accumulate_grad_in_cpu_via_gpu"
-                name, formula = "gradients of parameters in the partition", "w P of the parameter"
-                size, pin = self.settings.width * leaf.numel, self.offload.pinned
-                self.on_host.append(self.host.pinned("gradients", name, formula, source, size, pin=pin))
-            if mine and self.plan.stage == 1:
-                self._to_host(mine)
-            # Forgotten at once if it is another rank's (ZeRO-2), or has gone to the host for good (ZeRO-1).
-            if own is not None and bool(mine) == (self.plan.stage == 2):
-                self.lingering.append(own)
-            else:
-                free(own)
-        self.elements = 0
+    def apart(self, gradient: Tensor) -> Tensor:
+        """Cloned."""
+        return self.new("gradients", "gradient, cloned", gradient.numel, gradient.width)
 
-    def _sum_up(self) -> None:
-        """The buffer of this rank's sums, made when the first of its gradients comes, or at the end."""
-        if self.separate and not self.sums:
-            source = f"{_FILE} _build_compact_grad_partition_buffer"
-            kind = "gradients", "gradient partition", "4 P/N, padded", source
-            self.sums = [self.new(*kind, size, 4) for size in self.sizes]
+    def make_room(self, mine: Sequence[Leaf]) -> None:
+        """All at once: when the first of this rank's gradients comes, or at the end."""
+        if mine:
+            self.complete()
 
-    def _reduce(self, slices: Sequence[_Slice]) -> None:
-        """allreduce_and_copy_with_multiple_ranks: in a flat copy, unless there is but one slice."""
-        total, width = sum(part.numel for part in slices), self.settings.communication or self.settings.width
-        source, copy = f"{_FILE} allreduce_bucket", None
-        if len(slices) > 1:
-            copy = self.new("temporaries", "flat copy of the bucket", "bucket", source, total, self.staged)
-        if self.staged != width:
-            flat, copy = (
-                copy,
-                self.new("temporaries", "bucket as it is sent", "bucket w", source, total, width),
-            )
-            free(flat)
-        source = f"{_FILE} _add_to_grad_partition_buffer"
-        for part in slices:
-            if part.own:
-                self.passing("gradient to add", "4 of a gradient", source, part.numel, 4)
-        free(copy)
+    def keep(self, leaf: Leaf) -> None:
+        """On the host: whole, where DeepSpeed adds up micro-batches there; at ZeRO-1 this rank's part."""
+        if not self.separate and self.micro_step and leaf.name not in self.there:
+            self.there.add(leaf.name)
+            kind = "gradients", "gradients of parameters in the partition"
+            self._keep_there(*kind, leaf.numel, self.settings.width)
+        if self.plan.stage == 1:
+            self._to_host(leaf)
 
-    def _mine(self, leaf: Leaf) -> int:
-        return sum(numel for owner, numel in self.owners[leaf.name] if owner == self.dp_rank)
+    def lingers(self, *, mine: bool) -> bool:
+        """Forgotten at once: another rank's (ZeRO-2), or what has gone to the host for good (ZeRO-1)."""
+        return mine == (self.plan.stage == 2)
 
-    def _to_host(self, numel: int) -> None:
+    def _to_host(self, leaf: Leaf) -> None:
         """set_norm_for_param_grad_in_gpu, async_inplace_copy_grad_to_fp32_buffer_from_gpu."""
-        source = f"{_FILE} set_norm_for_param_grad_in_gpu"
-        self.passing("gradient in float64", "8 of a gradient's part", source, numel, 8)
+        numel = sum(numel for owner, numel in self.owners[leaf.name] if owner == self.dp_rank)
+        self.passing("gradient in float64", numel, 8)
         if self.settings.accumulate != 4:
-            source = f"{_FILE} async_inplace_copy_grad_to_fp32_buffer_from_gpu"
-            self.passing("gradient in float32", "4 of a gradient's part", source, numel, 4)
+            self.passing("gradient in float32", numel, 4)
 
     def reduce(self, *, boundary: bool, came: bool) -> None:
         """independent_gradient_partition_epilogue."""
@@ -439,12 +377,11 @@ class PartitionedOffload(States):
             self._end()
 
     def _end(self) -> None:
-        """The epilogue: the bucket goes, and whatever a parameter still has for a gradient."""
+        """The epilogue."""
         self.flush()
-        self._sum_up()
-        free(self.bucket, *self.lingering)
-        self.bucket = None
-        self.lingering.clear()
+        if self.separate:
+            self.complete()
+        self.drop_bucket()
 
     # The update
 
@@ -454,11 +391,11 @@ class PartitionedOffload(States):
             self._reduce_all()
         else:
             self._finalize()
-        for size in self.sizes:
-            self.update_on_host(size, first=not self.updated)
-            free(*self.sums[:1])
-            self.sums = self.sums[1:]
-        self.updated = True
+        self.update_groups()
+
+    def single(self, group: int) -> Tensor | None:
+        """What sums there are on the device."""
+        return self.averaged.pop(group, None)
 
     def _reduce_all(self) -> None:
         """reduce_gradients, called as the step begins."""
@@ -471,11 +408,11 @@ class PartitionedOffload(States):
 
     def _finalize(self) -> None:
         """_finalize_cpu_offload_gradient_accumulation: back from the host to be squared."""
-        source, width = f"{_FILE} _restore_cpu_offload_grad_to_gpu", self.settings.width
         for leaf in self.order:
-            mine = self._mine(leaf)
-            if mine and self.separate:
-                self._to_host(mine)
-            elif mine:
-                with self.aside("gradient, back", "w P", source, leaf.numel, width):
-                    self._to_host(mine)
+            if leaf.name not in self.places:
+                continue
+            back = None
+            if not self.separate:
+                back = self.new("temporaries", "gradient, back", leaf.numel, self.settings.width)
+            self._to_host(leaf)
+            free(back)

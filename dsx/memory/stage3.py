@@ -17,14 +17,11 @@ from dsx.parallel.layout import Layout
 from dsx.schedules.gathers import ChunkHolds, GatherPlan
 from dsx.schedules.schedule import Action
 
-_FILE = "zero/stage3.py"
-
 
 class Stage3(States):
     """DeepSpeedZeroOptimizer_Stage3, with ``offload_optimizer`` or ``offload_param`` or without.
 
     Attributes:
-        host_groups: Sub-groups that are updated on the host.
         layers: Parameters of each layer of this rank, in the order in which layers are built.
         ties: Those of them that other pipeline ranks have copies of.
     """
@@ -46,7 +43,6 @@ class Stage3(States):
         groups = len(self.sub_groups)
         first = int((1 - self.offload.ratio) * groups) if self.offload.optimizer else groups
         self.host_groups = range(first, groups)
-        self.updated: set[int] = set()
         self.elements = 0
         self.in_bucket: list[tuple[Leaf, Tensor | None]] = []
         self.bucket: Tensor | None = None
@@ -72,27 +68,25 @@ class Stage3(States):
     def build(self) -> None:
         """Layer by layer, each partitioned as it is made (dsx engine/zero/building.py); ties made equal."""
         for layer in self.layers:
-            kind = ("parameters", "layer being built", "P w of a layer", "dsx nn")
-            whole = [self.new(*kind, leaf.numel, leaf.width) for leaf in reversed(layer)]
+            whole = [
+                self.new("parameters", "layer being built", leaf.numel, leaf.width)
+                for leaf in reversed(layer)
+            ]
             for leaf in layer:
                 self.keep_part(leaf)
                 free(whole.pop())
-                source = "dsx engine/zero/building.py stand_in"
-                self.stand_ins.append(self.new("parameters", "stand-ins", "w", source, 1, leaf.width))
+                self.stand_ins.append(self.new("parameters", "stand-ins", 1, leaf.width))
         for leaf in self.ties:
             free(self.coordinator.gather_alone(leaf))
 
     def keep_part(self, leaf: Leaf) -> None:
         """partition_parameters.py, _partition_param."""
-        part, width = self.part(leaf), self.settings.width
-        source = "zero/partition_parameters.py _partition_param"
-        kind = "parameters", "partitions", "w P/N, padded", source
+        kind = "parameters", "partitions", self.part(leaf), self.settings.width
         held = self.frozen_parameters if leaf.name not in self.trained else self.parameters
         if self.offload.parameters:
-            pin = self.offload.pinned_parameters
-            held.append(self.host.pinned(*kind, part * width, pin=pin))
+            held.append(self.host.pinned(*kind, pin=self.offload.pinned_parameters))
         else:
-            held.append(self.new(*kind, part, width))
+            held.append(self.new(*kind))
 
     def start(self) -> None:
         """One buffer for all partitions; masters; bucket and gradients; hooks."""
@@ -107,70 +101,56 @@ class Stage3(States):
 
     def flatten(self) -> None:
         """Over the host into one buffer (utils.py), or on the host into a pinned one for each group."""
-        name, formula, width = "partitions", "w P/N, padded", self.settings.width
+        kind, width = ("parameters", "partitions"), self.settings.width
         if self.offload.parameters:
-            source = f"{_FILE} _create_param_groups_fp16_flat_cpu_memory"
             for group in self.plan.groups:
-                size = sum(self.plan.part(numel) for _, numel in group) * width
-                self.on_host.append(self.host.pinned("parameters", name, formula, source, size, pin=True))
+                size = sum(self.plan.part(numel) for _, numel in group)
+                self.on_host.append(self.host.pinned(*kind, size, width, pin=True))
             free(*self.parameters)
             self.parameters.clear()
             return
-        source, size = "zero/utils.py defragment", self.local * width
-        aside = self.host.new("temporaries", name, formula, source, size, pinned=False)
-        free(*self.parameters)
-        self.parameters = [self.new("parameters", name, formula, source, self.local, width)]
-        free(aside)
+        with self.host.ledger.aside("partitions", self.local, width):
+            free(*self.parameters)
+            self.parameters = [self.new(*kind, self.local, width)]
 
     def make_masters(self) -> None:
         """Of fp32 parameters too: DeepSpeed takes them for parameters of another device."""
-        source, narrow = f"{_FILE} _create_fp32_partitions", self.settings.width != 4
+        narrow = self.settings.width != 4
         moves = narrow or (self.offload.parameters and not self.offload.unified)
         stays = self.offload.parameters or self.offload.unified
         converted: Tensor | None = None
         for index, size in enumerate(self.sizes):
             host = index in self.host_groups
+            new = self.host.new if host else self.new
             if (narrow or not stays) if host else moves:
-                before, kind = converted, ("temporaries", "converted", "4 P/N of a sub-group", source)
-                converted = self._fp32(host, *kind, size)
+                before, converted = converted, new("temporaries", "converted", size, 4)
                 free(before)
-            master = self._fp32(host, "optimizer", "master weights", "4 P/N, padded", source, size)
-            (self.on_host if host else self.masters).append(master)
+            (self.on_host if host else self.masters).append(new("optimizer", "master weights", size, 4))
         free(converted)
-
-    def _fp32(self, host: bool, category: str, name: str, formula: str, source: str, size: int) -> Tensor:
-        if host:
-            return self.host.new(category, name, formula, source, 4 * size, pinned=False)
-        return self.new(category, name, formula, source, size, 4)
 
     def make_gradients(self) -> None:
         """Zeros for a moment, as the optimizer's state might want; the bucket; what micro-batches add up in.
 
         With the optimizer offloaded also the fp32 gradients of its masters.
         """
-        offloaded, pin = self.offload.optimizer, self.offload.pinned
-        source = f"{_FILE} initialize_optimizer_states"
-        kind = "temporaries", "zero gradients", "4 of the largest sub-group", source
-        zeros = self._fp32(offloaded, *kind, max(self.sizes))
+        offloaded, pin, width = self.offload.optimizer, self.offload.pinned, self.settings.accumulate
+        zeros = (self.host if offloaded else self).new("temporaries", "zero gradients", max(self.sizes), 4)
         for index, size in enumerate(self.sizes if offloaded else ()):
-            kind = "gradients", "fp32 gradients", "4 P/N, padded", source
-            made = self.host.pinned(*kind, 4 * size, pin=pin)
+            made = self.host.pinned("gradients", "fp32 gradients", size, 4, pin=pin)
             if index in self.host_groups:
                 self.on_host.append(made)
             else:
-                self.gradients.append(self.new(*kind, size, 4))
+                self.gradients.append(self.new("gradients", "fp32 gradients", size, 4))
                 free(made)
         free(zeros)
         if self.gathering.contiguous:
             # Gradients are copied next to each other as they come.
-            kind = "buckets", "reduce bucket", "reduce_bucket_size w", f"{_FILE} _setup_for_real_optimizer"
-            self.bucket = self.new(*kind, self.settings.bucket, self.wire)
-        source, width = f"{_FILE} _setup_for_real_optimizer", self.settings.accumulate
-        kind = "gradients", "gradient partitions", f"{width} P/N, padded", source
+            self.bucket = self.new("buckets", "reduce bucket", self.settings.bucket, self.wire)
+        kind = "gradients", "gradient partitions", self.local, width
         if offloaded:
-            self.on_host.append(self.host.pinned(*kind, width * self.local, pin=pin))
+            self.on_host.append(self.host.pinned(*kind, pin=pin))
         else:
-            self.gradients = [self.new(*kind, self.local, width)]
+            self.gradients = [self.new(*kind)]
 
     @property
     def local(self) -> int:
@@ -238,7 +218,6 @@ class Stage3(States):
         if not self.offload.optimizer or self.offload.unified:
             free(*held)
             return
-        source, width = f"{_FILE} partition_grads", self.settings.accumulate
         before: Tensor | None = None
         # A gradient beside the bucket goes when its part has been added, in the order of the parameters; a
         # single one that needed no copy holds the reduced part itself.
@@ -248,10 +227,9 @@ class Stage3(States):
         self.in_bucket.clear()
         for leaf, own in reversed(waiting):
             if self.part(leaf) * self.dp_rank < leaf.numel:
-                kind, formula = ("temporaries", "sum so far"), "P/N of a parameter"
-                now = self.new(*kind, formula, source, self.part(leaf), width)
+                so_far = self.new("temporaries", "sum so far", self.part(leaf), self.settings.accumulate)
                 free(before)
-                before = now
+                before = so_far
             if own is not alone:
                 free(own)
         free(before, alone, *held)
@@ -259,38 +237,33 @@ class Stage3(States):
     def _scattered(self) -> list[Tensor]:
         """reduce_scatter_coalesced: a flat copy with padding, unless one parameter needs none."""
         width, accumulate = self.wire, self.settings.accumulate
-        apart = [
-            gradient for _, gradient in self.in_bucket if gradient is not None and gradient.width != width
-        ]
-        source = f"{_FILE} __avg_scatter_grads"
         sent = [
-            self.new("temporaries", "gradient as it is sent", "P", source, gradient.numel, width)
-            for gradient in apart
+            self.new("temporaries", "gradient as it is sent", gradient.numel, width)
+            for _, gradient in self.in_bucket
+            if gradient is not None and gradient.width != width
         ]
         padded = sum(self.coordinator.padded(leaf) for leaf, _ in self.in_bucket)
         copies: list[Tensor] = []
         if len(self.in_bucket) > 1 or padded != self.in_bucket[0][0].numel:
-            source = "comm/coalesced_collectives.py reduce_scatter_coalesced"
-            formula = "bucket w, padded"
-            copies.append(self.new("temporaries", "flat copy of the bucket", formula, source, padded, width))
+            copies.append(self.new("temporaries", "flat copy of the bucket", padded, width))
         free(*sent)
         if accumulate == width:
             return copies
-        kind = "temporaries", "partitions to add", "bucket/N", f"{_FILE} __avg_scatter_grads"
-        parts = [self.new(*kind, self.part(leaf), accumulate) for leaf, _ in self.in_bucket]
+        parts = [
+            self.new("temporaries", "partitions to add", self.part(leaf), accumulate)
+            for leaf, _ in self.in_bucket
+        ]
         free(*copies)
         return parts
 
     def _all_reduced(self) -> list[Tensor]:
         """``reduce_scatter`` false (__avg_scatter_contiguous_grads): in the bucket, then a scaled copy."""
         width, accumulate = self.wire, self.settings.accumulate
-        source = f"{_FILE} __avg_scatter_contiguous_grads"
         held: list[Tensor] = []
         if self.plan.dp > 1:
-            held.append(self.new("temporaries", "scaled bucket", "bucket w", source, self.elements, width))
+            held.append(self.new("temporaries", "scaled bucket", self.elements, width))
         if accumulate != width:
-            formula = f"bucket {accumulate}"
-            added = self.new("temporaries", "bucket to add", formula, source, self.elements, accumulate)
+            added = self.new("temporaries", "bucket to add", self.elements, accumulate)
             free(*held)
             held = [added]
         return held
@@ -310,43 +283,37 @@ class Stage3(States):
         self.coordinator.release_all()
         if not self.offload.optimizer and self.settings.accumulate != 4:
             self.norm(max(map(self.part, self.order)))
-        for index, size in enumerate(self.sizes):
-            if index in self.host_groups:
-                self.update_on_host(size, first=index not in self.updated)
-                self.updated.add(index)
-                continue
-            gradient = None if self.offload.optimizer else self.single(index, size)
-            self.update_group(index, size)
-            free(gradient)
+        self.update_groups()
         self.coordinator.gather_persistent([*self.leaves.values()])
 
-    def single(self, index: int, size: int) -> Tensor | None:
+    def single(self, group: int) -> Tensor | None:
         """_prepare_fp32_grad_for_sub_group: a flat fp32 copy; None for a single one that is fp32 already."""
-        accumulate, source = self.settings.accumulate, f"{_FILE} _prepare_fp32_grad_for_sub_group"
+        if self.offload.optimizer:
+            return None  # the masters' own
+        size, accumulate = self.sizes[group], self.settings.accumulate
         flat: Tensor | None = None
-        if len(self.sub_groups[index]) > 1:
-            flat = self.new("temporaries", "flat gradient", "P/N of a sub-group", source, size, accumulate)
+        if len(self.sub_groups[group]) > 1:
+            flat = self.new("temporaries", "flat gradient", size, accumulate)
         if accumulate == 4:
             return flat
-        single = self.new("temporaries", "fp32 gradient", "4 P/N of a sub-group", source, size, 4)
+        wide = self.new("temporaries", "fp32 gradient", size, 4)
         free(flat)
-        return single
+        return wide
 
     def _finalize(self) -> None:
         """_finalize_offload_gradient_accumulation: the norm in fp64, then fp32 to the host."""
-        source, width = f"{_FILE} _offload_grad_partition_at_boundary", self.settings.accumulate
+        width = self.settings.accumulate
         part: Tensor | None = None
         for leaf in self.order:
             size = self.part(leaf)
             if size * self.dp_rank >= leaf.numel:
                 continue
             if not self.offload.unified:
-                before, kind = part, ("temporaries", "sum of gradients", "P/N of a parameter", source)
-                part = self.new(*kind, size, width)
+                before, part = part, self.new("temporaries", "sum of gradients", size, width)
                 free(before)
-            self.passing("in float64", "8 P/N of a parameter", source, min(size, 250_000_000), 8)
+            self.passing("in float64", min(size, 250_000_000), 8)
             if width != 4:
-                self.passing("in float32", "4 P/N of a parameter", source, size, 4)
+                self.passing("in float32", size, 4)
         free(part)
 
 

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 
-from dsx.memory.ledger import Label, Leaf, Ledger, Storage, Tensor
+from dsx.memory.ledger import Leaf, Ledger, Tensor
 from dsx.memory.states import Gathering, free
 from dsx.schedules.gathers import ChunkHolds, StepTrace
 
@@ -21,8 +21,6 @@ Module = tuple[Leaf, ...]
 
 NEVER = -1
 """Before a step's first module."""
-
-_FILE = "zero/partition_parameters.py"
 
 
 class _Handle:
@@ -116,48 +114,27 @@ class Coordinator:
 
     def copied(self, leaf: Leaf) -> Tensor:
         """A parameter copied out of a flat buffer."""
-        return self._new(
-            "gathered parameters", "w P of the parameter", "AllGatherCoalescedHandle", leaf.numel
-        )
+        return self._new("gathered parameters", leaf.numel)
 
     def own_buffer(self, leaf: Leaf) -> Tensor | None:
         """What a single parameter is gathered into and stays in; None where the only partition is it."""
         if self.dp == 1:
-            formula = "w P of the parameter"
-            return (
-                self._new("gathered parameters", formula, "NoGatherHandle", leaf.numel)
-                if self.offloaded
-                else None
-            )
-        buffer = self._padded(leaf, "_all_gather_sequential")
-        free(*self.uploads([leaf]))
-        return buffer
-
-    def _padded(self, leaf: Leaf, function: str) -> Tensor:
-        return self._new("gathered parameters", "w P of the parameter, padded", function, self.padded(leaf))
+            return self.copied(leaf) if self.offloaded else None
+        return self.gather_alone(leaf)
 
     def flat_buffer(self, leaves: Sequence[Leaf]) -> Tensor:
         """The buffer that several are gathered into."""
-        numel = sum(map(self.padded, leaves))
-        buffer = self._new("gathering", "w P of the parameters, padded", "_all_gather_dtype", numel)
+        buffer = self._new("gathering", sum(map(self.padded, leaves)))
         free(*self.uploads(leaves))
         return buffer
 
     def uploads(self, leaves: Sequence[Leaf]) -> list[Tensor]:
         """Partitions that come from the host to be gathered."""
-        if not self.offloaded:
-            return []
-        source = "ds_tensor.to(device)"
-        return [
-            self._new(
-                "partitions on their way", "w P/N of the parameter", source, self.padded(leaf) // self.dp
-            )
-            for leaf in leaves
-        ]
+        sizes = [self.padded(leaf) // self.dp for leaf in leaves] if self.offloaded else []
+        return [self._new("partitions on their way", size) for size in sizes]
 
-    def _new(self, name: str, formula: str, function: str, numel: int) -> Tensor:
-        what = Label("parameters", name, formula, f"{_FILE} {function}")
-        return Tensor((numel,), self.width, Storage(self.ledger, what, numel * self.width))
+    def _new(self, name: str, numel: int) -> Tensor:
+        return self.ledger.tensor("parameters", name, numel, self.width)
 
     # Steps
 
@@ -302,13 +279,13 @@ class Coordinator:
             return
         parts = self.uploads(small) if self.dp > 1 else []
         for leaf in small:
-            one = self.dp == 1
-            whole = self.own_buffer(leaf) if one else self._padded(leaf, "_allgather_params_coalesced")
+            alone = self.dp == 1
+            whole = self.own_buffer(leaf) if alone else self._new("gathered parameters", self.padded(leaf))
             self.settle(leaf, whole)
         free(*parts)
 
     def gather_alone(self, leaf: Leaf) -> Tensor:
         """_allgather_params_sequential: a buffer of its own, on one rank too."""
-        buffer = self._padded(leaf, "_allgather_params_sequential")
+        buffer = self._new("gathered parameters", self.padded(leaf))
         free(*self.uploads([leaf]))
         return buffer

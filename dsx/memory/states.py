@@ -6,25 +6,21 @@ is asked in the order of a run: :meth:`States.build`, :meth:`States.start`, grad
 where and what stays gathered is decided by the objects that the engine itself uses (dsx.parallel.reduction,
 dsx.parallel.zero, dsx.schedules.gathers). Sources named here are below deepspeed/runtime.
 
-P: parameters of this rank's layers, tensor-parallel cut and padding included; N: ranks over which ZeRO
-partitions; w: bytes of a parameter, 2 or 4.
-
 With offload the device keeps parameters (or, with parameters offloaded, none between uses) and the reduce
 bucket. The host keeps fp32 masters, their gradients, the moments and, at ZeRO-3, the partitions that
 gradients add up in. Gradients go there parameter by parameter, by way of the device, where they are added up
 and squared.
 
-Tensors are freed by name (:func:`free`, :meth:`States.aside`) at the moment when the engine frees its own.
+Tensors are freed by name (:func:`free`, :meth:`Ledger.aside`) at the moment when the engine frees its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from dsx.memory.ledger import Label, Leaf, Ledger, Storage, Tensor
+from dsx.memory.ledger import Leaf, Ledger, Tensor
 from dsx.parallel.reduction import ChunkReduction, GradientPiece
 from dsx.parallel.zero import ZeroPlan
 
@@ -112,31 +108,18 @@ class Host:
     def __init__(self, offload: Offload | None, device: Ledger) -> None:
         self._unified = offload is not None and offload.unified
         self.ledger = device if self._unified else Ledger()
+        self.new = self.ledger.tensor
         self._rounds = offload is not None and offload.rounds
 
-    def new(
-        self, category: str, name: str, formula: str, source: str, size_bytes: int, *, pinned: bool
-    ) -> Tensor:
-        """A flat tensor of so many bytes; page-locked ones take the next power of two."""
-        if pinned and self._rounds and size_bytes:
-            size_bytes = 1 << (size_bytes - 1).bit_length()
-            formula += ", rounded up to a power of two"
-        what = Label(category, name, formula, source)
-        return Tensor((size_bytes,), 1, Storage(self.ledger, what, size_bytes))
-
-    def pinned(
-        self, category: str, name: str, formula: str, source: str, size_bytes: int, *, pin: bool
-    ) -> Tensor:
-        """Like :meth:`new`; ``pin`` copies from pageable memory, which is there until the copy is."""
-        pageable = self.new(
-            "temporaries", f"{name}, before pinning", formula, source, size_bytes, pinned=False
-        )
+    def pinned(self, category: str, name: str, numel: int, width: int, *, pin: bool) -> Tensor:
+        """A flat tensor; ``pin`` copies it into page-locked memory, which comes in powers of two."""
         if not pin or self._unified:
-            free(pageable)
-            return self.new(category, name, formula, source, size_bytes, pinned=False)
-        locked = self.new(category, name, formula, source, size_bytes, pinned=True)
-        free(pageable)
-        return locked
+            return self.new(category, name, numel, width)
+        size_bytes = numel * width
+        with self.ledger.aside(f"{name}, before pinning", size_bytes, 1):
+            if self._rounds and size_bytes:
+                size_bytes = 1 << (size_bytes - 1).bit_length()
+            return self.new(category, name, size_bytes, 1)
 
 
 def free(*tensors: Tensor | None) -> None:
@@ -228,9 +211,7 @@ class CountedBuckets:
         self._states.complete()
 
     def _flat(self, elements: int) -> Tensor:
-        source = "dsx engine/zero/reduction.py send"
-        kind = "buckets", "gradients under way", "P w, P of a chunk", source
-        return self._states.new(*kind, elements, self._width)
+        return self._states.new("buckets", "gradients under way", elements, self._width)
 
 
 class States:
@@ -240,6 +221,8 @@ class States:
         replicated: Parameters that are copies of another pipeline rank's, tied ones.
         order: Parameters that are trained, in the optimizer's order.
         trained: Their names.
+        sizes: Elements of each part of the masters that is updated by itself, in turn.
+        host_groups: Those of them that are updated on the host.
         reduction: dsx's own, if DeepSpeed does not reduce.
         in_place: Whether buckets come on top of gradients, which stay where they are.
         reduces_itself: Whether DeepSpeed reduces gradients.
@@ -258,6 +241,7 @@ class States:
         settings: StateSettings,
     ) -> None:
         self.ledger, self.plan, self.dp_rank = ledger, plan, dp_rank
+        self.new, self.aside, self.passing = ledger.tensor, ledger.aside, ledger.passing
         self.leaves, self.settings, self.host = leaves, settings, Host(settings.offload, ledger)
         self.offload = settings.offload or Offload()
         self.replicated: frozenset[str] = frozenset()
@@ -270,6 +254,9 @@ class States:
         self.masters: list[Tensor] = []
         self.moments: list[Tensor] = []
         self.on_host: list[Tensor] = []
+        self.sizes: list[int] = []
+        self.host_groups = range(0)
+        self._updated: set[int] = set()
         self.prepare()
 
     def prepare(self) -> None:
@@ -277,11 +264,11 @@ class States:
 
     def build(self) -> None:
         """The model's parameters, one by one."""
-        kind = "parameters", "parameter", "P w", "dsx nn"
-        self.parameters = [self.new(*kind, leaf.numel, leaf.width) for leaf in self.order]
-        kind = "parameters", "frozen parameter", "P w", "dsx nn"
+        self.parameters = self.each("parameters", "parameter", self.settings.width)
         frozen = (leaf for leaf in self.leaves.values() if leaf.name not in self.trained)
-        self.frozen_parameters = [self.new(*kind, leaf.numel, leaf.width) for leaf in frozen]
+        self.frozen_parameters = [
+            self.new("parameters", "frozen parameter", leaf.numel, leaf.width) for leaf in frozen
+        ]
 
     def start(self) -> None:
         """What ``deepspeed.initialize`` adds."""
@@ -315,8 +302,7 @@ class States:
         if gradient.width == leaf.width:
             leaf.grad = gradient.detach()
         else:
-            source = "dsx engine/zero/replicated.py put"
-            leaf.grad = self.new("gradients", "averaged gradient", "w P", source, leaf.numel, leaf.width)
+            leaf.grad = self.new("gradients", "averaged gradient", leaf.numel, leaf.width)
 
     def complete(self) -> None:
         """All averages have been put."""
@@ -346,47 +332,49 @@ class States:
 
     def norm(self, largest: int) -> None:
         """Squares are taken in fp32, gradient by gradient (dsx/engine/zero/alike.py, square)."""
-        source = "dsx engine/zero/alike.py square"
-        self.passing("gradient in float32", "4 of the largest gradient", source, largest, 4)
+        self.passing("gradient in float32", largest, 4)
+
+    # The update
 
     def update(self, numels: Sequence[int]) -> None:
         """One optimizer step over fp32 tensors of these sizes."""
-        optimizer = self.settings.optimizer
-        if not self.moments and optimizer.state_bytes:
-            formula = f"{optimizer.state_bytes} P"
-            self.moments = [self._moments(formula, numel) for numel in numels]
+        rule = self.settings.optimizer
+        if not self.moments:
+            self.moments = [self.new("optimizer", "moments", numel, rule.state_bytes) for numel in numels]
         held: list[Tensor] = []
-        for numel in numels if optimizer.step_bytes else ():
-            if optimizer.one_by_one:
+        for numel in numels:
+            if rule.one_by_one:
                 free(*held)
                 held.clear()
-            held.append(self._taken(numel, "P"))
+            held.append(self.new("temporaries", "update", numel, rule.step_bytes))
         free(*held)
 
-    def update_group(self, index: int, size: int) -> None:
-        """The update of one group's partition."""
-        optimizer = self.settings.optimizer
-        if len(self.moments) <= index and optimizer.state_bytes:
-            self.moments.append(self._moments(f"{optimizer.state_bytes} P/N, padded", size))
-        if optimizer.step_bytes:
-            free(self._taken(size, "P/N"))
+    def update_groups(self) -> None:
+        """Group by group, the update, which makes the moments when it is the first."""
+        for index, size in enumerate(self.sizes):
+            gradient = self.single(index)
+            on_host = index in self.host_groups
+            new, held = (self.host.new, self.on_host) if on_host else (self.new, self.moments)
+            rule = self.offload if on_host else self.settings.optimizer
+            if index not in self._updated:
+                self._updated.add(index)
+                held.append(new("optimizer", "moments", size, rule.state_bytes))
+            free(new("temporaries", "update", size, rule.step_bytes), gradient)
 
-    def update_on_host(self, size: int, *, first: bool) -> None:
-        """The same where the optimizer is offloaded; its state comes with the ``first`` update."""
-        state, source = self.offload.state_bytes, "torch optim, or DeepSpeed's for CPUs"
-        if state and first:
-            kind = "optimizer", "moments", f"{state} P/N, padded", source
-            self.on_host.append(self.host.new(*kind, state * size, pinned=False))
-        taken = self.offload.step_bytes
-        free(self.host.new("temporaries", "update", f"{taken} P/N", source, size * taken, pinned=False))
+    def single(self, group: int) -> Tensor | None:
+        """The group's gradient as the update takes it, which is then freed; None for one that stays."""
 
-    def _moments(self, formula: str, elements: int) -> Tensor:
-        size_bytes = elements * self.settings.optimizer.state_bytes
-        return self.new("optimizer", "moments", formula, "torch optim", size_bytes, 1)
+    # Masters
 
-    def _taken(self, elements: int, of: str) -> Tensor:
-        each = self.settings.optimizer.step_bytes
-        return self.new("temporaries", "update", f"{each} {of}", "torch optim", elements * each, 1)
+    def make_master(self, size: int, *, cloned: bool = True) -> None:
+        """``size`` fp32 elements, from a clone in the parameters' precision unless that is fp32 as well."""
+        clone = self.new("temporaries", "clone", size, self.settings.width) if cloned else None
+        self.keep_master(size)
+        free(clone)
+
+    def keep_master(self, size: int) -> None:
+        """The fp32 elements alone."""
+        self.masters.append(self.new("optimizer", "master weights", size, 4))
 
     def flatten_groups(self, sizes: Sequence[int], *, by_way_of_host: bool) -> Iterator[int]:
         """Group by group the flat copy beside the parameters; yields after each what a rank has of it.
@@ -410,54 +398,34 @@ class States:
 
         ``held`` are the parameters by name; the group's are let go of.
         """
-        source, width = "zero/stage_1_and_2.py flatten_dense_tensors_aligned", self.settings.width
+        width = self.settings.width
         room = None if self.capacity_bytes is None else self.capacity_bytes - self.ledger.current_bytes
         on_host = by_way_of_host and room is not None and room < size * width
         copies = []
         for name, numel in group if on_host else ():
-            copies.append(self._on_host("parameters on their way", "w P", source, numel * width))
-            place = self.new("parameters", "place of a parameter", "4", source, 1, 4)
+            copies.append(self.host.new("temporaries", "parameters on their way", numel, width))
+            place = self.new("parameters", "place of a parameter", 1, 4)
             free(held[name])
             held[name] = place
-        kind = "parameters", "flat parameters", "w P, padded", source
+        kind = "parameters", "flat parameters", size, width
         if len(group) == 1 and group[0][1] == size:
-            flat = self.new(*kind, size, width) if on_host else held.pop(group[0][0])
+            flat = self.new(*kind) if on_host else held.pop(group[0][0])
             free(*copies)
             return flat
         if on_host:
-            together = self._on_host("flat parameters", "w P, padded", source, size * width)
+            together = self.host.new("temporaries", "flat parameters", size, width)
             free(*copies)
-            flat = self.new(*kind, size, width)
+            flat = self.new(*kind)
             free(together)
         else:
-            padding = size - sum(numel for _, numel in group)
-            with self.aside("padding", "w 2 N", source, padding, width):
-                flat = self.new(*kind, size, width)
+            with self.aside("padding", size - sum(numel for _, numel in group), width):
+                flat = self.new(*kind)
         free(*(held.pop(name) for name, _ in group))
         return flat
 
-    def _on_host(self, name: str, formula: str, source: str, size_bytes: int) -> Tensor:
-        return self.host.new("temporaries", name, formula, source, size_bytes, pinned=False)
-
-    def new(self, category: str, name: str, formula: str, source: str, numel: int, width: int) -> Tensor:
-        """A flat tensor of ``numel`` elements."""
-        storage = Storage(self.ledger, Label(category, name, formula, source), numel * width)
-        return Tensor((numel,), width, storage)
-
-    def each(self, category: str, name: str, formula: str, source: str, width: int) -> list[Tensor]:
-        """A tensor of ``width`` for each parameter."""
-        return [self.new(category, name, formula, source, leaf.numel, width) for leaf in self.order]
-
-    @contextmanager
-    def aside(self, name: str, formula: str, source: str, numel: int, width: int) -> Iterator[None]:
-        """Inside, there is a temporary tensor too."""
-        tensor = self.new("temporaries", name, formula, source, numel, width)
-        yield
-        free(tensor)
-
-    def passing(self, name: str, formula: str, source: str, numel: int, width: int) -> None:
-        """A temporary tensor that comes and goes."""
-        free(self.new("temporaries", name, formula, source, numel, width))
+    def each(self, category: str, name: str, width: int) -> list[Tensor]:
+        """A tensor of ``width`` for each parameter that is trained."""
+        return [self.new(category, name, leaf.numel, width) for leaf in self.order]
 
 
 class Unfused(States):
@@ -465,23 +433,20 @@ class Unfused(States):
 
     def start(self) -> None:
         """Masters, then a first update on zero gradients, which dsx undoes."""
-        source = "fp16/unfused_optimizer.py __init__"
         for leaf in self.order:
-            with self.aside("clone", "w of a parameter", source, leaf.numel, leaf.width):
-                self.masters.append(self.new("optimizer", "master weights", "4 P", source, leaf.numel, 4))
-        source = "fp16/unfused_optimizer.py initialize_optimizer_states"
-        low = self.each("gradients", "zero gradients", "w P", source, self.settings.width)
-        high = self.each("temporaries", "fp32 gradients", "4 P", source, 4)
+            self.make_master(leaf.numel)
+        low = self.each("gradients", "zero gradients", self.settings.width)
+        high = self.each("temporaries", "fp32 gradients", 4)
         self.update([leaf.numel for leaf in self.order])
         free(*low, *high, *self.moments)
         self.moments.clear()
 
     def step(self) -> None:
         """The norm, fp32 gradients beside the bf16 ones, and the update."""
-        self.norm(max(leaf.numel for leaf in self.order))
-        source = "fp16/unfused_optimizer.py step"
-        gradients = self.each("temporaries", "fp32 gradients", "4 P", source, 4)
-        self.update([leaf.numel for leaf in self.order])
+        numels = [leaf.numel for leaf in self.order]
+        self.norm(max(numels))
+        gradients = self.each("temporaries", "fp32 gradients", 4)
+        self.update(numels)
         free(*gradients)
         self.drop_gradients()
 
@@ -489,41 +454,40 @@ class Unfused(States):
 class Flat(States):
     """Half precision without ZeRO, fused optimizers: fp16/fused_optimizer.py, flat bf16 and flat fp32."""
 
+    def prepare(self) -> None:
+        """All parameters are one tensor."""
+        self._total = sum(leaf.numel for leaf in self.order)
+
     def start(self) -> None:
         """Clones, their flat copy, the flat masters; a first update, which dsx undoes."""
-        source, width = "fp16/fused_optimizer.py __init__", self.settings.width
-        clones = self.each("temporaries", "clones", "w P", source, width)
-        total = sum(leaf.numel for leaf in self.order)
-        flat = self.new("parameters", "flat parameters", "w P", source, total, width)
+        width, total = self.settings.width, self._total
+        clones = self.each("temporaries", "clones", width)
+        flat = self.new("parameters", "flat parameters", total, width)
         free(*clones, *self.parameters)
         self.parameters = [flat]
-        with self.aside("clone", "w P", source, total, width):
-            self.masters = [self.new("optimizer", "master weights", "4 P", source, total, 4)]
-        with self.aside("zero gradients", "4 P", source, total, 4):
+        self.make_master(total)
+        with self.aside("zero gradients", total, 4):
             self.update([total])
-        source = "dsx engine/zero/replicated.py _undo_initial_step"
-        wide = self.each("temporaries", "each in float32", "4 P", source, 4)
-        self.passing("parameters in float32", "4 P", source, total, 4)
+        # dsx/engine/zero/replicated.py _undo_initial_step
+        wide = self.each("temporaries", "each in float32", 4)
+        self.passing("parameters in float32", total, 4)
         free(*wide, *self.moments)
         self.moments.clear()
 
     def step(self) -> None:
         """The norm, each gradient in fp32, then all flat, the update."""
         self.norm(max(leaf.numel for leaf in self.order))
-        source = "fp16/fused_optimizer.py step"
-        total = sum(leaf.numel for leaf in self.order)
-        casts = self.each("temporaries", "each in float32", "4 P", source, 4)
-        with self.aside("flat fp32 gradients", "4 P", source, total, 4):
+        casts = self.each("temporaries", "each in float32", 4)
+        with self.aside("flat fp32 gradients", self._total, 4):
             free(*casts)
             self.drop_gradients()
             if self.replicated:
-                self._masked_norm(total)
-            self.update([total])
+                self._masked_norm()
+            self.update([self._total])
 
-    def _masked_norm(self, total: int) -> None:
+    def _masked_norm(self) -> None:
         """Where a copy of a tied weight does not count (runtime/utils.py, get_flattened_grad_norm)."""
-        source = "runtime/utils.py get_flattened_grad_norm"
-        kind = "temporaries", "mask of the norm", "4 P, 4 P, P", source, total
+        kind = "temporaries", "mask of the norm", self._total
         marks, sums, mask = (self.new(*kind, width) for width in (4, 4, 1))
         free(marks, sums)
         free(self.new(*kind, 4), mask)

@@ -72,7 +72,7 @@ def table(memory: RunMemory, *, width: int = 0) -> str:
 
 
 def details(role: Role, *, width: int = 0) -> str:
-    """The lines of a role's peak with formula and source, largest first; ``width`` as in :func:`table`."""
+    """The lines of a role's peak, largest first, with shapes and operators; ``width`` as in :func:`table`."""
     peak = role.estimate.peak
     unit = unit_of(peak.peak_bytes)[1]
     shown = [(label, size) for label, size in peak.lines if size >= _LEAST_SHARE * peak.peak_bytes]

@@ -91,6 +91,16 @@ CASES = {
             "data_types.grad_accum_dtype=fp32",
         ],
     ),
+    "zero2_per_micro_batch_sent_in_fp32": (
+        4,
+        [
+            "zero_optimization.stage=2",
+            "zero_optimization.reduce_bucket_size=200000",
+            "dsx.zero.reduce=micro_batch",
+            "bf16.enabled=true",
+            "communication_data_type=fp32",
+        ],
+    ),
     "zero1_fp16_summed_in_fp32": (
         4,
         [
@@ -163,7 +173,9 @@ def test_estimate_is_what_the_engine_holds(name):
     # A phase's lines are all of it.
     for phase in found.phases:
         assert sum(size for _, size in phase.lines) == phase.peak_bytes
-        assert all(label.formula and label.source for label, _ in phase.lines)
+        made = [label for label, _ in phase.lines if label.category in ("activations", "logits", "transfers")]
+        assert all(label.formula and label.source for label in made)
+        assert all(label.name for label, _ in phase.lines)
 
 
 @pytest.mark.parametrize("bucket", [20_000, 500_000_000])

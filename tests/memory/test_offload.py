@@ -50,10 +50,10 @@ def test_what_dsx_does_not_know_is_refused(zero, where):
 
 def test_pinned_memory_comes_in_powers_of_two_and_is_copied_into():
     host = Host(Offload(), Ledger())
-    held = host.pinned("gradients", "a", "4 P", "x", 1000, pin=True)
+    held = host.pinned("gradients", "a", 1000, 1, pin=True)
     assert (host.ledger.current_bytes, host.ledger.peak_bytes) == (1024, 2024)
-    exact = host.pinned("gradients", "b", "4 P", "x", 1024, pin=True)
-    pageable = host.pinned("gradients", "c", "4 P", "x", 1000, pin=False)
+    exact = host.pinned("gradients", "b", 1024, 1, pin=True)
+    pageable = host.pinned("gradients", "c", 1000, 1, pin=False)
     assert host.ledger.current_bytes == 1024 + 1024 + 1000
     free(held, exact, pageable)
     assert host.ledger.current_bytes == 0
@@ -76,7 +76,7 @@ def states(stage, *, bucket, dp=2, accumulate=2, sizes=(10, 6, 100)):
 
 
 def gradient(held, leaf):
-    what = Label("gradients", "gradient", "", "")
+    what = Label("gradients", "gradient")
     return Tensor(leaf.shape, leaf.width, Storage(held.ledger, what, leaf.numel * leaf.width))
 
 
@@ -134,7 +134,7 @@ def test_slices_of_one_owner_go_without_a_copy():
 def test_on_cpus_the_host_is_the_device():
     ledger = Ledger()
     host = Host(Offload(unified=True), ledger)
-    held = host.pinned("gradients", "a", "4 P", "x", 1000, pin=True)
+    held = host.pinned("gradients", "a", 1000, 1, pin=True)
     assert (ledger.current_bytes, ledger.peak_bytes) == (1000, 1000)
     free(held)
     assert ledger.current_bytes == 0
