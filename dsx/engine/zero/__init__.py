@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import deepspeed
 import torch
@@ -22,10 +21,10 @@ from torch import nn
 from dsx.config.resolve import zero_problems
 from dsx.config.schema import ZeroConfig
 from dsx.engine.chunks import Tie
-from dsx.engine.executor import StepHooks
+from dsx.engine.zero.adapter import ZeroAdapter
 from dsx.engine.zero.loss_scale import LossScale
-from dsx.engine.zero.norm import NormScope, Refuses
-from dsx.engine.zero.partitioned import PartitionedAdapter, PartitionedGradients
+from dsx.engine.zero.norm import NormScope
+from dsx.engine.zero.partitioned import PartitionedAdapter
 from dsx.engine.zero.reduction import (
     GradientStore,
     GradientTransport,
@@ -34,7 +33,7 @@ from dsx.engine.zero.reduction import (
     Scale,
     reducible,
 )
-from dsx.engine.zero.replicated import Bf16Adapter, HighPrecisionGradients, ReplicatedAdapter, WholeGradients
+from dsx.engine.zero.replicated import Bf16Adapter, ReplicatedAdapter, WidenedAdapter
 from dsx.engine.zero.stage3 import Stage3Adapter, StepGathers, share_groups
 from dsx.errors import ConfigError, ModelError, VersionError
 from dsx.parallel.groups import Groups
@@ -43,42 +42,6 @@ from dsx.parallel.reduction import ChunkReduction
 SUPPORTED_DEEPSPEED = ("0.19.8",)
 
 _ZERO_OPTIMIZERS = ("BF16_Optimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3")
-
-
-class ZeroAdapter(Protocol):
-    """What the engine asks of an adapter."""
-
-    @property
-    def hooks(self) -> StepHooks:
-        """The hooks that the executor calls as a step proceeds."""
-
-    @property
-    def loss_scale(self) -> LossScale:
-        """What the loss is multiplied by, and what has become of the last step."""
-
-    @property
-    def reduced_here(self) -> bool:
-        """Whether dsx reduces gradients, so that DeepSpeed need not know of them before the step."""
-
-    def before_backward(self) -> None:
-        """Called before each backward."""
-
-    def before_step(self, refuses: Refuses | None = None) -> None:
-        """Called once all backwards of a step are done, before DeepSpeed's ``step``.
-
-        Args:
-            refuses: Asked, alike on every rank, with the gradient norm before the weights are updated; if it
-                is true the step is not applied, and DeepSpeed counts it as skipped.
-        """
-
-    @property
-    def norm(self) -> torch.Tensor | float:
-        """Norm of the last step's gradient over the whole model, before clipping and without the loss scale.
-
-        It is infinite or NaN if a gradient was (every rank then skips the step, except in fp32 without ZeRO,
-        where the NaN enters the weights as in torch; in fp16 it is infinite), and NaN if DeepSpeed was told
-        not to compute it.
-        """
 
 
 def require_supported() -> None:
@@ -160,7 +123,6 @@ def adapt(
         ModelError: The model has MoE layers.
     """
     scope, optimizer = NormScope(groups, replicas), type(engine.optimizer).__name__
-    scale = LossScale(engine)
     stage = engine.zero_optimization_stage()
     if engine.has_moe_layers:
         raise ModelError("the model", "it has MoE layers, whose gradients dsx does not follow", "remove them")
@@ -174,19 +136,19 @@ def adapt(
         raise problem
     # What is frozen has no gradient to sum, and no place in ZeRO's groups.
     ties = [tie for tie in ties if any(p.requires_grad for p in tie.parameters)]
+    given = engine, scope, ties, LossScale(engine), clipping
     if stage == 3:
         share_groups(engine.optimizer)
         varies = not all(hasattr(parameter, "dsx_spec") for parameter in engine.module.parameters())
-        gathers = StepGathers(engine.optimizer, uses, groups, zero.keep_gathered_bytes, varies=varies)
-        return Stage3Adapter(engine, scope, ties, gathers, scale)
-    reduce = partial(_reduction, engine, groups, uses, zero)
-    if optimizer == "BF16_Optimizer":
-        high = HighPrecisionGradients(engine.optimizer)
-        return Bf16Adapter(engine, scope, ties, high, reduce(high), scale)
-    if stage == 0:
-        return ReplicatedAdapter(engine, scope, ties, clipping, reduce(WholeGradients()), scale)
-    parts = PartitionedGradients(engine.optimizer)
-    return PartitionedAdapter(engine, scope, ties, parts, reduce(parts), scale)
+        adapter: ZeroAdapter = Stage3Adapter(*given)
+        adapter.hooks = StepGathers(engine.optimizer, uses, groups, zero.keep_gathered_bytes, varies=varies)
+    else:
+        whole = WidenedAdapter if hasattr(engine.optimizer, "unscale_and_clip_grads") else ReplicatedAdapter
+        kind = Bf16Adapter if optimizer == "BF16_Optimizer" else PartitionedAdapter if stage else whole
+        adapter = store = kind(*given)
+        adapter.hooks = _reduction(engine, groups, uses, zero, store)
+    adapter.attach()
+    return adapter
 
 
 def _reduction(

@@ -71,13 +71,3 @@ class NormScope:
         if math.isfinite(squared):
             self.replicas.answer(asked > 0, parts, among=among, partitioned=partitioned, device=device)
         return both[0].sqrt()
-
-
-def all_reduce_sum(tensor: torch.Tensor, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Sum ``tensor`` in place over ``group``, by way of ``device`` when it lives elsewhere (offload)."""
-    if tensor.device.type == device.type:
-        dist.all_reduce(tensor, group=group)
-        return
-    staged = tensor.to(device)
-    dist.all_reduce(staged, group=group)
-    tensor.copy_(staged)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import MethodType
 from typing import Any
 
@@ -11,32 +11,55 @@ import torch.distributed as dist
 from torch import nn
 
 from dsx.engine.chunks import Tie
+from dsx.engine.zero.adapter import ZeroAdapter
 from dsx.engine.zero.alike import GradientPart
 from dsx.engine.zero.calls import GradientHooks
-from dsx.engine.zero.loss_scale import LossScale
-from dsx.engine.zero.norm import NormScope, Refuses, all_reduce_sum
-from dsx.engine.zero.reduction import Reduction
 from dsx.errors import ConfigError
 
 
-class PartitionedGradients:
-    """Whole gradients that accumulate on this rank, which keeps its intervals of them once they are reduced.
+class PartitionedAdapter(ZeroAdapter):
+    """Whole gradients accumulate on this rank, which keeps its intervals of them once they are reduced.
 
     The intervals lie in the flat buffers that DeepSpeed itself makes for gradients of another precision than
     the parameters', and whose contents its ``step`` takes as they are (stage_1_and_2.py,
     _build_compact_grad_partition_buffer, _get_preflattened_grad_partition).
+
+    Tied weights sit in parameter groups of their own (:func:`dsx.engine.optimizers.split_tied`), so
+    that their interval of the gradient is the same on every pipeline rank that holds a copy.
     """
 
-    in_place = False
+    def attach(self) -> None:
+        """Sum tied gradients at the beginning of a step, and replace the optimizer's norm by dsx's.
 
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
+        Raises:
+            ConfigError: Tied weights are in other groups, because the user's optimizer was built in another
+                way, or the optimizer cannot have them.
+        """
+        optimizer = self._optimizer
+        # Sums in another precision than the parameters' are kept by hooks.
+        self.needs_backward = optimizer.use_separate_grad_accum or optimizer.use_grad_accum_attribute
         self._pieces = {
             id(parameter): self._piece(group, parameter)
             for group, parameters in enumerate(optimizer.params_in_partition)
             for parameter in parameters
         }
         self._flat: dict[int, torch.Tensor] = {}
+        tied = [(tie, index) for tie in self._ties for index in self._groups_of(tie)]
+        step = optimizer.step
+
+        def step_with_ties(_optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            self._norm = torch.full((), torch.nan)  # until computed, if it is
+            # The one moment at which gradients are final and not yet used, at every stage and with offload.
+            if tied and optimizer.cpu_offload:
+                optimizer._wait_for_offload_copies()  # noqa: SLF001
+            self.sum_ties((tie, part) for tie, index in tied for part in self._of_group(index))
+            return step(*args, **kwargs)
+
+        optimizer.step = MethodType(step_with_ties, optimizer)  # torch's schedules wrap methods
+        optimizer.scaled_global_norm = self._global_norm
+        if self.hooks.by_dsx:
+            optimizer.process_gradients = lambda parameter, _: self.accumulate(parameter)
+        self._hooks = GradientHooks(optimizer, "process_gradients", prepare=optimizer.setup_buckets)
 
     def accumulate(self, parameter: nn.Parameter) -> None:
         """Add a gradient that has come, in the precision that the user wants sums in."""
@@ -92,53 +115,6 @@ class PartitionedGradients:
         at = int(optimizer.grad_partition_insertion_offset[group][rank][key])
         return group, start, at, min(parameter.numel() - start, int(optimizer.partition_size[group]) - at)
 
-
-class PartitionedAdapter:
-    """Sums tied gradients at the beginning of a step, and replaces the optimizer's norm by dsx's.
-
-    Tied weights sit in parameter groups of their own (:func:`dsx.engine.optimizers.split_tied`), so
-    that their interval of the gradient is the same on every pipeline rank that holds a copy.
-
-    Raises:
-        ConfigError: They are in other groups, because the user's optimizer was built in another way, or the
-            optimizer cannot have them.
-    """
-
-    def __init__(
-        self,
-        engine: Any,
-        scope: NormScope,
-        ties: Sequence[Tie],
-        gradients: PartitionedGradients,
-        reduction: Reduction,
-        loss_scale: LossScale,
-    ) -> None:
-        self._engine, self._scope = engine, scope
-        self.hooks, self.loss_scale = reduction, loss_scale
-        self._optimizer = optimizer = engine.optimizer
-        # Sums in another precision than the parameters' are kept by hooks.
-        separate = optimizer.use_separate_grad_accum or optimizer.use_grad_accum_attribute
-        self.reduced_here = reduction.by_dsx and not separate
-        self.norm = torch.zeros(())
-        self._refuses: Refuses | None = None
-        self._fresh = True
-        self._tied = [(tie.group, index) for tie in ties for index in self._groups_of(tie)]
-        step = self._optimizer.step
-
-        def step_with_ties(_optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            self.norm = torch.full((), torch.nan)  # until computed, if it is
-            # The one moment at which gradients are final and not yet used, at every stage and with offload.
-            self._reduce_ties()
-            return step(*args, **kwargs)
-
-        self._optimizer.step = MethodType(step_with_ties, optimizer)  # torch's schedules wrap methods
-        self._optimizer.scaled_global_norm = self._global_norm
-        if reduction.by_dsx:
-            self._optimizer.process_gradients = lambda parameter, _: gradients.accumulate(parameter)
-        self._hooks = GradientHooks(
-            self._optimizer, "process_gradients", prepare=self._optimizer.setup_buckets
-        )
-
     def before_backward(self) -> None:
         """With offload, start each step from zeroed accumulators and always add.
 
@@ -156,28 +132,14 @@ class PartitionedAdapter:
             self._fresh = False
         self._optimizer.micro_step_id = 0
 
-    def before_step(self, refuses: Refuses | None = None) -> None:
-        """Finish the reductions. The next step starts from nothing."""
-        self._refuses = refuses
-        self.hooks.finish()
-        self._fresh = True
-
     def _global_norm(self, norm_type: int = 2) -> torch.Tensor:
         """Stands in for ``scaled_global_norm``."""
         assert norm_type == 2, "only the 2-norm is defined here"
-        scaled = self._scope.norm(self._parts(), partitioned=True, device=self._engine.device)
-        self.norm = self.loss_scale.judge(scaled, self._refuses)
+        scaled = self.take_norm(self._parts(), partitioned=True)
         if self.loss_scale.refused:
             self._optimizer.overflow = True  # read after this (stage_1_and_2.py, step)
         # Where the gradients are that it scales: torch multiplies none on the host by a number on a GPU.
         return scaled.to(self._optimizer.device)
-
-    def _reduce_ties(self) -> None:
-        if self._tied and self._optimizer.cpu_offload:
-            self._optimizer._wait_for_offload_copies()  # noqa: SLF001
-        for group, index in self._tied:
-            for tensor in self._gradients(index):
-                all_reduce_sum(tensor, group, self._engine.device)
 
     def _groups_of(self, tie: Tie) -> list[int]:
         """The optimizer's groups that hold ``tie``'s weights, and nothing else."""
@@ -202,7 +164,7 @@ class PartitionedAdapter:
                 )
         return found
 
-    def _gradients(self, index: int) -> list[torch.Tensor]:
+    def _of_group(self, index: int) -> list[torch.Tensor]:
         """This rank's interval of group ``index``'s gradient, as the tensors that hold it."""
         if self._optimizer.cpu_offload:
             return [self._optimizer.single_partition_of_fp32_groups[index].grad]

@@ -7,25 +7,25 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import MethodType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from dsx.engine.chunks import Tie
+from dsx.engine.zero.adapter import ZeroAdapter
 from dsx.engine.zero.alike import GradientPart
-from dsx.engine.zero.loss_scale import LossScale
-from dsx.engine.zero.norm import NormScope, Refuses
-from dsx.engine.zero.reduction import Reduction
+from dsx.engine.zero.norm import Refuses
 
 
-class WholeGradients:
-    """Gradients in ``p.grad``."""
+class ReplicatedAdapter(ZeroAdapter):
+    """Gradients in ``p.grad``.
 
-    in_place = False
+    They are clipped here, and the engine is built with clipping off, because stock DeepSpeed's norm counts
+    pipeline stage 0 alone (deepspeed/runtime/utils.py:394).
+    """
 
     def take(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """``p.grad``, which becomes None."""
@@ -41,78 +41,11 @@ class WholeGradients:
         """Whether ``p.grad`` is there again."""
         return parameter.grad is not None
 
-    def complete(self) -> None:
-        """Nothing to do: ``p.grad`` is all there is."""
-
-
-class ReplicatedAdapter:
-    """Sums tied gradients and clips by the norm of the whole model.
-
-    Plain fp32: the engine is built with clipping off and gradients are scaled here, because stock DeepSpeed
-    counts pipeline stage 0 alone (deepspeed/runtime/utils.py:394). With bf16 and fp16, DeepSpeed's
-    FP16_Optimizer and FP16_UnfusedOptimizer scale fp32 copies of the gradients; they are handed the norm of
-    all.
-    """
-
-    def __init__(
-        self,
-        engine: Any,
-        scope: NormScope,
-        ties: Sequence[Tie],
-        clipping: float,
-        reduction: Reduction,
-        loss_scale: LossScale,
-    ) -> None:
-        self._engine, self._scope, self._ties, self._clipping = engine, scope, ties, clipping
-        self.hooks, self.loss_scale = reduction, loss_scale
-        self.norm = self.scaled_norm = torch.zeros(())
-        self._wrapped = hasattr(engine.optimizer, "unscale_and_clip_grads")
-        # FP16 optimizers around the user's have a part in each backward.
-        self.reduced_here = reduction.by_dsx and not self._wrapped
-        if engine.optimizer is None:  # for evaluations alone, or to come later
-            return
-        if not self._wrapped:
-            self._let_refuse(engine.optimizer)
-        else:
-            # Its own norm then stays local (and unused) instead of a sum that counts shards wrongly.
-            engine.optimizer.mpu = None
-            engine.optimizer.overflow_checker = _NormTells(self)
-            _undo_initial_step(engine.optimizer)
-            original = engine.optimizer.unscale_and_clip_grads
-
-            def with_norm_of_all(*args: Any, **kwargs: Any) -> Any:
-                *leading, _ = args
-                return original(*leading, self.scaled_norm, **kwargs)
-
-            engine.optimizer.unscale_and_clip_grads = with_norm_of_all
-
-    def before_backward(self) -> None:
-        """Gradients accumulate in ``p.grad`` by themselves."""
-
-    def before_step(self, refuses: Refuses | None = None) -> None:
-        """Finish the reductions, sum ties, then compute the norm and clip."""
-        self.hooks.finish()
-        for tie in self._ties:
-            for parameter in tie.parameters:
-                if not parameter.requires_grad:
-                    continue
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(parameter.grad, group=tie.group)
-        parts = [GradientPart(p, p.grad) for p in self._engine.module.parameters() if p.grad is not None]
-        self.scaled_norm = self._scope.norm(parts, partitioned=False, device=self._engine.device)
-        self.norm = self.loss_scale.judge(self.scaled_norm, refuses)
-        if not self._wrapped:
-            # DeepSpeed asks every optimizer that has it.
-            self._engine.optimizer.overflow = self.loss_scale.refused
-        if self._clipping > 0 and not self._wrapped:
-            # torch.nn.utils.clip_grad_norm_'s rule.
-            scale = torch.clamp(self._clipping / (self.norm + 1e-6), max=1.0)
-            for part in parts:
-                part.gradient.mul_(scale)
-
-    def _let_refuse(self, optimizer: Any) -> None:
+    def attach(self) -> None:
         """Let a plain torch optimizer skip steps that are not applied, as DeepSpeed's own do."""
+        optimizer = self._optimizer
+        if optimizer is None:  # for evaluations alone, or to come later
+            return
         step = optimizer.step
 
         @functools.wraps(step)  # with the marks that torch's schedulers leave on it
@@ -121,19 +54,65 @@ class ReplicatedAdapter:
 
         optimizer.overflow, optimizer.step = False, MethodType(unless_refused, optimizer)
 
+    def before_step(self, refuses: Refuses | None = None) -> None:
+        """Sum ties, then compute the norm and clip."""
+        super().before_step(refuses)
+        parts = self._final()
+        # DeepSpeed asks every optimizer that has it.
+        self._optimizer.overflow = self.loss_scale.refused
+        if self._clipping > 0:
+            # torch.nn.utils.clip_grad_norm_'s rule.
+            scale = torch.clamp(self._clipping / (self._norm + 1e-6), max=1.0)
+            for part in parts:
+                part.gradient.mul_(scale)
 
-class _NormTells:
-    """Replaces CheckOverflow, because a gradient that is not finite shows in the norm of the whole model.
+    def _final(self) -> list[GradientPart]:
+        """All gradients, once ties are summed and the norm is taken."""
+        self.sum_ties(self._tied())
+        parts = [GradientPart(p, p.grad) for p in self._engine.module.parameters() if p.grad is not None]
+        self._scaled_norm = self.take_norm(parts, partitioned=False)
+        return parts
 
-    So every rank decides alike, without checking each parameter and without another collective.
-    """
+    def _tied(self) -> Iterator[tuple[Tie, torch.Tensor]]:
+        for tie in self._ties:
+            for parameter in tie.parameters:
+                if parameter.requires_grad:
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                    yield tie, parameter.grad
 
-    def __init__(self, adapter: ReplicatedAdapter) -> None:
-        self._adapter = adapter
+
+class WidenedAdapter(ReplicatedAdapter):
+    """The same for FP16_Optimizer and FP16_UnfusedOptimizer, which clip copies in fp32 by the norm of all."""
+
+    needs_backward = True
+
+    def attach(self) -> None:
+        """Its own norm then stays local (and unused) instead of a sum that counts shards wrongly."""
+        optimizer = self._optimizer
+        optimizer.mpu = None
+        optimizer.overflow_checker = self
+        _undo_initial_step(optimizer)
+        original = optimizer.unscale_and_clip_grads
+
+        def with_norm_of_all(*args: Any, **kwargs: Any) -> Any:
+            *leading, _ = args
+            return original(*leading, self._scaled_norm, **kwargs)
+
+        optimizer.unscale_and_clip_grads = with_norm_of_all
+
+    def before_step(self, refuses: Refuses | None = None) -> None:
+        """Sum ties and compute the norm."""
+        ZeroAdapter.before_step(self, refuses)
+        self._final()
 
     def check(self, *_args: Any, **_kwargs: Any) -> bool:
-        """Whether the step must be skipped (FP16_UnfusedOptimizer asks so)."""
-        return self._adapter.loss_scale.refused or not math.isfinite(self._adapter.scaled_norm)
+        """Whether the step must be skipped (FP16_UnfusedOptimizer asks so, as of a CheckOverflow).
+
+        A gradient that is not finite shows in the norm of the whole model. So every rank decides alike,
+        without checking each parameter and without another collective.
+        """
+        return self.loss_scale.refused or not math.isfinite(self._scaled_norm)
 
     has_overflow = check
     """FP16_Optimizer asks so."""
@@ -166,18 +145,23 @@ def _undo_initial_step(optimizer: Any) -> None:
         state["sum"].fill_(inner.defaults["initial_accumulator_value"])
 
 
-class HighPrecisionGradients:
-    """The gradients in BF16_Optimizer's fp32 buffers, which are set to zero after a step.
+class Bf16Adapter(ZeroAdapter):
+    """BF16_Optimizer: gradients in its fp32 buffers, which are set to zero after a step.
 
     Each gradient is added as it comes, and its bf16 tensor is freed. DeepSpeed does so only if asked to
     (``immediate_grad_update``), with a copy in fp32; by default the bf16 gradients of all parameters stay
     until the step, 2 unread bytes a parameter.
+
+    DeepSpeed's norm is right as it is: one sum over pipe x tensor of whole fp32 gradients, with tied copies
+    and tensor-parallel replicas left out (deepspeed/runtime/bf16_optimizer.py, get_grads_for_norm), but for a
+    rank on which that leaves nothing, where it fails: there a zero counts.
     """
 
     in_place = True
 
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
+    def attach(self) -> None:
+        """Gradients reach the buffers without DeepSpeed; the norm has a zero where there is no gradient."""
+        optimizer, original = self._optimizer, self._optimizer.get_grads_for_norm
         self._places = {
             id(parameter): (group, index)
             for group, parameters in enumerate(optimizer.bf16_groups)
@@ -191,6 +175,17 @@ class HighPrecisionGradients:
         for parameters in optimizer.bf16_groups:
             for parameter in parameters:
                 parameter.register_post_accumulate_grad_hook(self._accumulate)
+
+        def never_empty(*args: Any, for_clipping: bool = False, **kwargs: Any) -> Any:
+            if self.loss_scale.refused and not for_clipping:
+                # A norm that is none makes DeepSpeed skip the step (bf16_optimizer.py, step).
+                return [torch.full((1,), torch.nan, device=self._device)], {}
+            found = original(*args, for_clipping=for_clipping, **kwargs)
+            if for_clipping or found[0]:
+                return found
+            return [torch.zeros(1, device=self._device)], found[1]
+
+        optimizer.get_grads_for_norm = never_empty
 
     @torch.no_grad()
     def _accumulate(self, parameter: nn.Parameter) -> None:
@@ -238,70 +233,27 @@ class HighPrecisionGradients:
         self._taken.clear()
         self._late.clear()
 
-
-class Bf16Adapter:
-    """Sums tied gradients.
-
-    DeepSpeed's norm is right as it is: one sum over pipe x tensor of whole fp32 gradients, with tied copies
-    and tensor-parallel replicas left out (deepspeed/runtime/bf16_optimizer.py, get_grads_for_norm), but for a
-    rank on which that leaves nothing, where it fails: there a zero counts.
-    """
-
-    def __init__(
-        self,
-        engine: Any,
-        scope: NormScope,
-        ties: Sequence[Tie],
-        gradients: HighPrecisionGradients,
-        reduction: Reduction,
-        loss_scale: LossScale,
-    ) -> None:
-        self._engine, self._scope, self._ties, self.loss_scale = engine, scope, ties, loss_scale
-        self._norm: float | None = None
-        self._gradients, self.hooks = gradients, reduction
-        self.reduced_here = reduction.by_dsx  # gradients reach the fp32 buffers without DeepSpeed
-        self._optimizer = engine.optimizer
-        original = self._optimizer.get_grads_for_norm
-
-        def never_empty(*args: Any, for_clipping: bool = False, **kwargs: Any) -> Any:
-            if self.loss_scale.refused and not for_clipping:
-                # A norm that is none makes DeepSpeed skip the step (bf16_optimizer.py, step).
-                return [torch.full((1,), torch.nan, device=engine.device)], {}
-            found = original(*args, for_clipping=for_clipping, **kwargs)
-            if for_clipping or found[0]:
-                return found
-            return [torch.zeros(1, device=engine.device)], found[1]
-
-        self._optimizer.get_grads_for_norm = never_empty
-
-    def before_backward(self) -> None:
-        """Gradients accumulate in the fp32 buffers by themselves."""
-
     def before_step(self, refuses: Refuses | None = None) -> None:
-        """Finish the reductions; sum the fp32 gradients, whole on every dp rank, of tied weights."""
-        self.hooks.finish()
-        for tie in self._ties:
-            for parameter in tie.parameters:
-                if parameter.requires_grad:
-                    dist.all_reduce(self._gradients.of(parameter), group=tie.group)
-                    self._gradients.mark(parameter)
-        self._norm = None
-        if refuses is None and not self._scope.replicas.exist:
-            return
-        norm = self._scope.norm(self._parts(), partitioned=False, device=self._engine.device)
-        norm = self.loss_scale.judge(norm, refuses)
-        if refuses is not None:
-            self._norm = float(norm)
+        """Sum ties, and take the norm where somebody wants it before DeepSpeed does."""
+        super().before_step(refuses)
+        self.sum_ties(self._tied())
+        if refuses is not None or self._scope.replicas.exist:
+            self.take_norm(self._parts(), partitioned=False)
 
     @property
-    def norm(self) -> float:
-        """Norm before clipping."""
-        if self._norm is not None:
-            return self._norm
-        return float(self._engine.get_global_grad_norm() or 0.0)
+    def norm(self) -> torch.Tensor | float:
+        """DeepSpeed's own, unless it had to be known before."""
+        known = self._refuses is not None
+        return self._norm if known else float(self._engine.get_global_grad_norm() or 0.0)
+
+    def _tied(self) -> Iterator[tuple[Tie, torch.Tensor]]:
+        for tie in self._ties:
+            for parameter in filter(lambda p: p.requires_grad, tie.parameters):
+                self.mark(parameter)
+                yield tie, self.of(parameter)
 
     def _parts(self) -> Iterator[GradientPart]:
         for parameters in self._optimizer.bf16_groups:
             for parameter in parameters:
-                if self._gradients.has(parameter):
-                    yield GradientPart(parameter, self._gradients.of(parameter))
+                if self.has(parameter):
+                    yield GradientPart(parameter, self.of(parameter))

@@ -35,10 +35,10 @@ from deepspeed.utils import z3_leaf_module
 from torch import nn
 
 from dsx.engine.chunks import Tie, TiedUse
+from dsx.engine.zero.adapter import ZeroAdapter
 from dsx.engine.zero.alike import GradientPart
 from dsx.engine.zero.calls import GradientHooks
-from dsx.engine.zero.loss_scale import LossScale
-from dsx.engine.zero.norm import NormScope, Refuses, all_reduce_sum
+from dsx.engine.zero.reduction import LeftToDeepSpeed
 from dsx.errors import ConfigError, LayoutError
 from dsx.parallel.groups import Groups
 from dsx.schedules.gathers import ChunkHolds, GatherPlan, StepTrace
@@ -190,7 +190,7 @@ def _look(watched: weakref.ref[FetchOrder], token: str, replica: int, size: int)
                 os._exit(1)
 
 
-class StepGathers:
+class StepGathers(LeftToDeepSpeed):
     """Controls what DeepSpeed's coordinator of ZeRO-3 gathers and frees in the steps of schedules.
 
     Args:
@@ -260,9 +260,6 @@ class StepGathers:
         if self._budget_bytes and self._schedule is not None:
             self._keep(self.plan(self._schedule).kept[position])
             self._look_again()
-
-    def chunk_done(self, stage: int) -> None:
-        """Nothing to do: gradients have been reduced and scattered as they came."""
 
     def plan(self, schedule: Schedule) -> GatherPlan:
         """The plan of what stays gathered when, in a step of ``schedule``."""
@@ -389,29 +386,14 @@ def _holder(stage: int) -> int:
     return -1 - stage
 
 
-class Stage3Adapter:
-    """Keeps accumulation right across chunks, and sums tied gradients before the norm."""
+class Stage3Adapter(ZeroAdapter):
+    """Gradients that each backward reduces and scatters, parameter by parameter."""
 
-    reduced_here = False  # gradients are reduced and scattered in each backward
-
-    def __init__(
-        self,
-        engine: Any,
-        scope: NormScope,
-        ties: Sequence[Tie],
-        gathers: StepGathers,
-        loss_scale: LossScale,
-    ) -> None:
-        self._engine, self._scope, self._ties, self.hooks = engine, scope, ties, gathers
-        self.loss_scale = loss_scale
-        self._optimizer = engine.optimizer
-        self.norm = torch.zeros(())
-        self._refuses: Refuses | None = None
-        self._fresh = True
-        # Called once all gradients are final, on every path that leads to the update.
+    def attach(self) -> None:
+        """Have DeepSpeed ask for the norm once all gradients are final, on every path to the update."""
         self._optimizer._get_norm_groups = self._reduce_ties_and_norm  # noqa: SLF001
         self._hooks = GradientHooks(self._optimizer, "reduce_ready_partitions_and_remove_grads")
-        for module in engine.module.modules():
+        for module in self._engine.module.modules():
             if isinstance(module, TiedUse):
                 for parameter in module.tied_module.parameters():
                     deepspeed.zero.register_external_parameter(module, parameter)
@@ -430,25 +412,19 @@ class Stage3Adapter:
         self._optimizer._epilogue_ran_this_backward = False  # noqa: SLF001
         self._optimizer.micro_step_id = 1
 
-    def before_step(self, refuses: Refuses | None = None) -> None:
-        """The next step starts from nothing."""
-        self._refuses = refuses
-        self._fresh = True
-
     def _reduce_ties_and_norm(self) -> list[torch.Tensor]:
-        """Replaces ``_get_norm_groups`` by one group, the whole model."""
-        device = self._engine.device
-        for tie in self._ties:
-            ids = {id(parameter) for parameter in tie.parameters}
-            for part in self._parts():
-                if id(part.parameter) in ids:
-                    all_reduce_sum(part.gradient, tie.group, device)
-        scaled = self._scope.norm(self._parts(), partitioned=True, device=device)
-        self.norm = self.loss_scale.judge(scaled, self._refuses)
+        """Replaces ``_get_norm_groups`` by one group, the whole model, once ties are summed."""
+        self.sum_ties(self._tied())
+        scaled = self.take_norm(self._parts(), partitioned=True)
         # A norm that is none makes DeepSpeed skip the step (stage3.py, step).
         norm = torch.full_like(scaled, torch.nan) if self.loss_scale.refused else scaled
         # Where the gradients are that it scales: torch multiplies none on the host by a number on a GPU.
         return [norm.to(self._optimizer.device)]
+
+    def _tied(self) -> Iterator[tuple[Tie, torch.Tensor]]:
+        for tie in self._ties:
+            ids = {id(parameter) for parameter in tie.parameters}
+            yield from ((tie, part.gradient) for part in self._parts() if id(part.parameter) in ids)
 
     def _parts(self) -> Iterator[GradientPart]:
         """This rank's parts, padded with zeros, because each parameter is cut into equal parts."""
