@@ -12,7 +12,6 @@ from dataclasses import replace
 from dsx.memory.ledger import Leaf, Tensor
 from dsx.memory.stage3_gathering import Coordinator
 from dsx.memory.states import Gathering, States, free
-from dsx.models.param import ParamSpec
 from dsx.parallel.layout import Layout
 from dsx.schedules.gathers import ChunkHolds, GatherPlan
 from dsx.schedules.schedule import Action
@@ -322,7 +321,7 @@ def built(layout: Layout, pp_rank: int, leaves: Mapping[str, Leaf]) -> tuple[lis
     specs = layout.params_of(pp_rank)
     layers: dict[int, list[Leaf]] = {layer: [] for layer in layout.stages.layers_of(pp_rank)}
     for spec in specs:
-        first = next(layer for layer in layers if layer in _users(layout, spec))
+        first = next(layer for layer in layers if layer in layout.users(spec))
         layers[first].append(leaves[spec.name])
     ties = [leaves[spec.name] for spec in specs if len(layout.owners(spec)) > 1]
     return list(layers.values()), ties
@@ -333,12 +332,7 @@ def uses(layout: Layout, pp_rank: int, leaves: Mapping[str, Leaf]) -> dict[int, 
     stages = layout.stages
     found: dict[int, list[Leaf]] = {stage: [] for stage in stages.stages_of(pp_rank)}
     for spec in layout.params_of(pp_rank):
-        for stage in dict.fromkeys(map(stages.stage_of, _users(layout, spec))):
+        for stage in dict.fromkeys(map(stages.stage_of, layout.users(spec))):
             if stage in found:
                 found[stage].append(leaves[spec.name])
     return found
-
-
-def _users(layout: Layout, spec: ParamSpec) -> list[int]:
-    """Layers that use a parameter."""
-    return [spec.layer] if spec.tie is None else [spec.layer, layout.stages.num_layers - 1]

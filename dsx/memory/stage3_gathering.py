@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from dsx.memory.ledger import Leaf, Ledger, Tensor
 from dsx.memory.states import Gathering, free
+from dsx.parallel.zero import part_numel
 from dsx.schedules.gathers import ChunkHolds, StepTrace
 
 Module = tuple[Leaf, ...]
@@ -110,7 +111,7 @@ class Coordinator:
 
     def padded(self, leaf: Leaf) -> int:
         """Elements of all partitions."""
-        return -(-leaf.numel // self.dp) * self.dp
+        return part_numel(leaf.numel, self.dp) * self.dp
 
     def copied(self, leaf: Leaf) -> Tensor:
         """A parameter copied out of a flat buffer."""
@@ -130,7 +131,7 @@ class Coordinator:
 
     def uploads(self, leaves: Sequence[Leaf]) -> list[Tensor]:
         """Partitions that come from the host to be gathered."""
-        sizes = [self.padded(leaf) // self.dp for leaf in leaves] if self.offloaded else []
+        sizes = [part_numel(leaf.numel, self.dp) for leaf in leaves] if self.offloaded else []
         return [self._new("partitions on their way", size) for size in sizes]
 
     def _new(self, name: str, numel: int) -> Tensor:

@@ -9,7 +9,7 @@ from dsx.errors import LayoutError
 from dsx.models.param import Box, ParamSpec
 from dsx.parallel.mesh import Mesh
 from dsx.parallel.stages import StageMap
-from dsx.parallel.zero import ZeroPlan
+from dsx.parallel.zero import ZeroPlan, part_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,16 +64,16 @@ class Layout:
 
     def owners(self, spec: ParamSpec) -> tuple[int, ...]:
         """Pipeline ranks that hold ``spec``: one, or two for a weight tied across the pipeline."""
-        layers = [spec.layer] if spec.tie is None else [spec.layer, self.stages.num_layers - 1]
-        return tuple(sorted({self.stages.rank_of(self.stages.stage_of(layer)) for layer in layers}))
+        return tuple(sorted({self.stages.rank_of(self.stages.stage_of(layer)) for layer in self.users(spec)}))
+
+    def users(self, spec: ParamSpec) -> list[int]:
+        """Layers that use ``spec``: its own, and the last one if it is tied."""
+        return [spec.layer] if spec.tie is None else [spec.layer, self.stages.num_layers - 1]
 
     def params_of(self, pp_rank: int) -> tuple[ParamSpec, ...]:
         """Parameters of a pipeline rank, in layer order."""
         held = set(self.stages.layers_of(pp_rank))
-        head = self.stages.num_layers - 1
-        return tuple(
-            spec for spec in self.params if spec.layer in held or (spec.tie is not None and head in held)
-        )
+        return tuple(spec for spec in self.params if any(layer in held for layer in self.users(spec)))
 
     def zero_plan(self, pp_rank: int) -> ZeroPlan:
         """ZeRO's cut of a pipeline rank's trained parameters, for dsx's own optimizer groups.
@@ -103,9 +103,7 @@ class Layout:
 
         def frozen(spec: ParamSpec) -> tuple[int, int]:
             numel = prod(spec.local_shape(tp))
-            part = plan.part(numel) if self.zero_stage == 3 else numel
-            low = min(replica * part, numel) if self.zero_stage == 3 else 0
-            return low, min(low + part, numel)
+            return part_of(numel, plan.dp, replica) if self.zero_stage == 3 else (0, numel)
 
         return tuple(
             Holding(

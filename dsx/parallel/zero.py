@@ -29,6 +29,17 @@ class ZeroPiece(NamedTuple):
     offset: int
 
 
+def part_numel(numel: int, ranks: int) -> int:
+    """Elements of each rank's part of a parameter at stage 3, padding included."""
+    return -(-numel // ranks)
+
+
+def part_of(numel: int, ranks: int, rank: int) -> tuple[int, int]:
+    """The first element of a rank's part of a parameter at stage 3, and the one after the last."""
+    size = part_numel(numel, ranks)
+    return min(rank * size, numel), min((rank + 1) * size, numel)
+
+
 @dataclass(frozen=True, slots=True)
 class Buffer:
     """One flat tensor of an optimizer: its optimizer group, its size and the pieces in it.
@@ -109,8 +120,8 @@ class ZeroPlan:
         return found
 
     def part(self, numel: int) -> int:
-        """Elements of each rank's part of a parameter of ``numel`` elements at stage 3, padding included."""
-        return -(-numel // self.dp)
+        """:func:`part_numel` of a parameter of ``numel`` elements."""
+        return part_numel(numel, self.dp)
 
     def sub_groups(self) -> list[tuple[int, tuple[tuple[str, int], ...]]]:
         """Stage 3: optimizer group of each sub-group, and the parameters in it."""
@@ -154,9 +165,8 @@ class ZeroPlan:
         for index, sub_group in self.sub_groups():
             pieces, offset = [], 0
             for name, numel in sub_group:
-                size = self.part(numel)
-                start, stop = dp_rank * size, min((dp_rank + 1) * size, numel)
+                start, stop = part_of(numel, self.dp, dp_rank)
                 if start < stop:
                     pieces.append(ZeroPiece(name, start, stop, offset))
-                offset += size
+                offset += self.part(numel)
             yield Buffer(index, offset, tuple(pieces))

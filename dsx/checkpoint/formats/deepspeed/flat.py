@@ -32,6 +32,7 @@ from dsx.checkpoint.formats.deepspeed.files import StockFiles, config_of
 from dsx.checkpoint.formats.torch_file import TensorRef, TorchFile
 from dsx.errors import CheckpointError
 from dsx.models.param import ITEM_BYTES
+from dsx.parallel.zero import part_numel, part_of
 
 
 def numbers_of(state: Mapping[str, Any], group: Mapping[str, Any], file: TorchFile) -> dict[str, float]:
@@ -59,11 +60,6 @@ def _is_number(value: Any) -> bool:
     return not value.shape if isinstance(value, TensorRef) else type(value) in (int, float)
 
 
-def part_numel(shape: Iterable[int], ranks: int) -> int:
-    """Elements of each rank's part of a parameter, padding included."""
-    return -(-prod(shape) // ranks)
-
-
 def over_all_ranks(
     sizes: Sequence[int], shapes: Sequence[Iterable[Sequence[int]]], *, replicas: int, shards: int
 ) -> list[bool]:
@@ -83,8 +79,8 @@ def over_all_ranks(
     """
     found: list[bool | None] = []
     for size, held in zip(sizes, map(tuple, shapes), strict=True):
-        own = sum(part_numel(shape, replicas) for shape in held)
-        every = sum(part_numel(shape, replicas * shards) for shape in held)
+        own = sum(part_numel(prod(shape), replicas) for shape in held)
+        every = sum(part_numel(prod(shape), replicas * shards) for shape in held)
         found.append(size == every if own != every else None)
     return [any(found) if one is None else one for one in found]
 
@@ -362,7 +358,7 @@ def _per_parameters(
 def _per_parameter(
     states: Sequence[_Saved], number: int, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[Fragment]:
-    sizes = {name: part_numel(shape, len(states)) for name, shape in shapes.items()}
+    sizes = {name: part_numel(prod(shape), len(states)) for name, shape in shapes.items()}
     for rank, saved in enumerate(states):
         if number >= len(saved.flats) or saved.flats[number].numel != sum(sizes.values()):
             have = saved.flats[number].numel if number < len(saved.flats) else "none"
@@ -374,7 +370,7 @@ def _per_parameter(
             )
         offset = 0
         for name, shape in shapes.items():
-            start, stop = rank * sizes[name], min((rank + 1) * sizes[name], prod(shape))
+            start, stop = part_of(prod(shape), len(states), rank)
             if start < stop:
                 yield from _fragments(saved, number, name, tuple(shape), (start, stop), offset)
             offset += sizes[name]

@@ -17,13 +17,14 @@ from typing import Any
 from dsx.checkpoint.catalog import Catalog, Entry, unusable
 from dsx.checkpoint.file_io import crc32_of_file
 from dsx.checkpoint.formats.deepspeed.files import StockFiles
-from dsx.checkpoint.formats.deepspeed.flat import Fragment, mapped, over_all_ranks, part_numel, whole
+from dsx.checkpoint.formats.deepspeed.flat import Fragment, mapped, over_all_ranks, whole
 from dsx.checkpoint.formats.deepspeed.order import TIED, Ties
 from dsx.checkpoint.formats.huggingface.catalog import as_dsx, renamed
 from dsx.checkpoint.formats.torch_file import TensorRef, TorchFile
 from dsx.checkpoint.pieces import clipped
 from dsx.errors import CheckpointError
 from dsx.models.param import ParamSpec
+from dsx.parallel.zero import part_of
 
 
 def tied_layers(files: StockFiles, ties: Ties | None) -> dict[int, str]:
@@ -229,10 +230,9 @@ def _frozen_parts(files: StockFiles, rank: int) -> Iterator[Fragment]:
     world = [files.models[shard, replica] for replica in files.replicas for shard in files.shards]
     for (name, shape), over_all in zip(shapes.items(), everywhere, strict=True):
         holders = world if over_all else own
-        size = part_numel(shape, len(holders))
         for at, file in enumerate(holders):
             ref = (file.content.get("frozen_param_fragments") or {}).get(name)
-            start, stop = at * size, min((at + 1) * size, prod(shape))
+            start, stop = part_of(prod(shape), len(holders), at)
             if start >= stop:
                 continue
             if not isinstance(ref, TensorRef) or ref.numel < stop - start:

@@ -23,7 +23,7 @@ from dsx.checkpoint.formats.deepspeed.reader import FORMAT
 from dsx.checkpoint.formats.torch_file import Global, PickledObject
 from dsx.checkpoint.formats.torch_target import Call, Hole, Ordered, number, size_of, torch_skeleton
 from dsx.errors import CheckpointError
-from dsx.parallel.zero import Buffer, ZeroPlan
+from dsx.parallel.zero import Buffer, ZeroPlan, part_numel, part_of
 
 _LOSS_SCALE: Mapping[str, Any] = {
     "cur_scale": 65536,
@@ -340,9 +340,8 @@ def write_model(plan: StockPlan, files: Files, rank: int, more: Mapping[str, Any
     parts: dict[str, Hole] = {}
     for name in frozen if stage >= 2 else ():
         entry, numel = plan.blanks[name, "weight"], prod(plan.shape(name))
-        size = -(-numel // (plan.layout.dp if sharded else 1))
-        start, stop = min(rank * size, numel), min((rank + 1) * size, numel)
-        hole = Hole(entry.dtype, (size,) if sharded else plan.shape(name))
+        start, stop = part_of(numel, plan.layout.dp, rank)
+        hole = Hole(entry.dtype, (part_numel(numel, plan.layout.dp),) if sharded else plan.shape(name))
         parts[name] = hole if sharded else module[name]
         shares += [StockShare(plan, entry, hole, start, stop, 0)] if sharded and start < stop else []
     content = _common(plan, Ordered(module)) | {
