@@ -274,7 +274,7 @@ def _both(case: Case, *, labels: bool = True) -> dict[str, Any]:
         "analytic": {phase.name: phase.peak_bytes for phase in analytic.phases},
         "traced": traced.phases,
         "steady": (analytic.steady_bytes, traced.steady_bytes),
-        "parameters": run.local_parameters(run.mesh.coords(case["rank"])["pp"]),
+        "parameters": run.layout.local_parameters(run.mesh.coords(case["rank"])["pp"]),
         "lines": {p.name: [(f"{k.category}: {k.name}", v) for k, v in p.lines[:20]] for p in analytic.phases},
         "sites": {
             name: sorted(lines.items(), key=lambda item: -item[1])[:20]

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
 
 import typer
 
@@ -76,9 +76,6 @@ def estimate(
     schedule's micro-batches, logits, transfers and temporaries at the highest moment. With --gpu-memory, exit
     code 1 says that a rank does not fit, and three changes that would help are printed.
     """
-    from dsx.config.load import read
-    from dsx.config.ordinary import complete
-    from dsx.config.resolve import resolve
     from dsx.errors import ConfigError
     from dsx.planner import cluster as clusters
 
@@ -104,21 +101,76 @@ def estimate(
     given = {key: value for key, value in short.items() if value is not None}
     items = [f"{key}={value}" for key, value in given.items() if layers is None or not key.startswith("dsx.")]
     items += overrides or []
-    if layers is not None:
-        own = own_layers(
-            layers,
-            config,
-            {
-                "--model": model,
-                "--tensor": tensor,
-                "--micro-batch": micro_batch,
-                **{f"--set {item}": item for item in overrides or () if item.startswith("dsx.")},
-            },
-            items,
+    if layers is None:
+        found = _of_model(config, model, items, gpus, gpu, room)
+    else:
+        refused = {
+            "--model": model,
+            "--tensor": tensor,
+            "--micro-batch": micro_batch,
+            **{f"--set {item}": item for item in overrides or () if item.startswith("dsx.")},
+        }
+        own = own_layers(layers, config, refused, items)
+        found = _of_layers(own, gpus, pipeline or 1, chunks or 1, schedule or "auto", gpu, room)
+    _deliver(kind, found, room, output)
+    if room is not None and found.memory.peak_bytes > room.usable_bytes:
+        if found.advice is not None:
+            say(found.advice(room.usable_bytes), err=True)
+        raise typer.Exit(BAD)
+
+
+class _Found(NamedTuple):
+    """An estimate: what it is of, in words and as JSON, and what would help a run that does not fit."""
+
+    heading: Sequence[str]
+    facts: Mapping[str, Any]
+    memory: RunMemory
+    advice: Callable[[int], str] | None = None
+
+
+def _of_layers(
+    own: tuple[str, Callable[[], LayerList], dict[str, Any]],
+    gpus: int,
+    pipeline: int,
+    chunks: int,
+    schedule: str,
+    cluster: Cluster | None,
+    room: GpuMemory | None,
+) -> _Found:
+    """The estimate of a layer list."""
+    from dsx.memory.layer_list import estimate_layers
+
+    name, make, content = own
+    with redirect_stdout(sys.stderr):  # the layers may print
+        memory = estimate_layers(
+            make,
+            content,
+            world_size=gpus,
+            pipeline=pipeline,
+            chunks=chunks,
+            schedule=schedule,
+            device=_device(cluster),
+            capacity_bytes=None if room is None else room.usable_bytes,
         )
-        where = (pipeline or 1, chunks or 1, schedule or "auto")
-        _of_layers(*own, gpus, where, room, "cpu" if _on_host(gpu) else "cuda", kind, output)
-        return
+    title = f"{name} on {gpus} rank{'s' if gpus > 1 else ''}: pipeline {pipeline} x data {gpus // pipeline}"
+    return _Found([title], {"layers": name}, memory)
+
+
+def _of_model(
+    config: Path | None,
+    model: str | None,
+    items: list[str],
+    gpus: int,
+    cluster: Cluster | None,
+    room: GpuMemory | None,
+) -> _Found:
+    """The estimate of a config's model."""
+    from dsx.config.load import read
+    from dsx.config.ordinary import complete
+    from dsx.config.resolve import resolve
+    from dsx.memory.estimate import estimate_run
+    from dsx.memory.job import job_of
+
     whole = complete({} if config is None else read(config), model, overrides=items, where=str(config))
     source: Path | Mapping[str, Any] = whole.content
     if config is not None and model is None:
@@ -126,13 +178,18 @@ def estimate(
     else:
         items = []
     run = resolve(source, world_size=gpus, overrides=items)
-    gpu = gpu and _on_sites(gpu, run, gpus)
+    where = cluster and _on_sites(cluster, run, gpus)
     capacity = None if room is None else room.usable_bytes
-    memory = _memory(run, gpu, capacity)
-    deliver_as(kind, run, memory, room, output, whole.assumed)
-    if room is not None and memory.peak_bytes > room.usable_bytes:
-        say(_advice(source, items, run, room.usable_bytes, gpu), err=True)
-        raise typer.Exit(BAD)
+    memory = estimate_run(job_of(run, device=_device(where), capacity_bytes=capacity))
+    several = "es" if run.accumulation > 1 else ""
+    size = f"{run.micro_batch_size} x {run.sequence_length} tokens"
+    heading = [
+        _title(run),
+        f"{run.accumulation} micro-batch{several} of {size}",
+        *_assumptions(whole.assumed),
+    ]
+    facts = {"run": run.summary(), "assumed": {each.key: each.value for each in whole.assumed}}
+    return _Found(heading, facts, memory, lambda most: _advice(source, items, run, most, where))
 
 
 def _on_sites(cluster: Cluster, run: RunConfig, gpus: int) -> Cluster:
@@ -143,88 +200,24 @@ def _on_sites(cluster: Cluster, run: RunConfig, gpus: int) -> Cluster:
     return cluster.joined(gpus) if run.islands is None else alone
 
 
-def _of_layers(
-    source: str,
-    make: Callable[[], LayerList],
-    content: dict[str, Any],
-    gpus: int,
-    pipeline: tuple[int, int, str],
-    room: GpuMemory | None,
-    device: DeviceKind,
-    style: str,
-    output: Path | None,
-) -> None:
-    """The estimate of a layer list: pipeline degree, chunks and schedule are ``pipeline``."""
-    from dsx.memory.layer_list import estimate_layers
-
-    degree, chunks, schedule = pipeline
-    with redirect_stdout(sys.stderr):  # the layers may print
-        memory = estimate_layers(
-            make,
-            content,
-            world_size=gpus,
-            pipeline=degree,
-            chunks=chunks,
-            schedule=schedule,
-            device=device,
-            capacity_bytes=None if room is None else room.usable_bytes,
-        )
-    title = f"{source} on {gpus} rank{'s' if gpus > 1 else ''}: pipeline {degree} x data {gpus // degree}"
+def _deliver(style: str, found: _Found, room: GpuMemory | None, output: Path | None) -> None:
+    """Write the estimate in one of its formats; a chart has the first line of the heading."""
+    memory, title = found.memory, found.heading[0]
     if style in _PICTURES:
-        _draw(style, memory, title, room, output)
+        from dsx.cli.picture import as_file
+        from dsx.memory.table import draw
+
+        figure = draw(memory, title=title, capacity_bytes=None if room is None else room.usable_bytes)
+        deliver(as_file(figure, style, title=title), output)
     elif style == "json":
-        facts = {"layers": source, **_figures(memory, room)}
-        deliver(json.dumps(facts, indent=2) + "\n", output)
+        deliver(json.dumps({**found.facts, **_figures(memory, room)}, indent=2) + "\n", output)
     else:
-        deliver(_text([title], memory, room), output)
-    if room is not None and memory.peak_bytes > room.usable_bytes:
-        raise typer.Exit(BAD)
+        deliver(_text(found.heading, memory, room), output)
 
 
-def _draw(style: str, memory: RunMemory, title: str, room: GpuMemory | None, output: Path | None) -> None:
-    """Write the chart."""
-    from dsx.cli.picture import as_file
-    from dsx.memory.table import draw
-
-    figure = draw(memory, title=title, capacity_bytes=None if room is None else room.usable_bytes)
-    deliver(as_file(figure, style, title=title), output)
-
-
-def deliver_as(
-    style: str,
-    run: RunConfig,
-    memory: RunMemory,
-    room: GpuMemory | None,
-    output: Path | None,
-    assumed: Sequence[Assumption],
-) -> None:
-    """Write the estimate in one of its formats."""
-    if style in _PICTURES:
-        _draw(style, memory, _title(run), room, output)
-    elif style == "json":
-        deliver(json.dumps(_facts(run, memory, room, assumed), indent=2) + "\n", output)
-    else:
-        several = "es" if run.accumulation > 1 else ""
-        size = f"{run.micro_batch_size} x {run.sequence_length} tokens"
-        heading = [
-            _title(run),
-            f"{run.accumulation} micro-batch{several} of {size}",
-            *_assumptions(assumed),
-        ]
-        deliver(_text(heading, memory, room), output)
-
-
-def _memory(run: RunConfig, cluster: Cluster | None, capacity: int | None) -> RunMemory:
-    """On CPUs the run takes other paths than on GPUs, and on a GPU without room too."""
-    from dsx.memory.estimate import estimate_run
-    from dsx.memory.job import job_of
-
-    device: DeviceKind = "cpu" if _on_host(cluster) else "cuda"
-    return estimate_run(job_of(run, device=device, capacity_bytes=capacity))
-
-
-def _on_host(cluster: Cluster | None) -> bool:
-    return cluster is not None and cluster.is_host
+def _device(cluster: Cluster | None) -> DeviceKind:
+    """On CPUs a run takes other paths than on GPUs."""
+    return "cpu" if cluster is not None and cluster.is_host else "cuda"
 
 
 def _title(run: RunConfig) -> str:
@@ -292,19 +285,6 @@ def _assumptions(assumed: Sequence[Assumption]) -> list[str]:
 
 def _lines(held: Sequence[tuple[Label, int]]) -> list[dict[str, Any]]:
     return [{**label._asdict(), "bytes": size} for label, size in held]
-
-
-def _facts(
-    run: RunConfig,
-    memory: RunMemory,
-    room: GpuMemory | None,
-    assumed: Sequence[Assumption],
-) -> dict[str, Any]:
-    return {
-        "run": run.summary(),
-        "assumed": {each.key: each.value for each in assumed},
-        **_figures(memory, room),
-    }
 
 
 def _figures(memory: RunMemory, room: GpuMemory | None) -> dict[str, Any]:

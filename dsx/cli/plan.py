@@ -31,11 +31,7 @@ from dsx.errors import DsxError
 from dsx.terminal import aligned, amount, columns, wrapped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from dsx.planner.cluster import Cluster
-    from dsx.planner.inputs import Calibration, PinnedChoices, PlanInputs
-    from dsx.planner.own_layers import OwnInputs
+    from dsx.planner.inputs import BestLayout, Calibration, ModelInputs, PlanInputs
     from dsx.planner.plan import Plan, Ranked
     from dsx.planner.sites import SiteComparison
 
@@ -84,14 +80,45 @@ def plan(
     best layout of one job over all of them; GPUs and batch are those of all sites.
     """
     from dsx.planner.cluster import read_cluster
-    from dsx.planner.inputs import PinnedChoices, layout_config, plan_inputs, plan_search
+    from dsx.planner.inputs import (
+        BestLayout,
+        PinnedChoices,
+        plan_inputs,
+        plan_search,
+        site_inputs,
+    )
+    from dsx.planner.sites import compare
     from dsx.waiting import Waiting
 
     style_of(None, output, ("json",))
     pinned = PinnedChoices(
         tensor=tensor, pipeline=pipeline, zero=zero, micro_batch=micro_batch, gpu_memory=gpu_memory
     )
-    if layers is not None:
+    where, measured = read_cluster(cluster), None
+    waiting = Waiting("comparing", unit="layouts")
+    inputs: PlanInputs
+    if layers is None:
+        several = where.sites > 1
+        if several:
+            where.site(gpus)
+        inputs = joined = plan_inputs(
+            model=model,
+            config=config,
+            cluster=where.joined(gpus) if several else where,
+            gpus=gpus,
+            global_batch=global_batch,
+            sequence_length=sequence_length,
+        )
+        site = site_inputs(joined, where) if several else joined
+        measured = _measured(site) if measure else None
+        if several:
+            with judging(DsxError), waiting:
+                sites = compare(joined, site, where, pinned, measured, top=top, looked=waiting.stands)
+            _tell(sites.taken, measured, sites.config(joined), style, output, sites)
+            return
+    else:
+        from dsx.planner.own_layers import OwnInputs
+
         given = {
             "--model": model,
             "--sequence-length": sequence_length,
@@ -100,116 +127,40 @@ def plan(
             "--measure": measure or None,
         }
         own = own_layers(layers, config, given)
-        _plan_own(
-            own, pinned, top, style, output, cluster=read_cluster(cluster), gpus=gpus, batch=global_batch
-        )
-        return
-    where = read_cluster(cluster)
-    if where.sites > 1:
-        where.site(gpus)
-    inputs = plan_inputs(
-        model=model,
-        config=config,
-        cluster=where.joined(gpus) if where.sites > 1 else where,
-        gpus=gpus,
-        global_batch=global_batch,
-        sequence_length=sequence_length,
-    )
-    if where.sites > 1:
-        _plan_sites(inputs, where, pinned, top, style, output, measure=measure)
-        return
-    measured = _measured(inputs) if measure else None
-    waiting = Waiting("comparing", unit="layouts")
-    search = plan_search(inputs, pinned, measured, looked=waiting.stands)
-    with judging(DsxError), waiting:
-        found = search.run(top)
-        content = layout_config(inputs, found.best[0].layout, search.predictor)
-    _tell(inputs, found, measured, content, style, output)
-
-
-def _plan_sites(
-    joined: PlanInputs,
-    cluster: Cluster,
-    pinned: PinnedChoices,
-    top: int,
-    style: str,
-    output: Path | None,
-    *,
-    measure: bool,
-) -> None:
-    """Islands of the best layout of a site beside one job over all sites, and the plan of what is faster."""
-    from dsx.planner.inputs import site_inputs
-    from dsx.planner.sites import compare
-    from dsx.waiting import Waiting
-
-    inputs = site_inputs(joined, cluster)
-    measured = _measured(inputs) if measure else None
-    waiting = Waiting("comparing", unit="layouts")
-    with judging(DsxError), waiting:
-        sites = compare(joined, inputs, cluster, pinned, measured, top=top, looked=waiting.stands)
-    taken = sites.taken
-    _tell(taken.inputs, taken.plan, measured, sites.config(joined), style, output, sites=sites)
-
-
-def _plan_own(
-    own: tuple[str, Callable[[], Any], dict[str, Any]],
-    pinned: PinnedChoices,
-    top: int,
-    style: str,
-    output: Path | None,
-    *,
-    cluster: Cluster,
-    gpus: int,
-    batch: int | None,
-) -> None:
-    """The plan of a layer list."""
-    from dsx.planner.own_layers import OwnInputs
-    from dsx.waiting import Waiting
-
-    waiting = Waiting("comparing", unit="layouts")
-    inputs = OwnInputs.of(*own, cluster=cluster, gpus=gpus, global_batch=batch)
-    with waiting, redirect_stdout(sys.stderr):  # the layers may print
-        search = inputs.search(pinned, looked=waiting.stands)
-        with judging(DsxError):
-            found = search.run(top)
-    best = found.best[0].layout
-    _tell(
-        inputs,
-        found,
-        None,
-        inputs.config_of(best),
-        style,
-        output,
-        inputs.module_words(best, search.predictor),
-    )
+        inputs = OwnInputs.of(*own, cluster=where, gpus=gpus, global_batch=global_batch)
+    with redirect_stdout(sys.stderr), Waiting("looking at the layers"):  # which may print
+        search = plan_search(inputs, pinned, measured, looked=waiting.stands)
+    with judging(DsxError), redirect_stdout(sys.stderr), waiting:
+        found = BestLayout(inputs, search.predictor, search.run(top))
+        content = found.config()
+    _tell(found, measured, content, style, output)
 
 
 def _tell(
-    inputs: PlanInputs | OwnInputs,
-    found: Plan,
+    found: BestLayout,
     measured: Calibration | None,
     content: dict[str, Any],
     style: str,
     output: Path | None,
-    module: str = "",
     sites: SiteComparison | None = None,
 ) -> None:
     """Print the plan and write the best layout's config."""
+    inputs, plan, module = found.inputs, found.plan, found.module_words()
     if output is not None:
         write(json.dumps(content, indent=2) + "\n", output)  # with JSON, standard output is JSON alone
     if style == "json":
-        facts = _facts(inputs, found) | {"measured": measured and measured.text, "config": content}
+        facts = _facts(inputs, plan) | {"measured": measured and measured.text, "config": content}
         facts |= {} if sites is None else {"sites": sites.facts()}
         say(json.dumps(facts | ({"module": module} if module else {}), indent=2))
         return
     if sites is not None:
         say("\n".join([*sites.text(), ""]))
-    say(_text(inputs, found, measured, module))
+    say(_text(inputs, plan, measured, module))
     if output is not None:
         say(f"wrote {output}")
 
 
-def _measured(inputs: PlanInputs) -> Calibration:
+def _measured(inputs: ModelInputs) -> Calibration:
     """The rates of this machine, measured."""
     from dsx.planner.profiler import measure_compute
     from dsx.waiting import Waiting
@@ -218,7 +169,7 @@ def _measured(inputs: PlanInputs) -> Calibration:
         return measure_compute(inputs.run, inputs.cluster)
 
 
-def _text(inputs: PlanInputs | OwnInputs, found: Plan, measured: Calibration | None, module: str) -> str:
+def _text(inputs: PlanInputs, found: Plan, measured: Calibration | None, module: str) -> str:
     from dsx.planner.plan import reason
     from dsx.train.progress import compact
 
@@ -257,7 +208,7 @@ def _text(inputs: PlanInputs | OwnInputs, found: Plan, measured: Calibration | N
     return "\n".join([*head, *table, *told])  # the module's line is to be pasted
 
 
-def _table(inputs: PlanInputs | OwnInputs, found: Plan) -> list[str]:
+def _table(inputs: PlanInputs, found: Plan) -> list[str]:
     from dsx.planner.plan import reason
 
     unit = "tokens" if found.task.layers.sequence_length else "samples"
@@ -297,7 +248,7 @@ def _change(best: Ranked, other: Ranked) -> str:
     return ", ".join(new or gone)
 
 
-def _figures(inputs: PlanInputs | OwnInputs, found: Plan, ranked: Ranked) -> dict[str, Any]:
+def _figures(inputs: PlanInputs, found: Plan, ranked: Ranked) -> dict[str, Any]:
     seconds, task = ranked.time.seconds, found.task
     peak = task.machine.network.cluster.peak(task.machine.precision)
     length = task.layers.sequence_length
@@ -313,7 +264,7 @@ def _figures(inputs: PlanInputs | OwnInputs, found: Plan, ranked: Ranked) -> dic
     }
 
 
-def _facts(inputs: PlanInputs | OwnInputs, found: Plan) -> dict[str, Any]:
+def _facts(inputs: PlanInputs, found: Plan) -> dict[str, Any]:
     from dsx.parallel.mesh import AXES
     from dsx.planner.plan import reason
 

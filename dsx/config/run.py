@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from dsx.models.param import ParamSpec
 from dsx.models.params import layer_kinds
 from dsx.models.spec import HubModel, Model
 from dsx.parallel.islands import Islands
+from dsx.parallel.layout import Layout
 from dsx.parallel.mesh import Mesh
 from dsx.parallel.partition import partition
 from dsx.parallel.stages import StageMap
@@ -98,6 +98,11 @@ class RunConfig:
         return self.dsx.data.sequence_length
 
     @property
+    def samples_per_micro_step(self) -> int:
+        """Sequences of one micro-batch on every data-parallel rank."""
+        return self.global_batch_size // self.accumulation
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens that one optimizer step trains on, over all ranks."""
         return self.global_batch_size * self.sequence_length
@@ -137,17 +142,11 @@ class RunConfig:
         """Elements of those that are not frozen."""
         return sum(spec.numel for spec in self.param_specs if spec.trained)
 
-    def local_parameters(self, pipeline_rank: int) -> int:
-        """Elements on one rank of ``pipeline_rank`` before ZeRO, after the tensor-parallel cut and padding.
-
-        A tied table counts on every pipeline rank that holds a layer of it.
-        """
-        held = set(self.stage_map.layers_of(pipeline_rank))
-        head = self.stage_map.num_layers - 1
-        return sum(
-            prod(spec.local_shape(self.mesh.tp))
-            for spec in self.param_specs
-            if spec.layer in held or (spec.tie is not None and head in held)
+    @property
+    def layout(self) -> Layout:
+        """Who holds what."""
+        return Layout(
+            mesh=self.mesh, stages=self.stage_map, params=self.param_specs, zero_stage=self.zero_stage
         )
 
     def resolved(self) -> dict[str, Any]:
@@ -169,7 +168,7 @@ class RunConfig:
     def summary(self) -> dict[str, Any]:
         """What a person wants to see before starting, as JSON values."""
         kinds = layer_kinds(self.model)
-        stages = self.stage_map
+        stages, layout = self.stage_map, self.layout
         return {
             "world_size": self.mesh.size,
             "spare_ranks": self.spare_ranks,
@@ -200,7 +199,7 @@ class RunConfig:
             "stages": [
                 {
                     "pipeline_rank": rank,
-                    "parameters_per_rank": self.local_parameters(rank),
+                    "parameters_per_rank": layout.local_parameters(rank),
                     "chunks": [[f"{i} {kinds[i]}" for i in stages.layers(s)] for s in stages.stages_of(rank)],
                 }
                 for rank in range(self.mesh.pp)

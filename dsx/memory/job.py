@@ -18,7 +18,6 @@ from dsx.memory.record_cache import ModelRecords
 from dsx.memory.states import Gathering, Offload, Optimizer, StateSettings
 from dsx.models.flops import WIDTHS
 from dsx.models.param import PRECISIONS
-from dsx.parallel.layout import Layout
 from dsx.schedules.schedule import lower
 
 LION_STATE_BYTES = 8
@@ -321,7 +320,7 @@ def job_of(config: RunConfig, *, device: DeviceKind = "cuda", capacity_bytes: in
     )
     return Job(
         records=ModelRecords(shape),
-        layout=Layout(mesh=mesh, stages=stages, params=config.param_specs, zero_stage=config.zero_stage),
+        layout=config.layout,
         schedule=lower(schedule),
         left_out=config.accumulation - count,
         alike=mesh.tp > 1 and not sequence_parallel,

@@ -51,18 +51,22 @@ class LayerList:
     loss_fn: Callable[..., Any] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ListRecords:
-    """Records of a layer list.
+    """Records of a layer list, made for one ZeRO stage or another.
 
     Attributes:
         layers: The record of every layer.
+        names: The layers' class names.
+        samples: Those of its micro-batch.
         of_loss: The record of the loss; None if the last layer gives it.
         ties: Index of a later use of a tied layer -> that of the first.
         remakes: False: a list's layers share nothing that is made of positions.
     """
 
     layers: Sequence[LayerRecord]
+    names: Sequence[str]
+    samples: int
     of_loss: LayerRecord | None
     ties: Mapping[int, int] = field(default_factory=dict)
     remakes: bool = False
@@ -80,29 +84,16 @@ class ListRecords:
         """Name of the parameter that a layer's record calls ``name``."""
         return f"{self.ties.get(index, index)}.{name}"
 
+    def elements(self, *, trained: bool = False) -> tuple[int, ...]:
+        """Parameters of every layer, or those that are trained; tied ones count at each use."""
+        return tuple(
+            sum(prod(each.shape) for each in record.parameters if each.trains or not trained)
+            for record in self.layers
+        )
+
 
 def layers_job(
-    make: Callable[[], LayerList], config: Mapping[str, Any], *, device: DeviceKind = "cuda", **options: Any
-) -> Job:
-    """The run of a layer list as the ledger takes it; arguments as of :func:`list_job`.
-
-    Args:
-        make: Makes the list, and its micro-batch, on whatever device torch is told to.
-        config: DeepSpeed's keys.
-        device: Whose kernels run.
-        options: The layout.
-
-    Raises:
-        ConfigError: A key that cannot work with a pipeline, or whose memory dsx does not know.
-        LayoutError: Degrees that do not fit.
-        ModelError: A layer whose memory dsx does not know.
-    """
-    recorded = record_list(make, precision(config), device, hooked=zero_stage(config) == 3)
-    return list_job(recorded, config, device=device, **options)
-
-
-def list_job(
-    recorded: RecordedList,
+    make: Callable[[], LayerList],
     config: Mapping[str, Any],
     *,
     world_size: int = 1,
@@ -113,11 +104,12 @@ def list_job(
     zero: ZeroConfig | None = None,
     device: DeviceKind = "cuda",
     capacity_bytes: int | None = None,
+    recorded: ListRecords | None = None,
 ) -> Job:
-    """The run of a list that is recorded.
+    """The run of a layer list as the memory estimate takes it.
 
     Args:
-        recorded: The list.
+        make: Makes the list, and its micro-batch, on whatever device torch is told to.
         config: DeepSpeed's keys.
         world_size: Ranks.
         pipeline: Pipeline degree; the ranks that it leaves are data-parallel.
@@ -127,10 +119,12 @@ def list_job(
         zero: When ZeRO communicates; the default by default.
         device: Whose kernels run.
         capacity_bytes: What a device has for tensors; None for enough.
+        recorded: What :func:`record_list` gave for these; None to record it here.
 
     Raises:
         ConfigError: A key that cannot work with a pipeline, or whose memory dsx does not know.
         LayoutError: Degrees that do not fit.
+        ModelError: A layer whose memory dsx does not know.
     """
     if pipeline < 1 or world_size % pipeline:
         raise LayoutError(
@@ -144,27 +138,27 @@ def list_job(
         raise ConfigError(
             f"dsx.{min(declared)}", "the list and the options say it", "leave all but dsx.optimizer_bytes out"
         )
-    if "optimizer" not in config:
-        raise ConfigError("optimizer", "it is missing", "name the optimizer whose states are to be counted")
+    require_optimizer(config)
     settings = zero or ZeroConfig()
     require_learned(config, settings)
     states = state_settings(config, settings, declared_bytes, device)
     name = ("interleaved" if chunks > 1 else "1f1b") if schedule == "auto" else schedule
     program, batch = Program(name=name), resolve_batch(config, mesh.num_shares)
+    if recorded is None:
+        recorded = record_list(make, precision(config), device, hooked=zero_stage(config) == 3)
     if batch.micro != recorded.samples:
         raise ConfigError(
             at(MICRO, batch.micro),
             f"the list's micro-batch has {recorded.samples} samples",
             "give both the same size",
         )
-    records = recorded.records
-    specs = tuple(_specs(records, states.width))
+    specs = tuple(_specs(recorded, states.width))
     stages = replace(
         partition(
             partition_method,
             pipeline * chunks,
             pipeline,
-            parameters=[sum(prod(each.shape) for each in record.parameters) for record in records.layers],
+            parameters=recorded.elements(),
             costs=None,
             names=recorded.names,
         ),
@@ -172,7 +166,7 @@ def list_job(
     )
     count = enough_micro_batches(program, pipeline, batch.accumulation)
     return Job(
-        records=records,
+        records=recorded,
         layout=Layout(mesh=mesh, stages=stages, params=specs, zero_stage=zero_stage(config)),
         schedule=lower(program.build(pipeline, chunks, count)),
         left_out=batch.accumulation - count,
@@ -184,29 +178,20 @@ def list_job(
     )
 
 
+def require_optimizer(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a config names none: a model of one's own has no usual one."""
+    if "optimizer" not in config:
+        raise ConfigError("optimizer", "it is missing", "name the optimizer whose states are to be counted")
+
+
 def estimate_layers(make: Callable[[], LayerList], config: Mapping[str, Any], **options: Any) -> RunMemory:
     """What every rank's memory will hold in a run of a layer list; arguments as of :func:`layers_job`."""
     return estimate_run(layers_job(make, config, **options))
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedList:
-    """A layer list that is recorded.
-
-    Attributes:
-        records: The records of its layers.
-        names: The layers' class names.
-        samples: Those of its micro-batch.
-    """
-
-    records: ListRecords
-    names: Sequence[str]
-    samples: int
-
-
 def record_list(
     make: Callable[[], LayerList], precision: Precision, device: DeviceKind, *, hooked: bool
-) -> RecordedList:
+) -> ListRecords:
     """Record the layers of a list, equal ones once.
 
     Args:
@@ -271,7 +256,7 @@ def record_list(
             "the estimate knows ties of a layer with the last one alone",
             "tie with the last layer, or give the layers weights of their own for the estimate",
         )
-    return RecordedList(ListRecords(tuple(records), loss, ties), names, samples)
+    return ListRecords(layers=tuple(records), names=names, samples=samples, of_loss=loss, ties=ties)
 
 
 def _record(

@@ -75,6 +75,13 @@ class Layout:
         held = set(self.stages.layers_of(pp_rank))
         return tuple(spec for spec in self.params if any(layer in held for layer in self.users(spec)))
 
+    def local_parameters(self, pp_rank: int) -> int:
+        """Elements on one rank of ``pp_rank`` before ZeRO, after the tensor-parallel cut and padding.
+
+        A tied table counts on every pipeline rank that holds a layer of it.
+        """
+        return sum(prod(spec.local_shape(self.mesh.tp)) for spec in self.params_of(pp_rank))
+
     def zero_plan(self, pp_rank: int) -> ZeroPlan:
         """ZeRO's cut of a pipeline rank's trained parameters, for dsx's own optimizer groups.
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from dsx.config.batch import ACCUMULATION, MICRO, TRAIN
 from dsx.config.deepspeed import precision
@@ -19,58 +20,104 @@ from dsx.config.schema import OuterConfig
 from dsx.config.sources import find_model
 from dsx.config.wording import at, either
 from dsx.errors import ConfigError, DsxError
-from dsx.memory.estimate import estimate
+from dsx.memory.estimate import Job, estimate
 from dsx.memory.islands import IslandSettings
 from dsx.memory.job import job_of
+from dsx.memory.layer_record import DeviceKind
+from dsx.models.flops import Precision
 from dsx.planner.cluster import Cluster, gpu_memory
 from dsx.planner.costs import Efficiency
 from dsx.planner.layout import Candidate, Space, Task, meshes, variants
-from dsx.planner.plan import Looked, Search, looks_away
+from dsx.planner.plan import Looked, Plan, Ranked, Search, looks_away
 from dsx.planner.predicted import task_of
 from dsx.planner.step_time import Predictor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanInputs:
-    """Inputs of a plan for a config's model.
+class PinnedChoices:
+    """What a user has already decided; None is open.
 
     Attributes:
-        content: A whole config without its layout: DeepSpeed's keys and the ``dsx`` block.
-        run: The same, resolved for one rank with micro-batches of one sequence.
-        cluster: The cluster to train on.
-        gpus: Number of its GPUs.
-        outer: The config's ``dsx.outer``, which ``content`` and ``run`` are without.
-        islands: The islands of which this is one, for the memory that they take; None for one job.
+        tensor: Tensor-parallel degree.
+        pipeline: Pipeline degree.
+        zero: ZeRO stage.
+        micro_batch: Sequences.
+        gpu_memory: All GiB of a GPU, its reserve included.
     """
 
+    tensor: int | None = None
+    pipeline: int | None = None
+    zero: int | None = None
+    micro_batch: int | None = None
+    gpu_memory: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """What a plan goes by.
+
+    Attributes:
+        cluster: The cluster, with its rates.
+        efficiency: Shares of them that are reached.
+        text: What was measured, in words; empty if nothing was.
+    """
+
+    cluster: Cluster
+    efficiency: Efficiency
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanInputs(ABC):
+    """Inputs of a plan: for a config's model, or for a layer list of one's own.
+
+    Attributes:
+        name: How the model is called in the plan.
+        content: The config without its layout.
+        cluster: The cluster to train on.
+        gpus: Number of its GPUs.
+        global_batch: Samples per step.
+    """
+
+    name: str
     content: dict[str, Any]
-    run: RunConfig
     cluster: Cluster
     gpus: int
-    outer: OuterConfig | None = None
-    islands: IslandSettings | None = None
+    global_batch: int
 
     @property
-    def name(self) -> str:
-        """The model's family."""
-        return self.run.model.family
-
-    @property
+    @abstractmethod
     def num_parameters(self) -> int:
-        return self.run.num_parameters
+        """Of the whole model, tied ones once."""
 
     @property
-    def global_batch(self) -> int:
-        """Sequences per step."""
-        return self.run.global_batch_size
+    @abstractmethod
+    def batch_words(self) -> str: ...
+
+    @abstractmethod
+    def task(self, rates: Calibration) -> Task:
+        """What is trained, on a machine of these rates."""
+
+    @abstractmethod
+    def config_of(self, layout: Candidate, predictor: Predictor) -> dict[str, Any]:
+        """The DeepSpeed JSON of a layout."""
+
+    @abstractmethod
+    def job(self, layout: Candidate, predictor: Predictor, capacity_bytes: int) -> Job:
+        """The run of a layout as the memory estimate takes it. Raises DsxError if it cannot be run."""
+
+    def module_words(self, layout: Candidate, predictor: Predictor) -> str:
+        """The layout as arguments of :class:`dsx.PipelineModule`, where the config does not hold it."""
+        del layout, predictor
+        return ""
 
     @property
-    def batch_words(self) -> str:
-        return f"{self.global_batch} sequences of {self.run.sequence_length} tokens"
+    def precision(self) -> Precision:
+        return precision(self.content)
 
     @property
-    def precision(self) -> str:
-        return self.run.precision
+    def device(self) -> DeviceKind:
+        return "cpu" if self.cluster.is_host else "cuda"
 
     @property
     def offloads(self) -> bool:
@@ -82,6 +129,90 @@ class PlanInputs:
         """The lowest ZeRO stage that what is offloaded allows."""
         return lowest_stage(self.content)
 
+    @property
+    def decided(self) -> dict[str, Any]:
+        """What of a :class:`~dsx.planner.layout.Space` is not to be chosen, whatever a user pins."""
+        return {"zero_stages": tuple(range(self.lowest_zero_stage, 4))}
+
+    def check(self, pinned: PinnedChoices) -> None:
+        """Raise ConfigError for a value that cannot be."""
+        for name, value in (("--tensor", pinned.tensor), ("--pipeline", pinned.pipeline)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} {value}", "not a degree", "use 1 or more")
+        if pinned.zero is not None and not 0 <= pinned.zero <= 3:
+            raise ConfigError(f"--zero {pinned.zero}", "ZeRO has stages 0 to 3", "use 0, 1, 2 or 3")
+        if pinned.zero is not None and pinned.zero < self.lowest_zero_stage:
+            raise ConfigError(
+                f"--zero {pinned.zero}",
+                f"what the config offloads needs stage {self.lowest_zero_stage} or more",
+                "use that, or remove zero_optimization.offload_optimizer and offload_param",
+            )
+        micro, batch = pinned.micro_batch, self.global_batch
+        if micro is not None and (micro < 1 or batch % micro):
+            raise ConfigError(
+                f"--micro-batch {micro}",
+                f"it does not divide the global batch {batch}",
+                "use a divisor of it",
+            )
+        if pinned.gpu_memory is not None and not 0 < pinned.gpu_memory < 1e6:
+            raise ConfigError(
+                f"--gpu-memory {pinned.gpu_memory:g}", "it is the GiB of one GPU", "use 79 for an A100-80GB"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInputs(PlanInputs):
+    """Inputs of a plan for a config's model; ``content`` has the ``dsx`` block.
+
+    Attributes:
+        run: The same, resolved for one rank with micro-batches of one sequence.
+        outer: The config's ``dsx.outer``, which ``content`` and ``run`` are without.
+        islands: The islands of which this is one, for the memory that they take; None for one job.
+    """
+
+    run: RunConfig
+    outer: OuterConfig | None = None
+    islands: IslandSettings | None = None
+
+    @property
+    def num_parameters(self) -> int:
+        return self.run.num_parameters
+
+    @property
+    def batch_words(self) -> str:
+        return f"{self.global_batch} sequences of {self.run.sequence_length} tokens"
+
+    def check(self, pinned: PinnedChoices) -> None:
+        super(ModelInputs, self).check(pinned)
+        job_of(self.run, device=self.device)  # Refuses what no layout could mend.
+
+    def task(self, rates: Calibration) -> Task:
+        return task_of(self.run, rates.cluster, rates.efficiency)
+
+    def config_of(self, layout: Candidate, predictor: Predictor) -> dict[str, Any]:
+        """The config of a layout: what :func:`~dsx.config.resolve.resolve` takes.
+
+        The cut into stages is written out, because the plan's times are for that cut.
+        """
+        content, settings = copy.deepcopy(self.content), layout.settings
+        content["dsx"].get("zero", {}).pop("reduce", None)
+        if not layout.reduces_micro_batches:
+            del settings["dsx.zero.reduce"]
+        if layout.pipeline == 1:
+            del settings["dsx.schedule.name"]
+        else:
+            stages = predictor.stages(layout)
+            settings["dsx.partition.method"] = [
+                len(stages.layers(stage)) for stage in range(stages.num_stages)
+            ]
+        for key, value in settings.items():
+            override(content, f"{key}={json.dumps(value)}")
+        return content
+
+    def job(self, layout: Candidate, predictor: Predictor, capacity_bytes: int) -> Job:
+        run = resolve(self.config_of(layout, predictor), world_size=self.gpus)
+        return replace(job_of(run, device=self.device, capacity_bytes=capacity_bytes), islands=self.islands)
+
 
 def plan_inputs(
     *,
@@ -91,7 +222,7 @@ def plan_inputs(
     gpus: int,
     global_batch: int | None,
     sequence_length: int | None,
-) -> PlanInputs:
+) -> ModelInputs:
     """Read and check everything that a plan needs.
 
     Args:
@@ -130,7 +261,15 @@ def plan_inputs(
     content[TRAIN], block["data"]["sequence_length"] = batch, length
     zero = content.get("zero_optimization", {}) | {"stage": lowest_stage(content)}
     run = resolve(content | {MICRO: 1, "zero_optimization": zero}, world_size=1)
-    return PlanInputs(content=content, run=run, cluster=cluster, gpus=gpus, outer=outer)
+    return ModelInputs(
+        name=run.model.family,
+        content=content,
+        cluster=cluster,
+        gpus=gpus,
+        global_batch=run.global_batch_size,
+        run=run,
+        outer=outer,
+    )
 
 
 def _outer(written: Any, cluster: Cluster) -> OuterConfig | None:
@@ -148,7 +287,7 @@ def _outer(written: Any, cluster: Cluster) -> OuterConfig | None:
     return outer
 
 
-def site_inputs(joined: PlanInputs, cluster: Cluster) -> PlanInputs:
+def site_inputs(joined: ModelInputs, cluster: Cluster) -> ModelInputs:
     """One island of what is planned as one job over all sites of ``cluster``, with its part of the batch."""
     count, batch = cluster.sites, joined.global_batch
     if batch % count:
@@ -170,6 +309,7 @@ def site_inputs(joined: PlanInputs, cluster: Cluster) -> PlanInputs:
         run=run,
         cluster=cluster.site(joined.gpus),
         gpus=joined.gpus // count,
+        global_batch=run.global_batch_size,
         islands=IslandSettings(
             count=count,
             shares=1 if given is None else given.shares,
@@ -257,43 +397,6 @@ def _without_layout(content: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-_GIB = 1 << 30
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PinnedChoices:
-    """What a user has already decided; None is open.
-
-    Attributes:
-        tensor: Tensor-parallel degree.
-        pipeline: Pipeline degree.
-        zero: ZeRO stage.
-        micro_batch: Sequences.
-        gpu_memory: All GiB of a GPU, its reserve included.
-    """
-
-    tensor: int | None = None
-    pipeline: int | None = None
-    zero: int | None = None
-    micro_batch: int | None = None
-    gpu_memory: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Calibration:
-    """What a plan goes by.
-
-    Attributes:
-        cluster: The cluster, with its rates.
-        efficiency: Shares of them that are reached.
-        text: What was measured, in words; empty if nothing was.
-    """
-
-    cluster: Cluster
-    efficiency: Efficiency
-    text: str = ""
-
-
 def plan_search(
     inputs: PlanInputs,
     pinned: PinnedChoices,
@@ -314,64 +417,11 @@ def plan_search(
     Raises:
         ConfigError: A fixed value that cannot be.
         LayoutError: A fixed degree that the model or the number of GPUs does not allow.
+        ModelError: A layer of a list that dsx cannot record.
     """
-    _check(inputs, pinned)
-    used = measured or Calibration(cluster=inputs.cluster, efficiency=Efficiency.of(inputs.cluster))
-    cluster, open_run = used.cluster, inputs.run
-    task = task_of(open_run, cluster, used.efficiency)
-    space = _space(inputs, pinned)
-    _check_space(task, space, pinned)
-    job_of(open_run, device="cpu" if cluster.is_host else "cuda")  # Refuses what no layout could mend.
-    search = Search(
-        task=task,
-        space=space,
-        memory=lambda _: 0,
-        cap_bytes=None if pinned.gpu_memory is None else gpu_memory(pinned.gpu_memory, cluster).usable_bytes,
-        update_bytes=update_bytes(inputs.run.deepspeed),
-        looked=looked,
-        slack=slack,
-    )
-    memory = LayoutMemory(inputs, search.predictor, cluster.is_host, search.cap)
-    return replace(search, memory=memory, least=memory.least)
-
-
-def _check(inputs: PlanInputs, pinned: PinnedChoices) -> None:
-    for name, value in (("--tensor", pinned.tensor), ("--pipeline", pinned.pipeline)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} {value}", "not a degree", "use 1 or more")
-    if pinned.zero is not None and not 0 <= pinned.zero <= 3:
-        raise ConfigError(f"--zero {pinned.zero}", "ZeRO has stages 0 to 3", "use 0, 1, 2 or 3")
-    if pinned.zero is not None and pinned.zero < inputs.lowest_zero_stage:
-        raise ConfigError(
-            f"--zero {pinned.zero}",
-            f"what the config offloads needs stage {inputs.lowest_zero_stage} or more",
-            "use that, or remove zero_optimization.offload_optimizer and offload_param",
-        )
-    micro, batch = pinned.micro_batch, inputs.run.global_batch_size
-    if micro is not None and (micro < 1 or batch % micro):
-        raise ConfigError(
-            f"--micro-batch {micro}", f"it does not divide the global batch {batch}", "use a divisor of it"
-        )
-    if pinned.gpu_memory is not None and not 0 < pinned.gpu_memory < 1e6:
-        raise ConfigError(
-            f"--gpu-memory {pinned.gpu_memory:g}", "it is the GiB of one GPU", "use 79 for an A100-80GB"
-        )
-
-
-def _check_space(task: Task, space: Space, pinned: PinnedChoices) -> None:
-    """Raise unless there is something to search."""
-    found = tuple(meshes(task, space))
-    if any(True for mesh in found for _ in variants(task, space, mesh)):
-        return
-    shares = sorted({task.global_batch // mesh.data for mesh in found})
-    raise ConfigError(
-        f"--micro-batch {pinned.micro_batch}",
-        f"it divides no rank's share of the global batch ({either(shares[:6])} sequences)",
-        "use a divisor of one of these",
-    )
-
-
-def _space(inputs: PlanInputs, pinned: PinnedChoices) -> Space:
+    inputs.check(pinned)
+    rates = measured or Calibration(cluster=inputs.cluster, efficiency=Efficiency.of(inputs.cluster))
+    task = inputs.task(rates)
     given = {
         "tensor": pinned.tensor,
         "pipeline": pinned.pipeline,
@@ -379,7 +429,33 @@ def _space(inputs: PlanInputs, pinned: PinnedChoices) -> Space:
         "zero_stages": pinned.zero,
     }
     decided = {name: (value,) for name, value in given.items() if value is not None}
-    return Space.of(inputs.gpus, **{"zero_stages": tuple(range(inputs.lowest_zero_stage, 4))} | decided)
+    space = Space.of(inputs.gpus, **inputs.decided | decided)
+    _check_space(task, space)
+    cap = None if pinned.gpu_memory is None else gpu_memory(pinned.gpu_memory, rates.cluster).usable_bytes
+    search = Search(
+        task=task,
+        space=space,
+        memory=lambda _: 0,
+        cap_bytes=cap,
+        update_bytes=update_bytes(inputs.content),
+        looked=looked,
+        slack=slack,
+    )
+    memory = LayoutMemory(inputs, search.predictor, search.cap)
+    return replace(search, memory=memory, least=memory.least)
+
+
+def _check_space(task: Task, space: Space) -> None:
+    """Raise unless there is something to search."""
+    found = tuple(meshes(task, space))
+    if any(True for mesh in found for _ in variants(task, space, mesh)):
+        return
+    shares = sorted({task.global_batch // mesh.data for mesh in found})
+    raise ConfigError(
+        f"--micro-batch {either(space.micro_batches or ())}",
+        f"it divides no rank's share of the global batch ({either(shares[:6])} sequences)",
+        "use a divisor of one of these",
+    )
 
 
 def update_bytes(content: Mapping[str, Any]) -> int:
@@ -390,40 +466,8 @@ def update_bytes(content: Mapping[str, Any]) -> int:
     return moments + (0 if precision(content) == "fp32" else 4)
 
 
-def layout_config(inputs: PlanInputs, layout: Candidate, predictor: Predictor) -> dict[str, Any]:
-    """The DeepSpeed JSON of a layout, ``dsx`` block and all: what :func:`~dsx.config.resolve.resolve` takes.
-
-    The cut into stages is written out, because the plan's times are for that cut.
-    """
-    content, settings = copy.deepcopy(inputs.content), layout.settings
-    content["dsx"].get("zero", {}).pop("reduce", None)
-    if not layout.reduces_micro_batches:
-        del settings["dsx.zero.reduce"]
-    if layout.pipeline == 1:
-        del settings["dsx.schedule.name"]
-    else:
-        stages = predictor.stages(layout)
-        settings["dsx.partition.method"] = [len(stages.layers(stage)) for stage in range(stages.num_stages)]
-    for key, value in settings.items():
-        override(content, f"{key}={json.dumps(value)}")
-    return content
-
-
 _ALL = 4
 """Pipeline ranks that are all looked at."""
-
-
-def fullest_ranks(pipeline: int, parameters: Callable[[int], int]) -> list[int]:
-    """Pipeline ranks of which one is the fullest, or within a few per mille of it.
-
-    Args:
-        pipeline: Pipeline degree.
-        parameters: Gives those of a pipeline rank.
-    """
-    ranks = list(range(pipeline))
-    if pipeline <= _ALL:
-        return ranks
-    return list(dict.fromkeys((0, ranks[-1], max(ranks, key=parameters), 1)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,13 +477,11 @@ class LayoutMemory:
     Attributes:
         inputs: What is trained.
         predictor: Cuts it into stages.
-        on_cpu: Whether the ranks are CPU processes.
         cap_bytes: Bytes above which the exact peak does not matter.
     """
 
     inputs: PlanInputs
     predictor: Predictor
-    on_cpu: bool
     cap_bytes: int
     _least: dict[object, int] = field(default_factory=dict)
 
@@ -467,15 +509,51 @@ class LayoutMemory:
         return self._least[key]
 
     def _peak(self, layout: Candidate, *, walks: bool) -> int:
-        """The peak of the fullest rank."""
-        run = resolve(layout_config(self.inputs, layout, self.predictor), world_size=self.inputs.gpus)
-        job = job_of(run, device="cpu" if self.on_cpu else "cuda", capacity_bytes=self.cap_bytes)
-        job = replace(job, islands=self.inputs.islands)
+        """The peak of the fullest rank, among those of which one is the fullest within a few per mille."""
+        job = self.inputs.job(layout, self.predictor, self.cap_bytes)
         if not walks:
             job = replace(job, schedule=replace(job.schedule, rows=tuple(() for _ in job.schedule.rows)))
         peak = 0
-        for rank in fullest_ranks(layout.pipeline, run.local_parameters):
-            peak = max(peak, estimate(job, run.mesh.rank(pp=rank)).peak.peak_bytes)
+        ranks: Iterable[int] = range(layout.pipeline)
+        if layout.pipeline > _ALL:
+            largest = max(ranks, key=job.layout.local_parameters)
+            ranks = dict.fromkeys((0, layout.pipeline - 1, largest, 1))
+        for rank in ranks:
+            peak = max(peak, estimate(job, layout.mesh.rank(pp=rank)).peak.peak_bytes)
             if peak > self.cap_bytes:
                 break
         return peak
+
+
+@dataclass(frozen=True, slots=True)
+class BestLayout:
+    """What a search for a layout was for, and what it found."""
+
+    inputs: PlanInputs
+    predictor: Predictor
+    plan: Plan
+
+    @classmethod
+    def of(
+        cls,
+        inputs: PlanInputs,
+        pinned: PinnedChoices,
+        measured: Calibration | None = None,
+        looked: Looked = looks_away,
+        *,
+        top: int,
+        slack: float = 0.0,
+    ) -> Self:
+        """The search's result; it raises as :func:`plan_search` and :meth:`Search.run` do."""
+        search = plan_search(inputs, pinned, measured, looked=looked, slack=slack)
+        return cls(inputs, search.predictor, search.run(top))
+
+    @property
+    def best(self) -> Ranked:
+        return self.plan.best[0]
+
+    def config(self) -> dict[str, Any]:
+        return self.inputs.config_of(self.best.layout, self.predictor)
+
+    def module_words(self) -> str:
+        return self.inputs.module_words(self.best.layout, self.predictor)

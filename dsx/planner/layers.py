@@ -14,14 +14,14 @@ from dsx.models.spec import HubModel, Model
 from dsx.parallel.limits import Asked
 from dsx.planner.layer_cost import LayerCost
 from dsx.planner.layer_times import Machine, layer_times, record_times, recorded_flops
-from dsx.planner.layout import Candidate, Task
+from dsx.planner.layout import Candidate, PlannedLayers, Task
 
 if TYPE_CHECKING:
     from dsx.memory.layer_list import ListRecords
 
 
 @dataclass(frozen=True)
-class ModelLayers:
+class ModelLayers(PlannedLayers):
     """A model.
 
     Attributes:
@@ -47,6 +47,10 @@ class ModelLayers:
     @property
     def num_layers(self) -> int:
         return self.model.num_layers
+
+    @property
+    def is_tied(self) -> bool:
+        return self.model.tied_embeddings
 
     def shape(self, layout: Candidate) -> Shape:
         return Shape(
@@ -90,10 +94,6 @@ class ModelLayers:
             for layer in {spec.layer, len(held) - 1} if spec.tie is not None else {spec.layer}:
                 held[layer] += prod(spec.local_shape(tensor))
         return tuple(held)
-
-    def shared_elements(self, tensor: int) -> int:
-        """A tied table's, if it is trained."""
-        return self.elements(tensor, trained=True)[-1] if self.model.tied_embeddings else 0
 
     def kept_bytes(self, layout: Candidate) -> int:
         """What a block without a window keeps: with one it keeps more, if anything.
@@ -139,17 +139,15 @@ def model_task(
 
 
 @dataclass(frozen=True)
-class OwnLayers:
+class OwnLayers(PlannedLayers):
     """A layer list of a user's own, whose micro-batch is that of its example.
 
     Attributes:
         records: Its records.
-        micro_batch: Samples of the example.
         width: Bytes of a parameter.
     """
 
     records: ListRecords
-    micro_batch: int
     width: int
 
     sequence_length = None
@@ -157,6 +155,10 @@ class OwnLayers:
     @property
     def asked(self) -> Asked:
         return Asked(layers=self.num_layers)
+
+    @property
+    def is_tied(self) -> bool:
+        return bool(self.records.ties)
 
     @property
     def num_layers(self) -> int:
@@ -175,25 +177,8 @@ class OwnLayers:
         return (*layers[:-1], LayerCost.total((layers[-1], last)))
 
     def elements(self, tensor: int, *, trained: bool = False) -> tuple[int, ...]:
-        """Parameters of every layer, or those that are trained; tensor-parallel ranks there are none."""
         del tensor
-        return tuple(
-            sum(prod(each.shape) for each in record.parameters if each.trains or not trained)
-            for record in self.records.layers
-        )
-
-    def shared_elements(self, tensor: int) -> int:
-        """A tied last layer's, of what is trained."""
-        return self.elements(tensor, trained=True)[-1] if self.records.ties else 0
-
-    def kept_bytes(self, layout: Candidate) -> int:
-        """Nothing is known of a block of which all layers are copies."""
-        del layout
-        return 0
-
-    def cuts_sequence(self, layout: Candidate) -> bool:
-        del layout
-        return False
+        return self.records.elements(trained=trained)
 
     def boundary_bytes(self, layout: Candidate) -> int:
         del layout
@@ -201,4 +186,4 @@ class OwnLayers:
 
     def flops(self, samples: int) -> float:
         """Of the products and attention that were recorded, forward and backward."""
-        return samples / self.micro_batch * sum(map(recorded_flops, self._all))
+        return samples / self.records.samples * sum(map(recorded_flops, self._all))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from dsx.errors import LayoutError
 from dsx.models.flops import WIDTHS
@@ -27,24 +28,32 @@ Bounds = tuple[int, ...]
 """First layer of every virtual stage, then the number of layers."""
 
 
-class PlannedLayers(Protocol):
-    """What the planner asks of the layers of a task."""
+class PlannedLayers(ABC):
+    """What the planner asks of the layers of a task; what it answers itself holds for any list of layers."""
 
     @property
+    @abstractmethod
     def asked(self) -> Asked:
         """What limits the degrees: a number of layers, and the model where it is one of dsx's own."""
 
     @property
+    @abstractmethod
     def num_layers(self) -> int:
         """Layers that may be shared out over stages: blocks of a model, all of a list."""
 
-    @property
-    def sequence_length(self) -> int | None:
-        """Tokens of a sequence; None where samples are not known to be such."""
+    sequence_length: int | None
+    """Tokens of a sequence; None where samples are not known to be such."""
 
+    @property
+    @abstractmethod
+    def is_tied(self) -> bool:
+        """Whether the last layer has parameters of another."""
+
+    @abstractmethod
     def times(self, machine: Machine, layout: Candidate) -> tuple[LayerCost, ...]:
         """What every layer takes for one micro-batch."""
 
+    @abstractmethod
     def elements(self, tensor: int, *, trained: bool = False) -> tuple[int, ...]:
         """Parameters of every layer on one of so many tensor-parallel ranks, or those that are trained.
 
@@ -53,16 +62,23 @@ class PlannedLayers(Protocol):
 
     def shared_elements(self, tensor: int) -> int:
         """Those that the first and the last pipeline rank both hold and train."""
+        return self.elements(tensor, trained=True)[-1] if self.is_tied else 0
 
     def kept_bytes(self, layout: Candidate) -> int:
-        """What each block keeps of a micro-batch at least."""
+        """What each block keeps of a micro-batch at least; nothing is known of layers that are no blocks."""
+        del layout
+        return 0
 
     def cuts_sequence(self, layout: Candidate) -> bool:
         """Whether tensors between stages are cut along the sequence."""
+        del layout
+        return False
 
+    @abstractmethod
     def boundary_bytes(self, layout: Candidate) -> int:
         """The largest whole message between stages."""
 
+    @abstractmethod
     def flops(self, samples: int) -> float:
         """FLOPs of forward and backward, recomputation aside."""
 

@@ -3,49 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 from dsx.errors import DsxError
 from dsx.planner.cluster import Cluster
-from dsx.planner.inputs import Calibration, PinnedChoices, PlanInputs, layout_config, plan_search, written
+from dsx.planner.inputs import BestLayout, Calibration, ModelInputs, PinnedChoices, written
 from dsx.planner.islands import NEAR, PAYS, IslandTask, RoundSettings
-from dsx.planner.plan import Looked, Plan, Ranked, looks_away
-from dsx.planner.step_time import Predictor
+from dsx.planner.plan import Looked, looks_away
 from dsx.terminal import amount
 
 _SLACK = 0.05
 """Of the step of one job, while it is far slower than islands."""
-
-
-@dataclass(frozen=True, slots=True)
-class BestLayout:
-    """What a search for a layout was for, and what it found."""
-
-    inputs: PlanInputs
-    predictor: Predictor
-    plan: Plan
-
-    @classmethod
-    def of(
-        cls,
-        inputs: PlanInputs,
-        pinned: PinnedChoices,
-        measured: Calibration | None,
-        looked: Looked,
-        *,
-        top: int,
-        slack: float = 0.0,
-    ) -> Self:
-        """The search's result; it raises as :meth:`~dsx.planner.plan.Search.run` does."""
-        search = plan_search(inputs, pinned, measured, looked=looked, slack=slack)
-        return cls(inputs, search.predictor, search.run(top))
-
-    @property
-    def best(self) -> Ranked:
-        return self.plan.best[0]
-
-    def config(self) -> dict[str, Any]:
-        return layout_config(self.inputs, self.best.layout, self.predictor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,14 +67,14 @@ class SiteComparison:
         """What is faster: one job over all sites, or one of the islands; these if the config has them."""
         return self.site if self.given or self.one is None or self.pays else self.one
 
-    def config(self, joined: PlanInputs) -> dict[str, Any]:
+    def config(self, joined: ModelInputs) -> dict[str, Any]:
         """Of what is taken, with ``dsx.outer`` if that is islands."""
         content = self.taken.config()
         if self.taken is self.site:
             content["dsx"]["outer"] = self._outer(joined)
         return content
 
-    def _outer(self, joined: PlanInputs) -> dict[str, Any]:
+    def _outer(self, joined: ModelInputs) -> dict[str, Any]:
         """``dsx.outer`` of the islands: what is written, or what was chosen."""
         if joined.outer is not None:
             return written(joined.outer)
@@ -177,8 +145,8 @@ class SiteComparison:
 
 
 def compare(
-    joined: PlanInputs,
-    inputs: PlanInputs,
+    joined: ModelInputs,
+    inputs: ModelInputs,
     cluster: Cluster,
     pinned: PinnedChoices,
     measured: Calibration | None,

@@ -241,10 +241,10 @@ def test_local_parameters():
     """Against the model's own count: both ends of a pipeline hold the tied table."""
     gpt2 = {"family": "gpt2", "preset": "tiny", "vocab_multiple": 1}
     one = resolve(changed({"dsx.model": gpt2}), world_size=1)
-    assert one.local_parameters(0) == one.num_parameters
+    assert one.layout.local_parameters(0) == one.num_parameters
     two = resolve(changed({"dsx.model": gpt2, "dsx.parallel.pipeline": 2}), world_size=2)
     table = prod(one.param_specs[0].shape)
-    assert two.local_parameters(0) + two.local_parameters(1) == one.num_parameters + table
+    assert two.layout.local_parameters(0) + two.layout.local_parameters(1) == one.num_parameters + table
 
 
 def test_public_names():

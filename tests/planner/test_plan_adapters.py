@@ -18,7 +18,7 @@ from dsx.models.spec import Adapter
 from dsx.parallel.mesh import Mesh
 from dsx.planner.cluster import preset
 from dsx.planner.costs import Efficiency, Network, Software
-from dsx.planner.inputs import PinnedChoices, layout_config, plan_inputs, plan_search
+from dsx.planner.inputs import PinnedChoices, plan_inputs, plan_search
 from dsx.planner.layer_times import Machine
 from dsx.planner.layers import model_task
 from dsx.planner.layout import Candidate
@@ -74,7 +74,7 @@ def test_a_chat_config_is_planned_with_its_estimate():
     )
     search = plan_search(inputs, PinnedChoices(zero=1, micro_batch=1, tensor=1))
     best = search.run(1).best[0]
-    config = layout_config(inputs, best.layout, search.predictor)
+    config = inputs.config_of(best.layout, search.predictor)
     assert config["dsx"]["adapter"]["rank"] == 16
     run = resolve(config, world_size=2)
     ranks = [estimate(job_of(run, device="cuda"), run.mesh.rank(pp=at)) for at in range(run.mesh.pp)]

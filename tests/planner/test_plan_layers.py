@@ -16,7 +16,7 @@ from dsx.models.presets import find_preset
 from dsx.parallel.mesh import Mesh
 from dsx.planner.cluster import preset
 from dsx.planner.costs import Efficiency, Network, Software
-from dsx.planner.inputs import PinnedChoices
+from dsx.planner.inputs import PinnedChoices, plan_search
 from dsx.planner.layer_times import Machine
 from dsx.planner.layers import OwnLayers, model_task
 from dsx.planner.layout import Candidate, Task
@@ -60,7 +60,7 @@ def inputs(**changed):
 def test_the_step_is_that_of_the_same_model(layout):
     machine = Machine(network=Network(preset("H100"), Efficiency()), software=Software(), precision="bf16")
     recorded = inputs().list_for(0)
-    own = Task(layers=OwnLayers(recorded.records, recorded.samples, 2), machine=machine, global_batch=64)
+    own = Task(layers=OwnLayers(recorded, 2), machine=machine, global_batch=64)
     known = model_task(MODEL, machine=machine, global_batch=64, sequence_length=LENGTH)
     found, expected = (Predictor(task).predict(layout) for task in (own, known))
     assert found.seconds == pytest.approx(expected.seconds, rel=0.01)
@@ -70,14 +70,18 @@ def test_the_step_is_that_of_the_same_model(layout):
 @pytest.mark.parametrize("wanted", [{}, {"pipeline": 4}, {"zero": 3}], ids=str)
 def test_the_best_takes_what_is_estimated_of_it(wanted):
     asked = inputs()
-    search = asked.search(PinnedChoices(**wanted))
+    search = plan_search(asked, PinnedChoices(**wanted))
     plan = search.run(1)
     best = plan.best[0]
     layout, stages = best.layout, search.predictor.stages(best.layout)
     counts = [len(stages.layers(stage)) for stage in range(stages.num_stages)]
     options = {"pipeline": layout.pipeline, "chunks": layout.chunks, "schedule": layout.schedule}
     memory = dsx.estimate_layers(
-        model_layers, asked.config_of(layout), world_size=8, partition_method=counts, **options
+        model_layers,
+        asked.config_of(layout, search.predictor),
+        world_size=8,
+        partition_method=counts,
+        **options,
     )
     assert best.peak_bytes == memory.peak_bytes
     assert layout.pipeline == wanted.get("pipeline", layout.pipeline)
