@@ -179,7 +179,7 @@ def _laid_out(
     block["parallel"] |= {axis: found["parallel"][axis] for axis in ("tensor", "pipeline", "chunks")}
     block["schedule"]["name"] = run.schedule_name
     if given.get(TRAIN) is None:
-        base[ACCUMULATION] = max(1, _BATCH // (run.micro_batch_size * run.mesh.num_shares))
+        base[ACCUMULATION] = max(1, _BATCH // run.samples_per_micro_step)
     else:
         del base[ACCUMULATION]
     return base | {"dsx": block}

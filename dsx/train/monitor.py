@@ -100,8 +100,7 @@ class Monitor:
     def _rows(self, last: int) -> list[tuple[str, str]]:
         """Rows of the header about the proof at start, and about the data."""
         config, proof = self._config, self._engine.pipeline.proof
-        micro = config.micro_batch_size * config.mesh.num_shares
-        rows = self._corpus.rows(last * config.global_batch_size, micro)
+        rows = self._corpus.rows(last * config.global_batch_size, config.samples_per_micro_step)
         return rows if proof is None else [("proved", proof), *rows]
 
     @property

@@ -222,8 +222,8 @@ def training_batches(
     A thread makes ``dsx.data.prefetch`` of them ahead, once the first is asked for. A streamed text continues
     from where :func:`resume` has put it, or where earlier batches have left it.
     """
-    ahead, shared = config.dsx.data.prefetch, config.micro_batch_size * config.mesh.num_shares
-    samples: Samples = as_text(corpus, config.dsx.data).samples(cursor=cursor, in_flight=(ahead + 2) * shared)
+    ahead, text = config.dsx.data.prefetch, as_text(corpus, config.dsx.data)
+    samples: Samples = text.samples(cursor=cursor, in_flight=(ahead + 2) * config.samples_per_micro_step)
     if config.islands is not None:
         samples = OfIsland(samples, config.islands, config.global_batch_size)
     batches = Batches(

@@ -15,9 +15,10 @@ from torch.utils.data import DataLoader
 from transformers.trainer_pt_utils import EvalLoopContainer
 from transformers.trainer_utils import EvalPrediction, denumpify_detensorize, has_length
 
+from dsx.data.batches import MicroBatch
 from dsx.engine.engine import PipelineEngine
 from dsx.nn.loss import IGNORED
-from dsx.trainer.batches import Loading, MicroBatch, epoch, filler, micro_batch
+from dsx.trainer.batches import Loading, epoch, filler, micro_batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,7 +67,7 @@ from dsx.trainer.arguments import (
     refuse_means_by_rank,
     require_called,
 )
-from dsx.trainer.batches import Loading, default_collator, epoch, filler, micro_batch, tokens_in
+from dsx.trainer.batches import Length, Loading, default_collator, epoch, filler, micro_batch, tokens_in
 from dsx.trainer.configure import (
     GivenModel,
     configure,
@@ -79,7 +79,6 @@ from dsx.trainer.configure import (
     weights_of,
 )
 from dsx.trainer.evaluation import Collected, Pass
-from dsx.trainer.length import Length
 from dsx.trainer.saving import keep_best, keep_newest, load, save, write_model
 
 _LOG = logging.getLogger(__name__)
@@ -262,7 +261,7 @@ class Trainer:
         """This data-parallel rank's batches of ``train_dataset``."""
         if self.train_dataset is None:
             raise DataError("train_dataset = None", "there is nothing to train on", "pass train_dataset=")
-        return self._loading.training(self.train_dataset, self._global_batch)
+        return self._loading.training(self.train_dataset, self.config.global_batch_size)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """Batches to evaluate on: of a data set, or of that of ``eval_dataset`` which has this name."""
@@ -282,11 +281,6 @@ class Trainer:
         if has_length(dataloader.dataset):
             return len(dataloader.dataset)  # type: ignore[arg-type]
         return len(dataloader) * int(self.args.per_device_train_batch_size)
-
-    @property
-    def _global_batch(self) -> int:
-        args = self.args
-        return int(args.per_device_train_batch_size * args.gradient_accumulation_steps * self._shares)
 
     @property
     def _multiple(self) -> int:
@@ -438,7 +432,7 @@ class Trainer:
 
     def _resume(self, folder: Path) -> None:
         assert self.engine is not None
-        batch = None if self.args.ignore_data_skip else self._global_batch
+        batch = None if self.args.ignore_data_skip else self.config.global_batch_size
         self.state = load(self.engine, folder, global_batch=batch)
         best = self.state.best_model_checkpoint
         if best is not None and not Path(best).is_dir():
@@ -636,7 +630,7 @@ class Trainer:
             limit, kept = args.save_total_limit, state.best_model_checkpoint
             agree(lambda: rotate_checkpoints(str(output), limit, kept, use_mtime=True))
             return
-        save(self.engine, folder, state, global_batch=self._global_batch)
+        save(self.engine, folder, state, global_batch=self.config.global_batch_size)
         keep_newest(output, args.save_total_limit, state.best_model_checkpoint)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
