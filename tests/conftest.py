@@ -60,6 +60,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+def pytest_collection_finish() -> None:
+    if ranks := sys.modules.get("ranks"):  # before anybody starts it who would have it import less
+        ranks.serve()
+
+
 @pytest.fixture
 def dsx(request, monkeypatch, capsys):
     """Run ``dsx``, the module's ``COMMAND`` if it has one, and arguments: (exit code, stdout, stderr)."""

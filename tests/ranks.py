@@ -16,16 +16,24 @@ once. They never see a GPU.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from dsx.launch.local_ranks import RankError, RankJob, run_ranks, start_server
 
 __all__ = ["RankError", "RankJob", "run", "serve"]
 
-_MODELS = ("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama")
+_MODELS = (
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "preloaded",  # last: it freezes what is there
+)
 
 
 def run(
@@ -37,6 +45,7 @@ def run(
     start unless ``proved``: tests compare them with one process themselves. Raises RankError: see
     :func:`dsx.launch.local_ranks.run_ranks`.
     """
+    serve()
     function, given = (fn, args) if proved else (_unproved, (fn, *args))
     return run_ranks(function, world_size, *given, timeout_seconds=timeout, preload=_MODELS, ended=_show)
 
@@ -53,7 +62,9 @@ def _unproved(rank: int, world_size: int, fn: Callable[..., Any], *args: Any) ->
 
 def serve() -> None:
     """Start the process that ranks fork from."""
-    start_server(_MODELS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)  # for tests/preloaded.py
+        start_server(_MODELS)
 
 
 def _show(job: RankJob) -> None:

@@ -344,8 +344,10 @@ def _run_list(case: Case, connection: Any, _: bool) -> None:
     """Estimate and trace of a list."""
     sys.path.insert(0, str(ROOT / "tests" / "memory"))
     try:
+        import torch
         from own_lists import both
 
+        torch.set_num_threads(1)
         result = both(**case)
         phases = {name: size for name, size in result["estimate"].items() if name != "steady"}
         traced = {name: size for name, size in result["trace"].items() if name != "steady"}

@@ -1,18 +1,8 @@
-"""Small models of transformers' modules over drawn layouts: the estimate beside the whole engine on paper.
-
-    python hub_cases.py FIRST COUNT
-
-prints one JSON line for each of ``COUNT`` cases from ``FIRST`` on: the case, and peaks by phase.
-"""
+"""Small models of transformers' modules over drawn layouts, for test_hub_memory.py."""
 
 from __future__ import annotations
 
-import json
-import multiprocessing
-import os
 import random
-import sys
-import warnings
 from typing import Any
 
 _ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -85,19 +75,12 @@ def case(number: int) -> dict[str, Any]:
     }
 
 
-def both(number: int) -> dict[str, Any]:
-    """Peaks of one case by phase, estimated and traced."""
-    from dsx.config.resolve import resolve
-    from dsx.memory.estimate import estimate
-    from dsx.memory.job import job_of
-    from meta_engine.run import trace
-
-    warnings.filterwarnings("ignore")
-    drawn = case(number)
+def config(drawn: dict[str, Any]) -> dict[str, Any]:
+    """The config of a case."""
     zero: dict[str, Any] = {"stage": drawn["zero"], "reduce_bucket_size": 100_000}
     if drawn["offload"]:
         zero["offload_optimizer"] = {"device": "cpu"}
-    config = {
+    return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2 * drawn["pipeline"],
         "gradient_clipping": 1.0,
@@ -119,35 +102,3 @@ def both(number: int) -> dict[str, Any]:
             "train": {"steps": 2, "output": "runs/paper"},
         },
     }
-    run = resolve(config, world_size=drawn["tensor"] * drawn["pipeline"] * drawn["data"])
-    rank = next(rank for rank in range(run.mesh.size) if run.mesh.coords(rank)["pp"] == drawn["rank"])
-    os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(run.mesh.size))
-    found = estimate(job_of(run), rank)
-    return {
-        "case": drawn,
-        "estimate": {phase.name: phase.peak_bytes for phase in found.phases},
-        "trace": trace(run, rank).phases,
-    }
-
-
-def _tell(number: int) -> None:
-    print(json.dumps(both(number)), flush=True)
-
-
-def main() -> None:
-    """A process for each case, because a trace changes torch and DeepSpeed for good."""
-    os.environ.update(DS_ACCELERATOR="cpu")
-    import torch
-
-    import meta_engine.run  # noqa: F401 (once, before the forks)
-
-    torch.set_num_threads(1)
-    first, count = map(int, sys.argv[1:])
-    for number in range(first, first + count):
-        process = multiprocessing.get_context("fork").Process(target=_tell, args=(number,))
-        process.start()
-        process.join()
-
-
-if __name__ == "__main__":
-    main()

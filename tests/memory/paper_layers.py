@@ -1,14 +1,8 @@
-"""Chunks of dsx's layers on the paper device or a CPU, and as recorded: a script for test_memory_layers.py.
-
-Runs every case and prints one JSON line each: the case, and torch's and the records' bytes at every stage.
-"""
+"""Chunks of dsx's layers on the paper device or a CPU, and as recorded, for test_memory_layers.py."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import sys
 from dataclasses import replace
 from unittest import mock
 
@@ -203,18 +197,12 @@ def by_record(spec, device, tp, sequence, width, recompute, divided, layers):
     return found
 
 
-def main():
-    """Cases from the command line."""
-    torch.set_num_threads(1)
+def both(cases):
+    """Of each case torch's and the records' bytes at every stage."""
     paper.install()
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    for case in json.loads(sys.argv[1]):
-        device, family, dropout, *rest = case
+    found = []
+    for device, family, dropout, *rest in cases:
         spec = model(family, dropout)
-        print(json.dumps([case, by_torch(spec, device, *rest), by_record(spec, device, *rest)]), flush=True)
-    sys.stdout.flush()
-    os._exit(0)  # fake tensors outlive their mode
-
-
-if __name__ == "__main__":
-    main()
+        found.append((by_torch(spec, device, *rest), by_record(spec, device, *rest)))
+    return found

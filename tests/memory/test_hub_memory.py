@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
+from dsx.config.resolve import resolve
+from dsx.memory.estimate import estimate
+from dsx.memory.job import job_of
+from memory.hub_cases import case, config
 from meta_engine import programs
 
 _SCALARS_BYTES = 16 * 512
 """What the estimate leaves out: numbers such as norms and counts, which an allocator rounds up one by one."""
 
 
-def _cases(first, count):
-    found = programs.results(programs.start(Path(__file__).with_name("hub_cases.py"), first, count))
-    assert len(found) == count
-    return found
-
-
-def _compare(found):
-    for each in found:
-        for phase, traced in each["trace"].items():
-            error = each["estimate"][phase] - traced
-            # What is made of positions is counted from a forward to its backward alone.
-            share = 0.02 if each["case"]["documents"] == "apart" else 0.002
-            assert abs(error) <= share * traced + _SCALARS_BYTES, (phase, error, traced, each)
-
-
-def test_estimate_is_that_of_the_engine():
-    _compare(_cases(0, 3))
-
-
-@pytest.mark.slow
-def test_estimate_is_that_of_the_engine_over_many_layouts():
-    _compare(_cases(3, 40))
+@pytest.mark.parametrize(
+    "number", [*range(3), *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 43))]
+)
+def test_estimate_is_that_of_the_engine(number):
+    drawn = case(number)
+    world = drawn["tensor"] * drawn["pipeline"] * drawn["data"]
+    run = resolve(config(drawn), world_size=world)
+    rank = run.mesh.rank(pp=drawn["rank"])
+    found = {phase.name: phase.peak_bytes for phase in estimate(job_of(run), rank).phases}
+    for phase, traced in programs.traced(config(drawn), rank, world).phases.items():
+        error = found[phase] - traced
+        # What is made of positions is counted from a forward to its backward alone.
+        share = 0.02 if drawn["documents"] == "apart" else 0.002
+        assert abs(error) <= share * traced + _SCALARS_BYTES, (phase, error, traced, drawn)

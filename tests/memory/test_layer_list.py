@@ -15,6 +15,7 @@ import dsx
 from dsx.cli.app import build
 from dsx.config.user_function import user_function
 from dsx.errors import ConfigError, DsxError, ModelError
+from memory import own_lists
 from meta_engine import programs
 from often import often
 
@@ -38,7 +39,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", often(CASES, 2))
 def test_the_estimate_is_what_the_engine_holds(name):
-    found = programs.result(Path(__file__).with_name("own_lists.py"), CASES[name])
+    found = programs.alone(own_lists.both, *CASES[name])
     assert found["estimate"] == pytest.approx(found["trace"], abs=_SCALARS)
 
 

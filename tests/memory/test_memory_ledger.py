@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from dsx.config.resolve import resolve
 from dsx.memory.estimate import estimate
@@ -121,32 +122,30 @@ CASES = {
     ),
 }
 
-_TRACE = """
-from dsx.config.resolve import resolve
-from meta_engine import run
-made, initialize = [], run.initialize
-run.initialize = lambda **given: made.append(initialize(**given)) or made[-1]
-config, sets, rank, world = given
-peaks = run.trace(resolve(config, world_size=world, overrides=sets), rank)
-optimizer = made[0][0].deepspeed_engine.optimizer
 
-def size(*names):
-    found = [tensor for name in names for tensor in getattr(optimizer, name, ())]
-    return sum(tensor.numel() * tensor.element_size() for tensor in found)
+def traced(sets, rank, world):
+    """Peaks of a rank, and the bytes of its optimizer's tensors."""
+    from meta_engine import run
 
-states = [t for state in optimizer.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
-found = {
-    "steady": peaks.steady_bytes,
-    "phases": peaks.phases,
-    "states": {
+    made, initialize = [], run.initialize
+    run.initialize = lambda **given: made.append(initialize(**given)) or made[-1]
+    peaks = programs.trace_here(CONFIG, rank, world, sets, {})
+    optimizer = made[0][0].deepspeed_engine.optimizer
+
+    def size(*names):
+        found = [tensor for name in names for tensor in getattr(optimizer, name, ())]
+        return sum(tensor.numel() * tensor.element_size() for tensor in found)
+
+    states = [t for state in optimizer.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+    return peaks, {
         "parameters": size("bit16_groups_flat", "bf16_groups_flat", "fp16_groups_flat"),
-        "master weights": size("single_partition_of_fp32_groups", "fp32_groups_flat_partition",
-                               "fp32_groups_flat"),
+        "master weights": size(
+            "single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_groups_flat"
+        ),
         "moments": sum(t.numel() * t.element_size() for t in states if t.device.type == "paper"),
         "fp32 gradients": size("fp32_groups_gradients_flat"),
-    },
-}
-"""
+    }
+
 
 _STATES = ("parameters", "optimizer", "gradients")
 
@@ -159,15 +158,15 @@ def test_estimate_is_what_the_engine_holds(name):
     world, sets = CASES[name]
     sets = ["gradient_accumulation_steps=4", *sets]
     rank = world - 1
-    traced = programs.result(_TRACE, [CONFIG, sets, rank, world])
+    peaks, states = programs.alone(traced, sets, rank, world)
     job = job_of(resolve(CONFIG, world_size=world, overrides=sets))
     found = estimate(job, rank)
     ours = {phase.name: phase.peak_bytes for phase in found.phases}
-    assert ours == pytest.approx(traced["phases"], abs=_SCALARS)
-    assert found.steady_bytes == pytest.approx(traced["steady"], abs=_SCALARS)
+    assert ours == pytest.approx(peaks.phases, abs=_SCALARS)
+    assert found.steady_bytes == pytest.approx(peaks.steady_bytes, abs=_SCALARS)
     # DeepSpeed's tensors, padding included, to the byte.
     exact = estimate(job, rank, rounding_bytes=1).phases[-1].lines
-    for what, size in traced["states"].items():
+    for what, size in states.items():
         held = [n for label, n in exact if what in (label.category, label.name) and label.category in _STATES]
         assert sum(held) == size, what
     # A phase's lines are all of it.

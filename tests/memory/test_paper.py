@@ -62,14 +62,6 @@ CASES = {
 SCALARS = 2048
 """Bytes of sums of losses and the like, and of the batch that is used again, which an estimate leaves out."""
 
-_TRACE = """
-from dsx.config.resolve import resolve
-from meta_engine.run import trace
-config, sets, rank, world = given
-peaks = trace(resolve(config, world_size=world, overrides=sets), rank, device="cpu")
-found = {"steady": peaks.steady_bytes, "phases": peaks.phases}
-"""
-
 
 def measured(rank, world, sets):
     """A real rank under the same meter."""
@@ -78,26 +70,21 @@ def measured(rank, world, sets):
     from meta_engine.run import measure
 
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    peaks = measure(resolve(CONFIG, world_size=world, overrides=sets))
-    return {"steady": peaks.steady_bytes, "phases": peaks.phases}
-
-
-def traced(rank, world, sets):
-    return programs.result(_TRACE, [CONFIG, sets, rank, world])
+    return measure(resolve(CONFIG, world_size=world, overrides=sets))
 
 
 @pytest.mark.parametrize("name", often(CASES, 3))
 def test_steps_are_those_of_a_real_rank(name):
     sets = ["gradient_accumulation_steps=4", "zero_optimization.reduce_bucket_size=50000", *CASES[name]]
     real = ranks.run(measured, 2, sets)
-    paper = traced(1, 2, sets)
+    paper = programs.traced(CONFIG, 1, 2, sets, device="cpu")
     job = job_of(resolve(CONFIG, world_size=2, overrides=sets), device="cpu")
     estimated = {phase.name: phase.peak_bytes for phase in estimate(job, 1).phases}
     for step in ("step 1", "step 2"):
-        assert paper["phases"][step] == real[1]["phases"][step]
-        assert estimated[step] == pytest.approx(real[1]["phases"][step], abs=SCALARS)
+        assert paper.phases[step] == real[1].phases[step]
+        assert estimated[step] == pytest.approx(real[1].phases[step], abs=SCALARS)
     # A scalar or two are kept on one side alone.
-    assert paper["steady"] == pytest.approx(real[1]["steady"], abs=16)
+    assert paper.steady_bytes == pytest.approx(real[1].steady_bytes, abs=16)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -105,12 +92,12 @@ def test_documents_apart_take_what_a_real_rank_takes(recompute):
     sets = ["gradient_accumulation_steps=4", "dsx.data.documents=apart", f"dsx.recompute={recompute}"]
     sets += ["dsx.parallel.pipeline=2", "zero_optimization.stage=1"]
     real = ranks.run(measured, 2, sets)
-    paper = traced(1, 2, sets)
+    paper = programs.traced(CONFIG, 1, 2, sets, device="cpu")
     job = job_of(resolve(CONFIG, world_size=2, overrides=sets), device="cpu")
     estimated = {phase.name: phase.peak_bytes for phase in estimate(job, 1).phases}
     for step in ("step 1", "step 2"):
-        assert paper["phases"][step] == real[1]["phases"][step]
-        assert estimated[step] == pytest.approx(real[1]["phases"][step], rel=0.02)
+        assert paper.phases[step] == real[1].phases[step]
+        assert estimated[step] == pytest.approx(real[1].phases[step], rel=0.02)
 
 
 def test_a_workspace_that_is_looked_at_does_not_count():

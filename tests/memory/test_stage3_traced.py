@@ -10,6 +10,8 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
+from deepspeed.runtime.zero import partitioned_param_coordinator
 
 from dsx.config.resolve import resolve
 from dsx.memory.estimate import estimate
@@ -65,86 +67,68 @@ CASES = {
     ],
 }
 
-_RUN = """
-from deepspeed.runtime.zero import partitioned_param_coordinator
-from dsx.config.resolve import resolve
-from meta_engine import run
 
-Coordinator = partitioned_param_coordinator.PartitionedParameterCoordinator
-events, engines, private = [], [], "_PartitionedParameterCoordinator"
-gather, drop, reset = (getattr(Coordinator, name) for name in (
-    private + "__all_gather_params_", private + "__release_param", "reset_step"))
+def traced(sets, host):
+    """What DeepSpeed did: its peaks, the bytes of its states, and its gathers and drops in their order."""
+    from meta_engine import run
 
-def gathering(self, params, forward, quantize=False):
-    absent = sorted(p.ds_numel for p in params if p.ds_status.name == "NOT_AVAILABLE")
-    if absent:
-        events.append(["gather", absent])
-    return gather(self, params, forward, quantize)
+    coordinator = partitioned_param_coordinator.PartitionedParameterCoordinator
+    private = "_PartitionedParameterCoordinator"
+    names = (f"{private}__all_gather_params_", f"{private}__release_param", "reset_step")
+    events, engines = [], []
+    gather, drop, reset = (getattr(coordinator, name) for name in names)
+    make = run.initialize
 
-def dropping(self, param, free_data=True):
-    if param.ds_status.name == "AVAILABLE" and not param.ds_active_sub_modules:
-        events.append(["drop", [param.ds_numel]])
-    return drop(self, param, free_data)
+    def gathering(self, params, forward, quantize=False):
+        if absent := sorted(p.ds_numel for p in params if p.ds_status.name == "NOT_AVAILABLE"):
+            events.append(["gather", absent])
+        return gather(self, params, forward, quantize)
 
-def resetting(self):
-    events.append(["begin", []])
-    return reset(self)
+    def dropping(self, param, free_data=True):
+        if param.ds_status.name == "AVAILABLE" and not param.ds_active_sub_modules:
+            events.append(["drop", [param.ds_numel]])
+        return drop(self, param, free_data)
 
-setattr(Coordinator, private + "__all_gather_params_", gathering)
-setattr(Coordinator, private + "__release_param", dropping)
-Coordinator.reset_step = resetting
-make = run.initialize
+    def resetting(self):
+        events.append(["begin", []])
+        return reset(self)
 
-def initialize(**arguments):
-    made = make(**arguments)
-    engines.append(made[0].deepspeed_engine)
-    return made
+    def initialize(**arguments):
+        made = make(**arguments)
+        engines.append(made[0].deepspeed_engine)
+        return made
 
-run.initialize = initialize
-config, sets, rank, world, host = given
-peaks = run.trace(resolve(config, world_size=world, overrides=sets), rank, host=host)
-optimizer = engines[0].optimizer
+    for name, call in zip(names, (gathering, dropping, resetting), strict=True):
+        setattr(coordinator, name, call)
+    run.initialize = initialize
+    peaks = programs.trace_here(CONFIG, RANK, WORLD, sets, {"host": host})
+    optimizer = engines[0].optimizer
 
-def size(*tensors):
-    return sum(t.numel() * t.element_size() for t in tensors)
+    def size(*tensors):
+        return sum(t.numel() * t.element_size() for t in tensors)
 
-moments = [t for state in optimizer.optimizer.state.values() for t in state.values()
-           if isinstance(t, torch.Tensor) and t.numel() > 1]
-states = {
-    "partitions": size(*optimizer.fp16_partitioned_groups_flat),
-    "master weights": size(*optimizer.fp32_partitioned_groups_flat),
-    "gradient partitions": size(optimizer.grad_partitions_flat_buffer),
-    "fp32 gradients": size(
-        *(t.grad for t in optimizer.fp32_partitioned_groups_flat if t.grad is not None)
-    ),
-    "moments": size(*moments),
-}
-highest = max(peaks.host_phases.values(), default=None)
-found = {"phases": peaks.phases, "host": highest, "steady": peaks.steady_bytes,
-         "states": states, "events": events}
-"""
-
-
-@pytest.fixture(scope="module")
-def runs():
-    """Of all cases at once."""
-    started = {
-        name: programs.start(_RUN, [CONFIG, CASES[name], RANK, WORLD, name == "offload"]) for name in CASES
+    masters = optimizer.fp32_partitioned_groups_flat
+    values = [value for state in optimizer.optimizer.state.values() for value in state.values()]
+    return {
+        "phases": peaks.phases,
+        "host": max(peaks.host_phases.values(), default=None),
+        "steady": peaks.steady_bytes,
+        "states": {
+            "partitions": size(*optimizer.fp16_partitioned_groups_flat),
+            "master weights": size(*masters),
+            "gradient partitions": size(optimizer.grad_partitions_flat_buffer),
+            "fp32 gradients": size(*(t.grad for t in masters if t.grad is not None)),
+            "moments": size(*(t for t in values if torch.is_tensor(t) and t.numel() > 1)),
+        },
+        "events": events,
     }
-    try:
-        yield started
-    finally:
-        for process in started.values():
-            if process.poll() is None:
-                process.kill()
-                process.communicate()
 
 
 @pytest.fixture(scope="module", params=CASES)
-def both(request, runs):
+def both(request):
     """What DeepSpeed did, and the ledger of the same rank with the gathers that it made."""
-    sets, process = CASES[request.param], runs[request.param]
-    (traced,) = programs.results(process)
+    sets = CASES[request.param]
+    real = programs.alone(traced, sets, request.param == "offload")
     job = job_of(resolve(CONFIG, world_size=WORLD, overrides=sets))
     if job.states.offload is not None:
         # Pinned memory on paper is the host's own, of any size.
@@ -154,7 +138,7 @@ def both(request, runs):
         _record(patch, events)
         found = estimate(job, RANK)
     exact = estimate(job, RANK, rounding_bytes=1)
-    return traced, found, exact, events
+    return real, found, exact, events
 
 
 def _record(patch, events):

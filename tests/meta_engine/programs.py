@@ -1,54 +1,45 @@
-"""Programs that run the engine on paper, each in a process: it changes torch and DeepSpeed for good."""
+"""The engine on paper in processes of their own, because it changes torch and DeepSpeed for good."""
 
-import json
+from __future__ import annotations
+
 import os
-import subprocess
-import sys
-from pathlib import Path
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-_BEGIN = """
-import json, os, sys, warnings
-warnings.filterwarnings("ignore")
-import torch
-torch.set_num_threads(1)
-given = json.loads(sys.argv[1])
-"""
+import torch.distributed as dist
 
-_END = """
-print(json.dumps(found))
-sys.stdout.flush()
-os._exit(0)  # fake tensors outlive their mode
-"""
+import ranks
+from dsx.config.resolve import resolve
+
+if TYPE_CHECKING:
+    from meta_engine.run import TracedPeaks
 
 
-def start(program, *given):
-    """Start a program: text that makes ``found`` of ``given``, or a file that prints lines of JSON."""
-    what = [str(program)] if isinstance(program, Path) else ["-c", _BEGIN + program + _END]
-    return subprocess.Popen(
-        [sys.executable, *what, *map(json.dumps, given)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={
-            **os.environ,
-            "CUDA_VISIBLE_DEVICES": "",
-            "DS_ACCELERATOR": "cpu",
-            "LOCAL_RANK": "0",
-            "PYTHONPATH": str(Path(__file__).parents[1]),
-        },
-    )
+def alone(function: Callable[..., Any], *given: Any) -> Any:
+    """What ``function(*given)`` returns in such a process."""
+    return ranks.run(_alone, 1, function, given)[0]
 
 
-def results(process):
-    """What a program printed."""
-    try:
-        printed, complaints = process.communicate(timeout=300)
-    finally:
-        process.kill()
-    assert not process.returncode, complaints[-3000:]
-    return [json.loads(line) for line in printed.splitlines() if line.startswith(("{", "[["))]
+def _alone(rank: int, world_size: int, function: Callable[..., Any], given: Sequence[Any]) -> Any:
+    del rank, world_size
+    warnings.filterwarnings("ignore")
+    dist.destroy_process_group()  # a trace makes its own, of ranks that are not there
+    return function(*given)
 
 
-def result(program, *given):
-    """The one thing that a program prints."""
-    return results(start(program, *given))[-1]
+def traced(
+    config: Mapping[str, Any], rank: int, world_size: int, sets: Sequence[str] = (), **options: Any
+) -> TracedPeaks:
+    """:func:`meta_engine.run.trace` of a config with keys set, in such a process."""
+    return alone(trace_here, config, rank, world_size, sets, options)
+
+
+def trace_here(
+    config: Mapping[str, Any], rank: int, world_size: int, sets: Sequence[str], options: Mapping[str, Any]
+) -> TracedPeaks:
+    """The same in this process."""
+    from meta_engine.run import trace
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+    return trace(resolve(config, world_size=world_size, overrides=sets), rank, **options)

@@ -1,0 +1,33 @@
+"""What the process imports that ranks of tests fork from, so that no rank does: see tests/ranks.py."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import suppress
+from importlib import import_module
+
+MODULES = (
+    "deepspeed.comm.mori",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.ops.triton_ops.autoep_fused_token_ops",
+    "dsx.checkpoint.run.export",
+    "dsx.data.tokenizers",
+    "dsx.engine.initialize",
+    "dsx.hub.layers",
+    "dsx.train.recipe",
+    "dsx.verify.subject",
+    "numpy.ctypeslib",
+    "pytest",
+    "torch.profiler._cupti_monitor",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+)
+
+for _name in MODULES:
+    with suppress(ImportError):
+        import_module(_name)
+with suppress(ImportError):
+    import_module("dsx.config.keys").reference()  # 13 files that every engine's settings need
+gc.collect()
+gc.freeze()  # collections in ranks leave these objects, and the pages that they share, alone
