@@ -7,16 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    GPT2Config,
-    GPT2Model,
-    GPTNeoXConfig,
-    LlamaConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM, GPT2Model
 
 from dsx.checkpoint.formats.huggingface import names
 from dsx.checkpoint.formats.huggingface import weights as hf
@@ -24,70 +15,20 @@ from dsx.checkpoint.formats.slices import merge
 from dsx.errors import CheckpointError
 from dsx.models.hf_config import model_spec
 from dsx.models.params import param_specs
+from tiny_configs import tiny
 
-_TOKENS = {"bos_token_id": 0, "eos_token_id": 0}
+_SIZES = {"vocabulary": 131, "width": 48, "heads": 8, "layers": 2, "bos_token_id": 0, "eos_token_id": 0}
+_GROUPED = _SIZES | {"ffn": 56, "kv_heads": 4, "head_dim": 10}
 CONFIGS = {
-    "llama": LlamaConfig(
-        vocab_size=131,
-        hidden_size=48,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=10,
-        intermediate_size=56,
-        num_hidden_layers=2,
-        attention_bias=True,
-        mlp_bias=True,
-        **_TOKENS,
+    "llama": tiny("llama", **_GROUPED, attention_bias=True, mlp_bias=True),
+    "llama-tied": tiny(
+        "llama", **_SIZES | {"heads": 4, "layers": 1}, ffn=56, kv_heads=4, tie_word_embeddings=True
     ),
-    "llama-tied": LlamaConfig(
-        vocab_size=131,
-        hidden_size=48,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        intermediate_size=56,
-        num_hidden_layers=1,
-        tie_word_embeddings=True,
-        **_TOKENS,
-    ),
-    "gpt2": GPT2Config(vocab_size=131, n_embd=48, n_head=4, n_layer=2, n_positions=32, **_TOKENS),
-    "qwen2-tied": Qwen2Config(
-        vocab_size=131,
-        hidden_size=48,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        intermediate_size=56,
-        num_hidden_layers=1,
-        tie_word_embeddings=True,
-        **_TOKENS,
-    ),
-    "qwen3": Qwen3Config(
-        vocab_size=131,
-        hidden_size=48,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=10,
-        intermediate_size=56,
-        num_hidden_layers=2,
-        **_TOKENS,
-    ),
-    "gemma2": Gemma2Config(
-        vocab_size=131,
-        hidden_size=48,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=10,
-        intermediate_size=56,
-        num_hidden_layers=2,
-        **_TOKENS,
-    ),
-    "gpt_neox": GPTNeoXConfig(
-        vocab_size=131,
-        hidden_size=64,
-        num_attention_heads=8,
-        intermediate_size=56,
-        num_hidden_layers=2,
-        **_TOKENS,
-    ),
+    "gpt2": tiny("gpt2", **_SIZES | {"heads": 4}, n_positions=32),
+    "qwen2-tied": tiny("qwen2", **_SIZES | {"layers": 1}, ffn=56, kv_heads=4, tie_word_embeddings=True),
+    "qwen3": tiny("qwen3", **_GROUPED),
+    "gemma2": tiny("gemma2", **_GROUPED),
+    "gpt_neox": tiny("gpt_neox", **_SIZES | {"width": 64}, ffn=56),
 }
 
 

@@ -7,45 +7,21 @@ import dataclasses
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    GPTNeoXConfig,
-    LlamaConfig,
-    MistralConfig,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
 from dsx.models.flops import flops_per_token, layer_flops, peak_flops
 from dsx.models.hf_config import model_spec
 from dsx.models.params import layer_kinds
+from tiny_configs import tiny
 
+SIZES = {"vocabulary": 101, "width": 48, "ffn": 100, "heads": 6, "layers": 2}
 MODELS = {
-    "gpt2": GPT2Config(vocab_size=101, n_positions=40, n_embd=24, n_layer=3, n_head=3, n_inner=50),
-    "gpt2-untied": GPT2Config(vocab_size=51, n_embd=8, n_layer=1, n_head=2, tie_word_embeddings=False),
-    "llama": LlamaConfig(
-        vocab_size=101,
-        hidden_size=48,
-        intermediate_size=100,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=10,
-        max_position_embeddings=40,
-    ),
-    "qwen3": Qwen3Config(
-        vocab_size=101,
-        hidden_size=48,
-        intermediate_size=100,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=10,
-    ),
-    "gpt_neox": GPTNeoXConfig(
-        vocab_size=101, hidden_size=48, intermediate_size=100, num_hidden_layers=2, num_attention_heads=6
-    ),
-}  # fmt: skip
+    "gpt2": tiny("gpt2", vocabulary=101, width=24, heads=3, layers=3, ffn=50, n_positions=40),
+    "gpt2-untied": tiny("gpt2", vocabulary=51, width=8, heads=2, layers=1, tie_word_embeddings=False),
+    "llama": tiny("llama", **SIZES, kv_heads=2, head_dim=10, max_position_embeddings=40),
+    "qwen3": tiny("qwen3", **SIZES, kv_heads=2, head_dim=10),
+    "gpt_neox": tiny("gpt_neox", **SIZES),
+}
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -25,6 +25,7 @@ from dsx.models.hf_config import model_spec
 from dsx.models.params import layer_kinds, num_parameters, param_specs, vocabulary_rows
 from dsx.models.spec import Family, Rope
 from dsx.nn.attention import inverse_frequencies
+from tiny_configs import tiny
 
 LLAMA_3 = {
     "factor": 8.0,
@@ -33,74 +34,35 @@ LLAMA_3 = {
     "original_max_position_embeddings": 32,
     "rope_type": "llama3",
 }
+ODD = {"vocabulary": 97, "width": 32, "ffn": 50, "heads": 4}
 CONFIGS = {
     "gpt2-default": GPT2Config(),
-    "gpt2-odd": GPT2Config(vocab_size=1009, n_positions=77, n_embd=60, n_layer=3, n_head=6, n_inner=101),
-    "gpt2-untied": GPT2Config(vocab_size=31, n_embd=8, n_layer=1, n_head=2, tie_word_embeddings=False),
+    "gpt2-odd": tiny("gpt2", vocabulary=1009, width=60, heads=6, layers=3, ffn=101, n_positions=77),
+    "gpt2-untied": tiny("gpt2", vocabulary=31, width=8, heads=2, layers=1, tie_word_embeddings=False),
     "llama-default": LlamaConfig(),
-    "llama-gqa": LlamaConfig(
-        vocab_size=1009,
-        hidden_size=48,
-        intermediate_size=100,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=10,
+    "llama-gqa": tiny(
+        "llama", vocabulary=1009, width=48, heads=6, layers=3, ffn=100, kv_heads=2, head_dim=10
     ),
-    "llama-biases": LlamaConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=50,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        attention_bias=True,
-        mlp_bias=True,
-    ),
-    "llama-tied": LlamaConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=50,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        tie_word_embeddings=True,
-    ),
+    "llama-biases": tiny("llama", **ODD, layers=2, kv_heads=1, attention_bias=True, mlp_bias=True),
+    "llama-tied": tiny("llama", **ODD, layers=2, tie_word_embeddings=True),
     "mistral-default": MistralConfig(),
     "qwen2-default": Qwen2Config(),
     "qwen3-default": Qwen3Config(),
-    "qwen3-odd": Qwen3Config(
-        vocab_size=97,
-        hidden_size=30,
-        intermediate_size=50,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+    "qwen3-odd": tiny(
+        "qwen3",
+        **ODD | {"width": 30},
+        layers=3,
+        kv_heads=2,
         head_dim=6,
         attention_bias=True,
         use_sliding_window=True,
         max_window_layers=2,
     ),
     "gpt_neox-default": GPTNeoXConfig(),
-    "gpt_neox-odd": GPTNeoXConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=50,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        attention_bias=False,
-        tie_word_embeddings=True,
-    ),
+    "gpt_neox-odd": tiny("gpt_neox", **ODD, layers=2, attention_bias=False, tie_word_embeddings=True),
     "gemma2-default": Gemma2Config(),
-    "gemma2-odd": Gemma2Config(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=50,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        head_dim=6,
-        attention_bias=True,
-        tie_word_embeddings=False,
+    "gemma2-odd": tiny(
+        "gemma2", **ODD, layers=3, kv_heads=1, head_dim=6, attention_bias=True, tie_word_embeddings=False
     ),
 }
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 import ranks
 from checkpoint.stock_checkpoints import read_entry
@@ -31,57 +31,17 @@ from dsx.checkpoint.read import DamagedError, verify
 from dsx.errors import CheckpointError
 from dsx.models.hf_config import model_spec
 from dsx.models.params import param_specs
+from tiny_configs import tiny
 
-TOKENS = {"bos_token_id": 0, "eos_token_id": 0}
+SIZES = {"vocabulary": 67, "width": 24, "heads": 4, "layers": 2, "bos_token_id": 0, "eos_token_id": 0}
+WIDE = SIZES | {"width": 32, "ffn": 40}
 CONFIGS = {
-    "llama": LlamaConfig(
-        vocab_size=67,
-        hidden_size=24,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=40,
-        num_hidden_layers=2,
-        attention_bias=True,
-        **TOKENS,
-    ),
-    "llama-tied": LlamaConfig(
-        vocab_size=67,
-        hidden_size=24,
-        num_attention_heads=4,
-        intermediate_size=40,
-        num_hidden_layers=1,
-        tie_word_embeddings=True,
-        **TOKENS,
-    ),
-    "gpt2": GPT2Config(vocab_size=67, n_embd=24, n_head=4, n_layer=2, n_positions=32, **TOKENS),
-    "qwen3": Qwen3Config(
-        vocab_size=67,
-        hidden_size=24,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        intermediate_size=40,
-        num_hidden_layers=2,
-        attention_bias=True,
-        **TOKENS,
-    ),
-    "gpt_neox": GPTNeoXConfig(
-        vocab_size=67,
-        hidden_size=32,
-        num_attention_heads=4,
-        intermediate_size=40,
-        num_hidden_layers=2,
-        **TOKENS,
-    ),
-    "gpt_neox-tied": GPTNeoXConfig(
-        vocab_size=67,
-        hidden_size=32,
-        num_attention_heads=4,
-        intermediate_size=40,
-        num_hidden_layers=1,
-        tie_word_embeddings=True,
-        **TOKENS,
-    ),
+    "llama": tiny("llama", **SIZES, ffn=40, kv_heads=2, attention_bias=True),
+    "llama-tied": tiny("llama", **SIZES | {"layers": 1}, ffn=40, tie_word_embeddings=True),
+    "gpt2": tiny("gpt2", **SIZES, n_positions=32),
+    "qwen3": tiny("qwen3", **SIZES, ffn=40, kv_heads=2, head_dim=8, attention_bias=True),
+    "gpt_neox": tiny("gpt_neox", **WIDE),
+    "gpt_neox-tied": tiny("gpt_neox", **WIDE | {"layers": 1}, tie_word_embeddings=True),
 }
 NAMES = pytest.mark.parametrize("name", CONFIGS)
 
