@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+
+import pytest
+
+from dsx.config.resolve import resolve
+from dsx.errors import DsxError
 
 BASE = {
     "train_micro_batch_size_per_gpu": 2,
@@ -32,3 +38,12 @@ def changed(edits: dict) -> dict:
         else:
             node[last] = value
     return config
+
+
+def check_refused(edits: dict, words: Sequence[str], world_size: int = 1) -> None:
+    """BASE with these edits is refused, in a message that has these words and a fix."""
+    with pytest.raises(DsxError) as caught:
+        resolve(changed(edits), world_size=world_size)
+    message = str(caught.value)
+    for word in ("Fix: ", *words):
+        assert word in message
