@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from dsx.config.batch import ACCUMULATION, MICRO, TRAIN
+from dsx.config.batch import ACCUMULATION, MICRO, TRAIN, Batch
 from dsx.errors import ConfigError
 from dsx.memory.estimate import Job
 from dsx.memory.layer_list import LayerList, ListRecords, layers_job, record_list, require_optimizer
@@ -126,12 +126,8 @@ class OwnInputs(PlanInputs):
     def config_of(self, layout: Candidate, predictor: Predictor) -> dict[str, Any]:
         del predictor
         zero = dict(self.content.get("zero_optimization") or {}) | {"stage": layout.zero_stage}
-        sizes = {
-            TRAIN: self.global_batch,
-            MICRO: layout.micro_batch,
-            ACCUMULATION: layout.micro_batches(self.global_batch),
-        }
-        return self.content | sizes | {"zero_optimization": zero}
+        batch = Batch(self.global_batch, layout.micro_batch, layout.micro_batches(self.global_batch))
+        return self.content | batch.keys() | {"zero_optimization": zero}
 
     def module_words(self, layout: Candidate, predictor: Predictor) -> str:
         return (
