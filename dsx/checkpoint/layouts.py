@@ -210,7 +210,8 @@ def _counted(method: str, pp: int, layers: int | None) -> tuple[int, ...]:
 def _elements(specs: Sequence[ParamSpec], layer: int, layers: int, tp: int) -> int:
     """Parameters of one rank's module of a layer, as PipelineModule counts them: tied ones in each layer."""
     mine = (spec for spec in specs if spec.layer == layer or (spec.tie and layer == layers - 1))
-    return sum(prod(spec.local_shape(tp)) for spec in mine)
+    at = Mesh.of(tp=tp).at()
+    return sum(prod(spec.local_shape(at)) for spec in mine)
 
 
 def evenest(weights: Sequence[int], num_stages: int) -> tuple[int, ...]:

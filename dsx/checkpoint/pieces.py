@@ -10,6 +10,7 @@ from math import prod
 
 from dsx.checkpoint.catalog import Entry, Piece
 from dsx.models.param import Box, ParamSpec
+from dsx.parallel.mesh import Coordinates
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,15 +148,15 @@ def interval_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]
         yield from (((last, last + 1), *box) for box in interval_boxes(shape[1:], 0, tail))
 
 
-def local_parts(spec: ParamSpec, tp: int, tp_rank: int, start: int, stop: int) -> tuple[Part, ...]:
+def local_parts(spec: ParamSpec, at: Coordinates, start: int, stop: int) -> tuple[Part, ...]:
     """Elements ``start`` to ``stop`` of a rank's flattened local tensor, as boxes of the logical tensor.
 
-    The local tensor is what tensor parallelism leaves on ``tp_rank``, its fused blocks one after another and
-    padding last along the split dim.
+    The local tensor is what the axes leave on the rank, its fused blocks one after another and padding last
+    along the split dim.
     """
     dim = spec.split
-    spans = () if dim is None else tuple(box[dim] for box in spec.boxes(tp, tp_rank))
-    return cut_parts(spec.local_shape(tp), dim, spans, start, stop)
+    spans = () if dim is None else tuple(box[dim] for box in spec.boxes(at))
+    return cut_parts(spec.local_shape(at), dim, spans, start, stop)
 
 
 def cut_parts(

@@ -37,7 +37,7 @@ def settled(module: nn.Module, model: HubModel, weights: Weights, summed: set[st
     """
     for path, parameter in list(module.named_parameters()):
         owner, _, name = path.rpartition(".")
-        shape = weights.specs[path].local_shape(weights.tp.size)
+        shape = weights.specs[path].local_shape(weights.tp.at)
         empty = torch.empty(shape, dtype=weights.dtype, device=weights.device)
         setattr(module.get_submodule(owner), name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
     paths = {inner: path for path, inner in module.named_modules()}

@@ -127,4 +127,4 @@ def own_values(local: Tensor, memory: str, spec: ParamSpec, model: HubModel, wei
         raise ModelError(
             memory, "the family's code gives it no fresh values", "start from a folder with weights"
         )
-    take_part(local, value, spec, tp=weights.tp.size, tp_rank=weights.tp.rank)
+    take_part(local, value, spec, weights.tp.at)

@@ -207,10 +207,10 @@ def _buffers(layers: RankLayers, pp_rank: int) -> Message:
 
 def _quantized(specs: Sequence[ParamSpec], job: Job, ledger: Ledger) -> Message:
     """Quantised matrices, those of the last layer beside what they are made of, one after the other."""
-    tp, held = job.layout.mesh.tp, []
+    at, held = job.layout.mesh.at(), []
     last = max((spec.layer for spec in specs), default=0)
     passing = {
-        spec.name: Storage(ledger, _ORIGINAL, prod(spec.local_shape(tp)) * job.states.width).hold()
+        spec.name: Storage(ledger, _ORIGINAL, prod(spec.local_shape(at)) * job.states.width).hold()
         for spec in specs
         if spec.layer == last
     }
@@ -218,9 +218,9 @@ def _quantized(specs: Sequence[ParamSpec], job: Job, ledger: Ledger) -> Message:
         through: list[Storage] = []
         if spec.name in passing:
             through.append(passing[spec.name])
-            half = 2 * prod(spec.local_shape(tp)) if spec.quantized == "int8" else 0
+            half = 2 * prod(spec.local_shape(at)) if spec.quantized == "int8" else 0
             through.append(Storage(ledger, _ORIGINAL, half).hold())
-        held += [Storage(ledger, _QUANTIZED, size).hold() for size in spec.quantized_bytes(tp)]
+        held += [Storage(ledger, _QUANTIZED, size).hold() for size in spec.quantized_bytes(at)]
         dropped(through)
     return held
 
@@ -258,10 +258,10 @@ def _rank(
     *,
     replays: bool,
 ) -> tuple[States, Walk]:
-    tp, width = job.layout.mesh.tp, job.states.width
+    at, width = job.layout.mesh.at(), job.states.width
     plain = (spec for spec in job.layout.params if spec.quantized == "none")
     layout = replace(job.layout, params=tuple(plain))
-    leaves = {spec.name: Leaf(spec.name, spec.local_shape(tp), width) for spec in layout.params_of(pp_rank)}
+    leaves = {spec.name: Leaf(spec.name, spec.local_shape(at), width) for spec in layout.params_of(pp_rank)}
     plan = layout.zero_plan(pp_rank)
     if not plan.groups:  # the one number that a rank trains with nothing to train (engine/initialize.py)
         leaves["spare"] = Leaf("spare", (1,), width)

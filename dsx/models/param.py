@@ -1,4 +1,4 @@
-"""One logical (global) tensor of a model, and how tensor parallelism cuts it. Pure data."""
+"""One logical (global) tensor of a model, and how the axes of a mesh cut it. Pure data."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from math import prod
 from typing import Literal, Self, TypeAlias
 
 from dsx.errors import LayoutError
+from dsx.parallel.mesh import Coordinates
 
 ITEM_BYTES: Mapping[str, int] = {
     "float64": 8,
@@ -33,6 +34,7 @@ Box = tuple[tuple[int, int], ...]
 """A rectangular part of a tensor: (start, stop) per dim."""
 
 
+_SPLIT = "tp"  # the axis that divides a tensor along its ``split``
 _MOST_DIGITS = 6  # of a layer's number
 
 
@@ -70,7 +72,7 @@ NF4_BLOCK = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamSpec:
-    """A global tensor, its cut along the tensor-parallel axis, and its Hugging Face names.
+    """A global tensor, how axes cut it, and its Hugging Face names.
 
     Attributes:
         name: ``<index in the layer list>.<path in the layer's module>``, e.g. ``1.attention.qkv.weight``.
@@ -201,63 +203,64 @@ class ParamSpec:
         """Elements of the logical tensor."""
         return prod(self.shape)
 
-    def local_extent(self, tp: int) -> int:
-        """Elements along ``split`` that each of ``tp`` ranks holds, padding included."""
+    def local_extent(self, at: Coordinates) -> int:
+        """Elements along ``split`` that a rank holds, padding included: the same number at every index."""
         if self.split is None:
             raise LayoutError(self.name, "a replicated tensor has no split dim", "ask for its shape")
         if self.pad_multiple is not None:
-            per_rank = -(-self.shape[self.split] // tp)
+            degree, _ = at.along(_SPLIT)
+            per_rank = -(-self.shape[self.split] // degree)
             return -(-per_rank // self.pad_multiple) * self.pad_multiple
-        return sum(hi - lo for lo, hi in self._spans(tp, 0))
+        return sum(hi - lo for lo, hi in self._spans(at))
 
-    def local_shape(self, tp: int) -> tuple[int, ...]:
-        """Shape of one rank's tensor among ``tp``, padding included."""
+    def local_shape(self, at: Coordinates) -> tuple[int, ...]:
+        """Shape of a rank's tensor, padding included: the same at every index."""
         if self.split is None:
             return self.shape
-        return (*self.shape[: self.split], self.local_extent(tp), *self.shape[self.split + 1 :])
+        return (*self.shape[: self.split], self.local_extent(at), *self.shape[self.split + 1 :])
 
-    def quantized_bytes(self, tp: int) -> tuple[int, ...]:
-        """Bytes of the tensors that one rank among ``tp`` holds of it: numbers and scales, if quantised."""
+    def quantized_bytes(self, at: Coordinates) -> tuple[int, ...]:
+        """Bytes of the tensors that a rank holds of it: numbers and scales, if quantised."""
         if self.quantized == "none":
             return ()
-        rows, columns = self.local_shape(tp)
+        rows, columns = self.local_shape(at)
         if self.quantized == "int8":
             return rows * columns, 4 * rows
         return -(-rows * columns // 2), 4 * -(-rows * columns // NF4_BLOCK)
 
-    def boxes(self, tp: int, tp_rank: int) -> tuple[Box, ...]:
-        """Global boxes that tp rank ``tp_rank`` of ``tp`` holds, in local order along ``split``.
+    def boxes(self, at: Coordinates) -> tuple[Box, ...]:
+        """Global boxes that a rank holds, in local order along ``split``.
 
         Padding is no part of a box: the local tensor's rows past the boxes' are padding. A rank whose rows
         are all padding gets an empty box.
 
+        >>> from dsx.parallel.mesh import Mesh
         >>> spec = ParamSpec(name="w", layer=0, shape=(8, 2), init=Init(kind="zeros"), hf=("w",), split=0,
         ...                  parts=(4, 2, 2))
-        >>> spec.boxes(2, 1)
+        >>> spec.boxes(Mesh.of(tp=2).at(1))
         (((2, 4), (0, 2)), ((5, 6), (0, 2)), ((7, 8), (0, 2)))
         """
         whole = tuple((0, n) for n in self.shape)
         if self.split is None:
             return (whole,)
-        return tuple(
-            (*whole[: self.split], span, *whole[self.split + 1 :]) for span in self._spans(tp, tp_rank)
-        )
+        return tuple((*whole[: self.split], span, *whole[self.split + 1 :]) for span in self._spans(at))
 
-    def _spans(self, tp: int, tp_rank: int) -> tuple[tuple[int, int], ...]:
+    def _spans(self, at: Coordinates) -> tuple[tuple[int, int], ...]:
         assert self.split is not None
+        degree, index = at.along(_SPLIT)
         extent = self.shape[self.split]
         if self.pad_multiple is not None:
-            step = self.local_extent(tp)
-            return ((min(tp_rank * step, extent), min((tp_rank + 1) * step, extent)),)
+            step = self.local_extent(at)
+            return ((min(index * step, extent), min((index + 1) * step, extent)),)
         spans, base = [], 0
         for part in self.parts or (extent,):
-            if part % tp:
+            if part % degree:
                 raise LayoutError(
                     f"{self.name} (a block of {part} on dim {self.split})",
-                    f"it does not divide by tp = {tp}",
+                    f"it does not divide by {_SPLIT} = {degree}",
                     f"use a tensor-parallel degree that divides {part}",
                 )
-            step = part // tp
-            spans.append((base + tp_rank * step, base + (tp_rank + 1) * step))
+            step = part // degree
+            spans.append((base + index * step, base + (index + 1) * step))
             base += part
         return tuple(spans)

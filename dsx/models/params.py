@@ -20,6 +20,7 @@ from dsx.models.family import LayerParams
 from dsx.models.hf_config import FAMILIES
 from dsx.models.param import ParamSpec
 from dsx.models.spec import Adapter, HubModel, Model, ModelSpec
+from dsx.parallel.mesh import Mesh
 
 
 def layer_kinds(model: Model) -> tuple[str, ...]:
@@ -57,7 +58,7 @@ def vocabulary_rows(model: Model, tensor: int, *, pad_multiple: int) -> int:
         (word,) = _padded(model.params[:1], pad_multiple)
     else:
         (word,) = _layer(model, 0, "WordEmbedding", 0, pad_multiple)
-    return word.local_extent(tensor)
+    return word.local_extent(Mesh.of(tp=tensor).at())
 
 
 def stored_specs(model: Model, *, pad_multiple: int = 64) -> tuple[ParamSpec, ...]:

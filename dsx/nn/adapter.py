@@ -244,7 +244,7 @@ def attach(
         like = next(linear.parameters(recurse=False))
         for name, spec in held:
             if spec.adapts:
-                empty = torch.empty(spec.local_shape(tp.size), dtype=like.dtype, device=like.device)
+                empty = torch.empty(spec.local_shape(tp.at), dtype=like.dtype, device=like.device)
                 linear.register_parameter(name, nn.Parameter(empty))
         if stacks:
             linear.forward = partial(_with_stacks, linear, linear.forward, stacks)

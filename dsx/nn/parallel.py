@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from dsx.errors import LayoutError
+from dsx.parallel.mesh import Coordinates, Mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,11 @@ class TensorParallel:
     rank: int = 0
     group: ProcessGroup | None = field(default=None, repr=False)
     sequence_parallel: bool = False
+
+    @property
+    def at(self) -> Coordinates:
+        """Where this rank stands on the tensor axis, the one that cuts parameters."""
+        return Mesh.of(tp=self.size).at(self.rank)
 
     def __post_init__(self) -> None:
         if self.size < 1:

@@ -33,6 +33,7 @@ from dsx.models.spec import Adapter
 from dsx.nn.dropout import draw_seed, seeded
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.split import WeightGradients
+from dsx.parallel.mesh import Coordinates
 
 DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, dtype) for name, dtype in PRECISIONS.items()}
 """What a run is said to train in -> the dtype of its parameters."""
@@ -67,42 +68,41 @@ def philox_4x32(counter: Words, key: tuple[int, int]) -> Words:
     return c0, c1, c2, c3
 
 
-def fill(out: Tensor, spec: ParamSpec, *, tp: int, tp_rank: int, seed: int) -> None:
+def fill(out: Tensor, spec: ParamSpec, at: Coordinates, *, seed: int) -> None:
     """Fill one rank's tensor with its part of the initial value of ``spec``; padding becomes zero.
 
     Args:
-        out: Of shape ``spec.local_shape(tp)``, any dtype and device. Overwritten.
+        out: Of shape ``spec.local_shape(at)``, any dtype and device. Overwritten.
         spec: The parameter; its name and ``seed`` choose the values.
-        tp: Tensor-parallel degree.
-        tp_rank: This rank's index.
+        at: Where the rank stands.
         seed: Of the run.
     """
     out = out.detach()
     out.zero_()
-    for region, box in regions(out, spec, tp=tp, tp_rank=tp_rank):
+    for region, box in regions(out, spec, at):
         if spec.init.kind == "ones":
             region.fill_(1.0)
         elif spec.init.kind in _DRAWN:
             _fill_random(region, box, spec, _key(seed, spec.init.part_of or spec.name))
 
 
-def regions(out: Tensor, spec: ParamSpec, *, tp: int, tp_rank: int) -> Iterator[tuple[Tensor, Box]]:
+def regions(out: Tensor, spec: ParamSpec, at: Coordinates) -> Iterator[tuple[Tensor, Box]]:
     """Views of one rank's tensor, each with the global box that it holds; padding is in none of them."""
-    at = 0
-    for box in spec.boxes(tp, tp_rank):
+    start = 0
+    for box in spec.boxes(at):
         region = out
         if spec.split is not None:
             lo, hi = box[spec.split]
-            region = out.narrow(spec.split, at, hi - lo)
-            at += hi - lo
+            region = out.narrow(spec.split, start, hi - lo)
+            start += hi - lo
         yield region, box
 
 
 @torch.no_grad()
-def take_part(out: Tensor, whole: Tensor, spec: ParamSpec, *, tp: int, tp_rank: int) -> None:
+def take_part(out: Tensor, whole: Tensor, spec: ParamSpec, at: Coordinates) -> None:
     """Write one rank's part of a whole tensor into ``out``; padding becomes zero."""
     out.zero_()
-    for region, box in regions(out, spec, tp=tp, tp_rank=tp_rank):
+    for region, box in regions(out, spec, at):
         region.copy_(whole[tuple(slice(*span) for span in box)])
 
 
@@ -218,7 +218,7 @@ def fresh_parameter(
         parts=parts,
         pad_multiple=pad_multiple,
     )
-    parameter: Any = nn.Parameter(torch.empty(spec.local_shape(tp.size), dtype=dtype, device=device))
+    parameter: Any = nn.Parameter(torch.empty(spec.local_shape(tp.at), dtype=dtype, device=device))
     parameter.tensor_model_parallel = split is not None and tp.size > 1
     parameter.dsx_spec = None if init is None else spec
     if init is not None and parameter.device.type != "meta":
@@ -233,14 +233,14 @@ def fresh_parameter(
 def _fill(parameter: Any, spec: ParamSpec, init: Initialiser, tp: TensorParallel) -> None:
     seed = getattr(parameter, "dsx_seed", 0)
     if isinstance(init, Init):
-        fill(parameter, spec, tp=tp.size, tp_rank=tp.rank, seed=seed)
+        fill(parameter, spec, tp.at, seed=seed)
         return
     whole = torch.zeros(spec.shape, dtype=parameter.dtype, device=parameter.device)
     with seeded(parameter.device, seed):
         given = init(whole)
     if isinstance(given, Tensor) and given.shape == whole.shape:
         whole = given
-    take_part(parameter, whole, spec, tp=tp.size, tp_rank=tp.rank)
+    take_part(parameter, whole, spec, tp.at)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,14 +301,14 @@ def initialise(module: nn.Module, specs: dict[str, ParamSpec], tp: TensorParalle
         )
     for path, parameter in parameters.items():
         spec = specs[path]
-        if tuple(parameter.shape) != spec.local_shape(tp.size):
+        if tuple(parameter.shape) != spec.local_shape(tp.at):
             raise ModelError(
                 spec.name,
-                f"the module holds {tuple(parameter.shape)}, the spec says {spec.local_shape(tp.size)}",
+                f"the module holds {tuple(parameter.shape)}, the spec says {spec.local_shape(tp.at)}",
                 "make the module and its ParamSpec agree",
             )
         if parameter.device.type != "meta":
-            fill(parameter, spec, tp=tp.size, tp_rank=tp.rank, seed=seed)
+            fill(parameter, spec, tp.at, seed=seed)
         parameter.dsx_spec = spec  # type: ignore[attr-defined]  # a tag, read by engine and checkpoints
         parameter.tensor_model_parallel = spec.split is not None and tp.size > 1  # type: ignore[attr-defined]  # as above
         if not spec.trained:

@@ -15,7 +15,7 @@ from deepspeed.runtime.pipe.topology import (
 
 from dsx.errors import LayoutError
 from dsx.nn.parallel import TensorParallel
-from dsx.parallel.mesh import Mesh
+from dsx.parallel.mesh import Coordinates, Mesh
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -86,6 +86,11 @@ class Groups:
         """Whether this rank has no console: all but the first of the job, or of its first island."""
         told = self.island is None or self.island.islands.speaks
         return self.silent or self.rank != 0 or not told
+
+    @property
+    def at(self) -> Coordinates:
+        """Where this rank stands, which says what it holds of a parameter."""
+        return self.mesh.at(self.rank)
 
     @property
     def tensor_parallel(self) -> TensorParallel:

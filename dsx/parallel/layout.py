@@ -58,9 +58,10 @@ class Layout:
                 f"the stage map is for {self.stages.num_ranks} pipeline ranks",
                 "make both for the same pipeline degree",
             )
+        at = self.mesh.at()
         for spec in self.params:
             self.stages.stage_of(spec.layer)
-            spec.local_shape(self.mesh.tp)
+            spec.local_shape(at)
 
     def owners(self, spec: ParamSpec) -> tuple[int, ...]:
         """Pipeline ranks that hold ``spec``: one, or two for a weight tied across the pipeline."""
@@ -80,7 +81,8 @@ class Layout:
 
         A tied table counts on every pipeline rank that holds a layer of it.
         """
-        return sum(prod(spec.local_shape(self.mesh.tp)) for spec in self.params_of(pp_rank))
+        at = self.mesh.at()
+        return sum(prod(spec.local_shape(at)) for spec in self.params_of(pp_rank))
 
     def zero_plan(self, pp_rank: int) -> ZeroPlan:
         """ZeRO's cut of a pipeline rank's trained parameters, for dsx's own optimizer groups.
@@ -90,10 +92,11 @@ class Layout:
         """
         plain: list[tuple[str, int]] = []
         tied: list[tuple[str, int]] = []
+        at = self.mesh.at()
         for spec in self.params_of(pp_rank):
             if not spec.trained:
                 continue
-            held = (spec.name, prod(spec.local_shape(self.mesh.tp)))
+            held = (spec.name, prod(spec.local_shape(at)))
             alone = self.zero_stage in (1, 2) and len(self.owners(spec)) > 1
             (tied if alone else plain).append(held)
         groups = (tuple(plain), *((item,) for item in tied))
@@ -103,22 +106,22 @@ class Layout:
 
     def holdings(self, rank: int) -> tuple[Holding, ...]:
         """Every parameter that ``rank`` holds a share of, in layer order."""
-        at = self.mesh.coords(rank)
-        plan, tp = self.zero_plan(at["pp"]), self.mesh.tp
-        replica = self.mesh.replica(rank)
+        at = self.mesh.at(rank)
+        _, pp_rank = at.along("pp")
+        plan, replica = self.zero_plan(pp_rank), self.mesh.replica(rank)
         weights, state = plan.weights(replica), plan.state(replica)
 
         def frozen(spec: ParamSpec) -> tuple[int, int]:
-            numel = prod(spec.local_shape(tp))
+            numel = prod(spec.local_shape(at))
             return part_of(numel, plan.dp, replica) if self.zero_stage == 3 else (0, numel)
 
         return tuple(
             Holding(
                 spec=spec,
-                shape=spec.local_shape(tp),
-                boxes=spec.boxes(tp, at["tp"]),
+                shape=spec.local_shape(at),
+                boxes=spec.boxes(at),
                 weights=weights[spec.name] if spec.trained else frozen(spec),
                 state=state[spec.name] if spec.trained else (0, 0),
             )
-            for spec in self.params_of(at["pp"])
+            for spec in self.params_of(pp_rank)
         )

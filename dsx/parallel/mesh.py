@@ -52,6 +52,30 @@ AXES = (
 (deepspeed/runtime/pipe/topology.py, PipeModelDataParallelTopology)."""
 
 
+@dataclass(frozen=True, slots=True)
+class Coordinates:
+    """Where a rank stands: the degree of every axis and its index along it, by the axis's name.
+
+    What a rank holds of a tensor follows from it alone (:class:`dsx.models.param.ParamSpec`).
+
+    >>> Mesh.of(pp=2, tp=4).at(3).along("tp")
+    (4, 3)
+    """
+
+    axes: tuple[tuple[str, int, int], ...] = ()
+
+    def along(self, axis: str) -> tuple[int, int]:
+        """Degree of an axis, and the index along it; where it is not named, there is one rank."""
+        for name, degree, index in self.axes:
+            if name == axis:
+                return degree, index
+        return 1, 0
+
+
+ALONE = Coordinates()
+"""Of a rank that holds every tensor whole."""
+
+
 @dataclass(frozen=True, slots=True, init=False)
 class Mesh:
     """Named axes and their degrees, outermost first.
@@ -214,6 +238,11 @@ class Mesh:
         """Whether ``rank`` is the first along each of ``axes``."""
         at = self.coords(rank)
         return not any(at.get(axis, 0) for axis in axes)
+
+    def at(self, rank: int = 0) -> Coordinates:
+        """Where ``rank`` stands. Raises LayoutError outside ``range(size)``."""
+        found = self.coords(rank)
+        return Coordinates(tuple((name, degree, found[name]) for name, degree in self.axes))
 
     def coords(self, rank: int) -> dict[str, int]:
         """Coordinate of ``rank`` on every axis. Raises LayoutError outside ``range(size)``."""

@@ -12,6 +12,7 @@ from dsx.models.flops import WIDTHS, auto_chunk, flops_per_token
 from dsx.models.params import layer_kinds, param_specs
 from dsx.models.spec import HubModel, Model
 from dsx.parallel.limits import Asked
+from dsx.parallel.mesh import Mesh
 from dsx.planner.layer_cost import LayerCost
 from dsx.planner.layer_times import Machine, layer_times, record_times, recorded_flops
 from dsx.planner.layout import Candidate, PlannedLayers, Task
@@ -87,12 +88,12 @@ class ModelLayers(PlannedLayers):
 
         Quantised ones are left out.
         """
-        held = [0] * len(layer_kinds(self.model))
+        held, at = [0] * len(layer_kinds(self.model)), Mesh.of(tp=tensor).at()
         for spec in param_specs(self.model.for_tensor(tensor), pad_multiple=self.vocab_multiple):
             if (trained and not spec.trained) or spec.quantized != "none":
                 continue  # Each rank holds a quantised matrix whole, and ZeRO neither cuts nor gathers it.
             for layer in {spec.layer, len(held) - 1} if spec.tie is not None else {spec.layer}:
-                held[layer] += prod(spec.local_shape(tensor))
+                held[layer] += prod(spec.local_shape(at))
         return tuple(held)
 
     def kept_bytes(self, layout: Candidate) -> int:

@@ -58,6 +58,7 @@ from dsx.models.params import stored_specs
 from dsx.models.quiet_transformers import first_line, quiet_transformers
 from dsx.models.spec import HubModel, Model
 from dsx.parallel.groups import Groups
+from dsx.parallel.mesh import ALONE, Coordinates
 from dsx.trainer.as_given import require_as_made, require_classes_own_code, require_no_code_of_its_own
 
 _MOST_TOKENS, _BLOCK = 2048, 64
@@ -553,14 +554,14 @@ def weights_of(whole: PreTrainedModel, model: Model, groups: Groups) -> Callable
     specs = stored_specs(model)
     _require_all(held, [names.in_memory(spec) for spec in specs if not spec.adapts])
 
-    def read(spec: ParamSpec, tp: int = 1, tp_rank: int = 0) -> Tensor:
+    def read(spec: ParamSpec, at: Coordinates = ALONE) -> Tensor:
         own = names.in_memory(spec)
         joined = hf.join(own, lambda name: held[_found(held, own, name)])
         assert joined is not None
-        return slices.part_of(own, joined, tp, tp_rank)
+        return slices.part_of(own, joined, at)
 
     buffers = [spec for spec in specs if spec.buffer]
-    return torch.no_grad()(partial(fill_base, read, buffers, (groups.mesh.tp, groups.tp_rank)))
+    return torch.no_grad()(partial(fill_base, read, buffers, groups.at))
 
 
 def _found(held: Mapping[str, Any], spec: ParamSpec, name: str) -> str:

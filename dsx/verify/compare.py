@@ -165,7 +165,7 @@ class Places:
         spec = self.known[name].spec
         if spec is None or spec.split is None:
             return tensor.flatten()
-        boxes = spec.boxes(self.degrees.mesh.tp, 0)
+        boxes = spec.boxes(self.degrees.mesh.at())
         return torch.cat([tensor[tuple(slice(*span) for span in box)].flatten() for box in boxes])
 
 

@@ -35,6 +35,7 @@ from dsx.nn import parameters
 from dsx.nn.adapter import merged
 from dsx.nn.loss import TokenMean
 from dsx.nn.parallel import TensorParallel
+from dsx.parallel.mesh import ALONE, Coordinates
 
 _TORCH = {"adam": "AdamW", "adamw": "AdamW", "adagrad": "Adagrad"}
 _NOT_TORCHS = {"torch_adam", "adam_w_mode", "fused", "fp32_optimizer_states"}
@@ -388,7 +389,7 @@ class ReferenceLayers:
     @torch.no_grad()
     def _load(self, weights: Mapping[str, Tensor]) -> None:
         for name, parameter in self._parameters.items():
-            put(parameter, weights[name], tp=1, tp_rank=0)
+            put(parameter, weights[name])
 
 
 Reference = Transformers | ReferenceLayers
@@ -417,8 +418,8 @@ def fresh_weights(config: RunConfig, layers: ReferenceLayers) -> dict[str, Tenso
     own = dict(config.model.own_values) if isinstance(config.model, HubModel) else {}
     made = layers.weights() if own else {}
     for spec in config.param_specs:
-        whole = torch.empty(spec.local_shape(1))
-        parameters.fill(whole, spec, tp=1, tp_rank=0, seed=config.dsx.train.seed)
+        whole = torch.empty(spec.local_shape(ALONE))
+        parameters.fill(whole, spec, ALONE, seed=config.dsx.train.seed)
         weights[spec.name] = made[spec.name] if spec.name in own else slices.merge(spec, [whole])
     by_name = {spec.name: spec for spec in config.param_specs}
     for spec in config.param_specs:
@@ -430,11 +431,11 @@ def fresh_weights(config: RunConfig, layers: ReferenceLayers) -> dict[str, Tenso
     return weights
 
 
-def put(parameter: Tensor, values: Tensor, *, tp: int, tp_rank: int) -> None:
+def put(parameter: Tensor, values: Tensor, at: Coordinates = ALONE) -> None:
     """Write one rank's part of a logical tensor into a parameter; padding becomes zero."""
     spec = getattr(parameter, "dsx_spec", None)
     if isinstance(spec, ParamSpec):
-        parameters.take_part(parameter, values, spec, tp=tp, tp_rank=tp_rank)
+        parameters.take_part(parameter, values, spec, at)
     else:
         parameter.copy_(values)
 

@@ -276,7 +276,8 @@ def _whole(item: Known, places: Sequence[int], parts: Local, tp: int) -> Whole:
         values.append(shards[0] if spec is None else slices.merge(spec, shards))
         if spec is not None and spec.pad_multiple is not None and spec.split is not None:
             for rank, shard in enumerate(shards):
-                real = sum(hi - lo for lo, hi in (box[spec.split] for box in spec.boxes(tp, rank)))
+                boxes = spec.boxes(Mesh.of(tp=tp).at(rank))
+                real = sum(hi - lo for lo, hi in (box[spec.split] for box in boxes))
                 rest = shard.narrow(spec.split, real, shard.shape[spec.split] - real)
                 padding = max(padding, float(rest.abs().max()) if rest.numel() else 0.0)
     first = [parts[there[0], rank] for rank in range(tp) if (there[0], rank) in parts]

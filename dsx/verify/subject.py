@@ -375,7 +375,7 @@ def _prepare(names: Mapping[str, nn.Parameter], groups: Groups, *, fresh: bool) 
                 noise = NOISE * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
                 moved = torch.zeros_like(parameter, device="cpu", dtype=torch.float32)
                 moved.dsx_spec = spec  # type: ignore[attr-defined]  # as the parameter's: says how it is cut
-                put(moved, noise, tp=groups.mesh.tp, tp_rank=groups.tp_rank)
+                put(moved, noise, groups.at)
                 parameter.add_(moved.to(parameter))
     return built if groups.replica == 0 else {}
 

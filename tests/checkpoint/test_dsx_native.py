@@ -20,6 +20,7 @@ from dsx.checkpoint.formats import native
 from dsx.checkpoint.formats.slices import cut
 from dsx.checkpoint.run.state import save_random_states
 from dsx.errors import CheckpointError
+from dsx.parallel.mesh import Mesh
 
 
 @st.composite
@@ -121,7 +122,8 @@ def test_rank_files_hold_what_the_layout_says_and_every_element_once(tmp_path, f
 def local(spec, values, tp_rank):
     """A rank's flat local tensor at tp = 2, by torch's slicing; one is added, so that 0 is padding."""
     whole = torch.from_numpy(values.astype(np.int64)) + 1
-    return cut(spec, lambda box: whole[tuple(slice(*s) for s in box)], 2, tp_rank).reshape(-1).numpy()
+    at = Mesh.of(tp=2).at(tp_rank)
+    return cut(spec, lambda box: whole[tuple(slice(*s) for s in box)], at).reshape(-1).numpy()
 
 
 def spec_numel(holding):

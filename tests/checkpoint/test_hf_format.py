@@ -15,8 +15,10 @@ from dsx.checkpoint.formats.slices import merge
 from dsx.errors import CheckpointError
 from dsx.models.hf_config import model_spec
 from dsx.models.params import param_specs
+from dsx.parallel.mesh import Mesh
 from tiny_configs import tiny
 
+FIRST, SECOND = Mesh.of(tp=2).at(0), Mesh.of(tp=2).at(1)
 _SIZES = {"vocabulary": 131, "width": 48, "heads": 8, "layers": 2, "bos_token_id": 0, "eos_token_id": 0}
 _GROUPED = _SIZES | {"ffn": 56, "kv_heads": 4, "head_dim": 10}
 CONFIGS = {
@@ -81,9 +83,10 @@ def test_import_then_export_gives_the_same_bytes(tmp_path, name, dtype, tp, shar
     specs = specs_of(tmp_path / "a")
     with hf.HfWeights(tmp_path / "a") as weights:
         weights.check(specs)
-        shards_of = {spec: [weights.read(spec, tp, rank) for rank in range(tp)] for spec in specs}
+        places = [Mesh.of(tp=tp).at(rank) for rank in range(tp)]
+        shards_of = {spec: [weights.read(spec, at) for at in places] for spec in specs}
     for spec, shards_here in shards_of.items():
-        assert all(tuple(t.shape) == spec.local_shape(tp) and t.is_contiguous() for t in shards_here)
+        assert all(tuple(t.shape) == spec.local_shape(places[0]) and t.is_contiguous() for t in shards_here)
     files = {}
     for index in range(shards):
         tensors = {}
@@ -125,7 +128,7 @@ def test_sharded_files_and_their_index_are_read(tmp_path, name):
     with hf.HfWeights(tmp_path / "one") as one, hf.HfWeights(tmp_path / "many") as many:
         many.check(specs)
         for spec in specs:
-            assert torch.equal(one.read(spec, 2, 1), many.read(spec, 2, 1))
+            assert torch.equal(one.read(spec, SECOND), many.read(spec, SECOND))
 
 
 def test_slices_are_the_rows_that_the_layout_says(tmp_path):
@@ -137,11 +140,11 @@ def test_slices_are_the_rows_that_the_layout_says(tmp_path):
     qkv = torch.cat(
         [attention.q_proj.weight[40:], attention.k_proj.weight[20:], attention.v_proj.weight[20:]]
     )
-    assert torch.equal(weights.read(specs["2.attention.qkv.weight"], 2, 1), qkv)
-    assert torch.equal(weights.read(specs["2.attention.out.weight"], 2, 1), attention.o_proj.weight[:, 40:])
+    assert torch.equal(weights.read(specs["2.attention.qkv.weight"], SECOND), qkv)
+    assert torch.equal(weights.read(specs["2.attention.out.weight"], SECOND), attention.o_proj.weight[:, 40:])
     bias = torch.cat([mlp.gate_proj.bias[14:28], mlp.up_proj.bias[14:28]])
-    assert torch.equal(weights.read(specs["2.mlp.gate_up.bias"], 4, 1), bias)
-    word = weights.read(specs["0.word.weight"], 2, 1)  # 131 rows, 72 a rank
+    assert torch.equal(weights.read(specs["2.mlp.gate_up.bias"], Mesh.of(tp=4).at(1)), bias)
+    word = weights.read(specs["0.word.weight"], SECOND)  # 131 rows, 72 a rank
     assert torch.equal(word[:59], model.model.embed_tokens.weight[72:])
     assert not word[59:].any()
     assert word.shape == (72, 48)
@@ -154,15 +157,15 @@ def test_gpt2_is_turned_around(tmp_path):
     attention = model.transformer.h[0].attn
     q, k, v = attention.c_attn.weight.split(48, dim=1)
     expected = torch.cat([t[:, 24:].t() for t in (q, k, v)])
-    assert torch.equal(weights.read(specs["2.attention.qkv.weight"], 2, 1), expected)
-    assert torch.equal(weights.read(specs["2.attention.out.weight"], 2, 0), attention.c_proj.weight[:24].t())
+    assert torch.equal(weights.read(specs["2.attention.qkv.weight"], SECOND), expected)
+    assert torch.equal(weights.read(specs["2.attention.out.weight"], FIRST), attention.c_proj.weight[:24].t())
 
 
 def test_a_rank_of_padding_only_gets_zeros(tmp_path):
     save("llama", tmp_path / "a")
     config = names.read_config(tmp_path / "a")
     word = param_specs(model_spec(config), pad_multiple=64)[0]
-    local = hf.HfWeights(tmp_path / "a").read(word, 4, 3)
+    local = hf.HfWeights(tmp_path / "a").read(word, Mesh.of(tp=4).at(3))
     assert local.shape == (64, 48)
     assert not local.any()
 
@@ -180,7 +183,7 @@ def test_hub_names_without_the_prefix_are_found(tmp_path):
         hub.check(specs)
         assert "h.0.attn.bias" in hub.reader.catalog.by_name
         for spec in specs:
-            assert torch.equal(full.read(spec, 2, 1), hub.read(spec, 2, 1))
+            assert torch.equal(full.read(spec, SECOND), hub.read(spec, SECOND))
 
 
 def test_names_and_buffers_of_older_gpt_neox_files_are_known(tmp_path):
@@ -196,7 +199,7 @@ def test_names_and_buffers_of_older_gpt_neox_files_are_known(tmp_path):
     with hf.HfWeights(tmp_path / "a") as full, hf.HfWeights(tmp_path / "b") as hub:
         hub.check(specs)
         for spec in specs:
-            assert torch.equal(full.read(spec, 2, 1), hub.read(spec, 2, 1))
+            assert torch.equal(full.read(spec, SECOND), hub.read(spec, SECOND))
 
 
 def test_only_the_slice_is_read(tmp_path):
@@ -204,7 +207,7 @@ def test_only_the_slice_is_read(tmp_path):
     save("llama", tmp_path / "a")
     specs = {spec.name: spec for spec in specs_of(tmp_path / "a")}
     weights = hf.HfWeights(tmp_path / "a")
-    local = weights.read(specs["1.attention.qkv.weight"], 4, 2)
+    local = weights.read(specs["1.attention.qkv.weight"], Mesh.of(tp=4).at(2))
     assert weights.reader.read_bytes == local.numel() * local.element_size()
 
 

@@ -24,6 +24,7 @@ from dsx.checkpoint.pieces import (
     whole,
 )
 from dsx.models.param import Init, ParamSpec
+from dsx.parallel.mesh import Mesh
 
 shapes = st.lists(st.integers(1, 6), max_size=4).map(tuple)
 
@@ -72,7 +73,7 @@ def sharded(draw):
         pad_multiple=multiple,
     )
     rank = draw(st.integers(0, tp - 1))
-    numel = prod(spec.local_shape(tp))
+    numel = prod(spec.local_shape(Mesh.of(tp=tp).at()))
     start, stop = sorted((draw(st.integers(0, numel)), draw(st.integers(0, numel))))
     return spec, tp, rank, start, stop
 
@@ -112,10 +113,11 @@ def test_sharing_and_subtracting_boxes_is_what_masks_say(drawn):
 def test_parts_of_a_rank_are_what_slicing_gives_it(drawn):
     spec, tp, rank, start, stop = drawn
     logical = torch.arange(1, spec.numel + 1).reshape(spec.shape)
-    local = cut(spec, lambda box: logical[at(box)], tp, rank).contiguous().numpy()
-    assert local.shape == spec.local_shape(tp)
+    place = Mesh.of(tp=tp).at(rank)
+    local = cut(spec, lambda box: logical[at(box)], place).contiguous().numpy()
+    assert local.shape == spec.local_shape(place)
     seen = np.zeros(local.size, int)
-    for part in local_parts(spec, tp, rank, start, stop):
+    for part in local_parts(spec, place, start, stop):
         assert part.strides == contiguous(local.shape)
         view = np.lib.stride_tricks.as_strided(
             local.ravel()[part.flat :], part.shape, [8 * step for step in part.strides]
@@ -136,7 +138,8 @@ def test_all_ranks_parts_tile_the_tensor_and_keep_their_bytes(drawn, item_bytes)
     spec, tp, _, _, _ = drawn
     count = np.zeros(spec.shape, int)
     for rank in range(1 if spec.split is None else tp):
-        for part in local_parts(spec, tp, rank, 0, prod(spec.local_shape(tp))):
+        place = Mesh.of(tp=tp).at(rank)
+        for part in local_parts(spec, place, 0, prod(spec.local_shape(place))):
             piece = part.at("f", 10, item_bytes)
             assert piece.offset == 10 + part.flat * item_bytes
             count[at(piece.box)] += 1

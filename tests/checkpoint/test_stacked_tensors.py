@@ -22,6 +22,7 @@ from dsx.checkpoint.read import verify
 from dsx.checkpoint.reshard import WantedTarget, prepare
 from dsx.errors import CheckpointError, LayoutError
 from dsx.models.param import Init, ParamSpec
+from dsx.parallel.mesh import Mesh
 
 CONFIG = {"model_type": "of nobody"}
 
@@ -116,8 +117,9 @@ def test_ranks_read_their_slices_of_a_folder(tp: int, tmp_path: Path) -> None:
     with hf.HfWeights(tmp_path / "hf") as weights:
         weights.check(SPECS)
         for which, rank in itertools.product(SPECS, range(tp)):
-            found = weights.read(which, tp, rank)
-            assert found.shape == which.local_shape(tp)
+            at = Mesh.of(tp=tp).at(rank)
+            found = weights.read(which, at)
+            assert found.shape == which.local_shape(at)
             if which.pad_multiple is None:
                 assert torch.equal(found, local(which, model[which.name], tp, rank)), which.name
 

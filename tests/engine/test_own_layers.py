@@ -14,6 +14,7 @@ from torch import nn
 import ranks
 from dsx import nn as parallel
 from dsx.errors import ModelError
+from dsx.parallel.mesh import Mesh
 
 WIDTH, VOCABULARY = 8, 10
 CONFIG = {
@@ -59,7 +60,7 @@ def test_modules_hold_parts_of_the_same_tensors_at_every_degree(size: int) -> No
         for rank, theirs in enumerate(parts):
             part, spec = theirs[name], theirs[name].dsx_spec
             assert part.tensor_model_parallel is (spec.split is not None)
-            boxes = spec.boxes(size, rank)
+            boxes = spec.boxes(Mesh.of(tp=size).at(rank))
             held = [one[tuple(slice(*span) for span in box)] for box in boxes]
             expected = held[0] if spec.split is None else torch.cat(held, spec.split)
             rows = expected.shape[0]

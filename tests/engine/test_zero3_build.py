@@ -127,7 +127,7 @@ def test_a_rank_never_holds_more_than_one_whole_layer(name: str, tmp_path: Path)
     for rank, found in enumerate(ranks.run(_trained, 4, folder, sets)):
         pp_rank = job.layout.mesh.coords(rank)["pp"]
         specs = job.layout.params_of(pp_rank)
-        sizes = [prod(spec.local_shape(job.layout.mesh.tp)) for spec in specs]
+        sizes = [prod(spec.local_shape(job.layout.mesh.at())) for spec in specs]
         layers = Counter()
         for spec, size in zip(specs, sizes, strict=True):
             layers[spec.layer] += size * job.states.width

@@ -21,6 +21,7 @@ from dsx.models.params import layer_kinds, param_specs
 from dsx.models.spec import ModelSpec, Rope
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.split import WeightGradients
+from dsx.parallel.mesh import Mesh
 from meta_engine import accelerator as paper
 
 BATCH, LENGTH = 2, 128
@@ -159,7 +160,7 @@ def by_record(spec, device, tp, sequence, width, recompute, divided, layers):
             device="cpu" if device == "cpu" else "cuda",
         )
     )
-    weights = {p.name: Leaf(p.name, p.local_shape(tp), width) for p in param_specs(spec)}
+    weights = {p.name: Leaf(p.name, p.local_shape(Mesh.of(tp=tp).at()), width) for p in param_specs(spec)}
     last = layers[-1] == len(layer_kinds(spec)) - 1
 
     def new(size):

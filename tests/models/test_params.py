@@ -25,6 +25,7 @@ from dsx.models.hf_config import model_spec
 from dsx.models.params import layer_kinds, num_parameters, param_specs, vocabulary_rows
 from dsx.models.spec import Family, Rope
 from dsx.nn.attention import inverse_frequencies
+from dsx.parallel.mesh import Mesh
 from tiny_configs import tiny
 
 LLAMA_3 = {
@@ -128,14 +129,14 @@ def test_vocabulary_padding_is_not_counted():
     model = model_spec(CONFIGS["llama-gqa"].to_dict())
     table = param_specs(model, pad_multiple=64)[0]
     assert table.shape == (1009, 48)
-    assert table.local_shape(2) == (512, 48)
+    assert table.local_shape(Mesh.of(tp=2).at()) == (512, 48)
     odd = param_specs(model, pad_multiple=1)[0]
-    assert [odd.local_shape(tp) for tp in (1, 2, 1009)] == [(1009, 48), (505, 48), (1, 48)]
+    assert [odd.local_shape(Mesh.of(tp=tp).at()) for tp in (1, 2, 1009)] == [(1009, 48), (505, 48), (1, 48)]
     assert [vocabulary_rows(model, tp, pad_multiple=1) for tp in (1, 2, 1009)] == [1009, 505, 1]
     assert vocabulary_rows(model, 2, pad_multiple=64) == 512
-    assert odd.boxes(2, 1) == (((505, 1009), (0, 48)),)
+    assert odd.boxes(Mesh.of(tp=2).at(1)) == (((505, 1009), (0, 48)),)
     with pytest.raises(LayoutError, match=r"a block of 48 on dim 0.*does not divide by tp = 5"):
-        dataclasses.replace(odd, shape=(48, 48), pad_multiple=None).local_shape(5)
+        dataclasses.replace(odd, shape=(48, 48), pad_multiple=None).local_shape(Mesh.of(tp=5).at())
     with pytest.raises(LayoutError, match="only a tensor cut as one block is padded"):
         dataclasses.replace(odd, parts=(1000, 9))
 

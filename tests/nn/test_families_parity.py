@@ -9,6 +9,7 @@ from dsx.errors import ModelError
 from dsx.models.families import layers
 from dsx.models.params import layer_kinds, num_parameters
 from dsx.nn.parallel import TensorParallel
+from dsx.parallel.mesh import ALONE
 
 NAMES = [
     "llama",
@@ -129,7 +130,7 @@ def test_dropout_is_the_same_in_recompute():
 
 def test_the_meta_device_holds_shapes_alone():
     model = tiny_models.Model("llama", device="meta")
-    assert all(p.is_meta and tuple(p.shape) == p.dsx_spec.local_shape(1) for p in model.parameters())
+    assert all(p.is_meta and tuple(p.shape) == p.dsx_spec.local_shape(ALONE) for p in model.parameters())
     padding = 2 * (1024 - 1009) * 60
     assert sum(p.numel() for p in model.parameters()) == num_parameters(model.spec) + padding
 

@@ -130,7 +130,7 @@ def weighting(b, s, columns, specs, tp):
     factors = inputs(b, s, columns)
     like = spec("y", columns, b * s, split=0, parts=specs["weight"].parts)
     flat = factors.flatten(0, 1).t()
-    mine = cut(like, lambda box: flat[slice(*box[0]), slice(*box[1])], tp.size, tp.rank)
+    mine = cut(like, lambda box: flat[slice(*box[0]), slice(*box[1])], tp.at)
     return mine.t().unflatten(0, (b, s))
 
 

@@ -11,6 +11,7 @@ from dsx.models.hf_config import model_spec
 from dsx.models.param import Init, ParamSpec
 from dsx.models.params import param_specs
 from dsx.nn.parameters import _BLOCKS_AT_ONCE, fill, philox_4x32
+from dsx.parallel.mesh import Mesh
 
 NORMAL = Init(kind="normal", std=0.02)
 
@@ -32,8 +33,9 @@ def spec(**changes):
 
 
 def local(which, tp=1, rank=0, seed=5, dtype=torch.float32):
-    out = torch.full(which.local_shape(tp), torch.nan, dtype=dtype)
-    fill(out, which, tp=tp, tp_rank=rank, seed=seed)
+    at = Mesh.of(tp=tp).at(rank)
+    out = torch.full(which.local_shape(at), torch.nan, dtype=dtype)
+    fill(out, which, at, seed=seed)
     return out
 
 

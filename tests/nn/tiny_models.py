@@ -187,7 +187,7 @@ class Model(nn.Module):
         tensors = in_files(self.spec.family, tensors)
         for p in self.parameters():
             spec, tp = p.dsx_spec, self.loss_fn.loss.tp
-            p.data.copy_(cut(spec, partial(_box, spec, tensors), tp.size, tp.rank))
+            p.data.copy_(cut(spec, partial(_box, spec, tensors), tp.at))
         return self
 
 

@@ -101,7 +101,7 @@ def test_holdings_cover_every_element_of_the_model(family, degrees, chunks, zero
                 covered[spec.name] += sum(math.prod(hi - lo for lo, hi in box) for box in holding.boxes)
     for spec in layout.params:
         assert covered[spec.name] == spec.numel
-        local = math.prod(spec.local_shape(tp)) * (1 if spec.split is None else tp)
+        local = math.prod(spec.local_shape(layout.mesh.at())) * (1 if spec.split is None else tp)
         assert state[spec.name] == local * (dp if zero_stage == 0 else 1)
 
 

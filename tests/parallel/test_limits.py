@@ -38,7 +38,7 @@ def test_tensor_degrees_without_objection_cut_every_parameter(preset):
     for tensor in degrees:
         for spec in param_specs(model.for_tensor(tensor)):
             if spec.split is not None and spec.pad_multiple is None:
-                assert tensor * prod(spec.local_shape(tensor)) == spec.numel
+                assert tensor * prod(spec.local_shape(Mesh.of(tp=tensor).at())) == spec.numel
     heads = model.num_kv_heads
     assert degrees == [n for n in degrees if heads % n == 0 or n % heads == 0]
 

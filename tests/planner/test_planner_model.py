@@ -11,7 +11,7 @@ from dsx.models.flops import layer_flops
 from dsx.models.hf_config import model_spec
 from dsx.models.params import layer_kinds, num_parameters, param_specs
 from dsx.models.presets import presets
-from dsx.parallel.mesh import Mesh
+from dsx.parallel.mesh import ALONE, Mesh
 from dsx.planner import layer_times as kernels
 from dsx.planner.cluster import PRESETS, Group, Link, preset
 from dsx.planner.costs import Efficiency, Network, Software
@@ -68,7 +68,7 @@ def test_products_are_the_flops_of_mfu(model):
     block = sum(each.flops for each in products(found, "Block"))
     assert 3 * block == pytest.approx(tokens * expected["Block"])
     (table,) = [spec for spec in param_specs(model) if spec.layer == 0 and spec.pad_multiple]
-    padding = table.local_extent(1) / model.vocab_size
+    padding = table.local_extent(ALONE) / model.vocab_size
     head = sum(each.flops for each in products(found, "Head"))
     assert 3 * head == pytest.approx(tokens * expected["Head"] * padding)
 

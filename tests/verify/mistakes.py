@@ -229,8 +229,8 @@ def _unseeded_init() -> Iterator[None]:
 
     original = random.fill
 
-    def fill(out: Any, spec: Any, *, tp: int, tp_rank: int, seed: int) -> None:
-        original(out, spec, tp=tp, tp_rank=tp_rank, seed=seed + tp_rank)
+    def fill(out: Any, spec: Any, at: Any, *, seed: int) -> None:
+        original(out, spec, at, seed=seed + at.along("tp")[1])
 
     with mock.patch.object(random, "fill", fill):
         yield

@@ -51,7 +51,7 @@ from dsx.checkpoint.pieces import Part, local_parts
 from dsx.errors import CheckpointError, LayoutError
 from dsx.models.param import ITEM_BYTES, PRECISIONS, Init, ParamSpec
 from dsx.parallel.layout import Layout
-from dsx.parallel.mesh import Mesh
+from dsx.parallel.mesh import Coordinates, Mesh
 from dsx.parallel.stages import StageMap
 
 _SPREAD_ELEMENTS = 1 << 16
@@ -423,17 +423,17 @@ class StoredBlock:
         cls,
         entry: Entry,
         spec: ParamSpec,
-        at: tuple[int, int],
+        at: Coordinates,
         held: tuple[int, int],
         number: int,
         copies: tuple[int, int],
     ) -> StoredBlock | None:
         """What a rank writes of the elements that it holds; None if that is nothing, or padding.
 
-        ``at`` is the tensor-parallel degree and the rank's index; the rest is as :func:`share_of` takes it.
+        ``at`` is where it stands; the rest is as :func:`share_of` takes it.
         """
-        local = spec.local_shape(at[0])
-        parts = local_parts(spec, *at, *share_of(local, number, held, *copies))
+        local = spec.local_shape(at)
+        parts = local_parts(spec, at, *share_of(local, number, held, *copies))
         if not parts:
             return None
         low = min(part.flat for part in parts)
@@ -471,12 +471,12 @@ def blocks_of(layout: Layout, rank: int, wanted: Mapping[str, Sequence[Entry]]) 
         rank: The rank.
         wanted: The entries (without pieces) of every parameter, by name.
     """
-    at, mesh = layout.mesh.coords(rank), layout.mesh
+    mesh, at = layout.mesh, layout.mesh.at(rank)
     numbers = {spec.name: number for number, spec in enumerate(layout.params)}
     found = []
     for held in layout.holdings(rank):
         spec = held.spec
-        if at["pp"] != layout.owners(spec)[0]:
+        if at.along("pp")[1] != layout.owners(spec)[0]:
             continue  # of a tied one, the first stage writes it
         states = wanted.get(spec.name, ())
         # A weight that is its own master lies as masters do.
@@ -485,7 +485,7 @@ def blocks_of(layout: Layout, rank: int, wanted: Mapping[str, Sequence[Entry]]) 
             is_weight = entry.state == "weight" and not own_master
             interval, stage = (held.weights, 3) if is_weight else (held.state, 1)
             copies = mesh.copies(rank, cut=spec.split is not None, divided=layout.zero_stage >= stage)
-            block = StoredBlock.of(entry, spec, (mesh.tp, at["tp"]), interval, numbers[spec.name], copies)
+            block = StoredBlock.of(entry, spec, at, interval, numbers[spec.name], copies)
             found += [] if block is None else [block]
     return file_order(found)
 

@@ -8,16 +8,17 @@ import torch
 from torch import Tensor
 
 from dsx.models.param import Box, ParamSpec
+from dsx.parallel.mesh import Coordinates, Mesh
 
 
-def cut(spec: ParamSpec, fetch: Callable[[Box], Tensor], tp: int, tp_rank: int) -> Tensor:
+def cut(spec: ParamSpec, fetch: Callable[[Box], Tensor], at: Coordinates) -> Tensor:
     """One rank's local tensor, put together from the global boxes that it holds; padding is zero."""
-    boxes = spec.boxes(tp, tp_rank)
+    boxes = spec.boxes(at)
     if spec.split is None:
         return fetch(boxes[0]).contiguous()
     dim = spec.split
     pieces = [fetch(box) for box in boxes if box[dim][0] < box[dim][1]]
-    missing = spec.local_extent(tp) - sum(piece.shape[dim] for piece in pieces)
+    missing = spec.local_extent(at) - sum(piece.shape[dim] for piece in pieces)
     if missing:
         padding = (*spec.shape[:dim], missing, *spec.shape[dim + 1 :])
         like = pieces[0] if pieces else fetch(tuple((0, min(1, n)) for n in spec.shape))
@@ -25,9 +26,9 @@ def cut(spec: ParamSpec, fetch: Callable[[Box], Tensor], tp: int, tp_rank: int) 
     return torch.cat(pieces, dim)
 
 
-def part_of(spec: ParamSpec, whole: Tensor, tp: int, tp_rank: int) -> Tensor:
+def part_of(spec: ParamSpec, whole: Tensor, at: Coordinates) -> Tensor:
     """:func:`cut` of a tensor that is there whole."""
-    return cut(spec, lambda box: whole[tuple(slice(*span) for span in box)], tp, tp_rank)
+    return cut(spec, lambda box: whole[tuple(slice(*span) for span in box)], at)
 
 
 def merge(spec: ParamSpec, shards: Sequence[Tensor]) -> Tensor:
@@ -36,9 +37,9 @@ def merge(spec: ParamSpec, shards: Sequence[Tensor]) -> Tensor:
         return shards[0]
     whole = shards[0].new_empty(spec.shape)
     for rank, shard in enumerate(shards):
-        at = 0
-        for box in spec.boxes(len(shards), rank):
+        start = 0
+        for box in spec.boxes(Mesh.of(tp=len(shards)).at(rank)):
             extent = box[spec.split][1] - box[spec.split][0]
-            whole[tuple(slice(*span) for span in box)] = shard.narrow(spec.split, at, extent)
-            at += extent
+            whole[tuple(slice(*span) for span in box)] = shard.narrow(spec.split, start, extent)
+            start += extent
     return whole

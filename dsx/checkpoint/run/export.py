@@ -33,6 +33,7 @@ from dsx.models.spec import Adapter, HubModel, Model
 from dsx.nn.adapter import begin, left
 from dsx.nn.quantized import is_quantized, quantize
 from dsx.parallel.groups import Groups
+from dsx.parallel.mesh import ALONE, Coordinates
 
 _GENERATION = "generation_config.json"
 _TOKENIZER_FILES = {
@@ -75,7 +76,7 @@ def layer_weights(
     """
     names_of, specs = _names_of(model), stored_specs(model)
     buffers = [spec for spec in specs if spec.buffer]
-    at = groups.mesh.tp, groups.tp_rank
+    at = groups.at
     with ExitStack() as files:
         fills: list[Callable[[int, nn.Module], None]] = []
         if given is not None:
@@ -102,23 +103,23 @@ def layer_weights(
 
 
 def _read_left(
-    base: hf.HfWeights, adapter: Adapter, spec: ParamSpec, tp: int = 1, tp_rank: int = 0
+    base: hf.HfWeights, adapter: Adapter, spec: ParamSpec, at: Coordinates = ALONE
 ) -> torch.Tensor:
     """As :meth:`HfWeights.read`, less what the adapter's start has taken out of a matrix."""
     held = tuple(targeted(adapter, spec)) if adapter.start != "none" else ()
     if not held:
-        return base.read(spec, tp, tp_rank)
+        return base.read(spec, at)
     device = get_accelerator().current_device_name()
     matrix = base.read(spec)
     for _, (first, stop) in held:
         matrix[first:stop] = left(adapter, matrix[first:stop].to(device))
-    return slices.part_of(spec, matrix, tp, tp_rank)
+    return slices.part_of(spec, matrix, at)
 
 
 def fill_base(
     read: Callable[..., torch.Tensor],
     buffers: Sequence[ParamSpec],
-    at: tuple[int, int],
+    at: Coordinates,
     index: int,
     layer: nn.Module,
 ) -> None:
@@ -127,26 +128,26 @@ def fill_base(
     Args:
         read: Gives a rank's part of a parameter as :meth:`HfWeights.read` does, or a whole buffer.
         buffers: The model's buffers that are stored.
-        at: The tensor-parallel degree, and this rank's index.
+        at: Where this rank stands.
         index: Of the layer.
         layer: Its module.
     """
     for parameter in layer.parameters():
         spec = spec_of(parameter)
         if not spec.adapts:
-            parameter.copy_(read(spec, *at))
+            parameter.copy_(read(spec, at))
     for spec in buffers:
         if spec.layer == index:
             layer.get_buffer(spec.name.partition(".")[2]).copy_(read(spec))
 
 
-def _fill_trained(weights: hf.HfWeights, at: tuple[int, int], index: int, layer: nn.Module) -> None:
+def _fill_trained(weights: hf.HfWeights, at: Coordinates, index: int, layer: nn.Module) -> None:
     """Give a layer what was trained of it."""
     del index
     for parameter in layer.parameters():
         spec = spec_of(parameter)
         if spec.trained:
-            parameter.copy_(weights.read(in_peft(spec), *at))
+            parameter.copy_(weights.read(in_peft(spec), at))
 
 
 def _checked(open_weights: Callable[[], hf.HfWeights], specs: Sequence[ParamSpec]) -> hf.HfWeights:

@@ -105,7 +105,7 @@ class _Share:
         dtype = str(values.dtype).removeprefix("torch.")
         state, role = kind
         entry = Entry(name=spec.name, state=state, shape=spec.shape, dtype=dtype, pieces=(), role=role)
-        at, held = (self._groups.mesh.tp, self._groups.tp_rank), (start, start + values.numel())
+        at, held = self._groups.at, (start, start + values.numel())
         block = None if copies is None else StoredBlock.of(entry, spec, at, held, number, copies)
         if block is not None:
             low = block.first - start

@@ -24,6 +24,7 @@ from dsx.checkpoint.formats.torch_file import TensorRef, TorchFile
 from dsx.checkpoint.pieces import clipped
 from dsx.errors import CheckpointError
 from dsx.models.param import ParamSpec
+from dsx.parallel.mesh import ALONE
 from dsx.parallel.zero import part_of
 
 
@@ -327,7 +328,7 @@ def as_model(
 
 
 def _unpadded(entry: Entry, spec: ParamSpec | None) -> Entry:
-    if spec is None or spec.pad_multiple is None or entry.shape != spec.local_shape(1):
+    if spec is None or spec.pad_multiple is None or entry.shape != spec.local_shape(ALONE):
         return entry
     box = tuple((0, extent) for extent in spec.shape)
     return replace(entry, shape=spec.shape, pieces=clipped(entry, box))

@@ -12,6 +12,7 @@ from dsx.checkpoint.catalog import NO_SETTINGS, Catalog, Entry, numbers_in
 from dsx.checkpoint.pieces import Part, cut_parts, local_parts
 from dsx.errors import CheckpointError
 from dsx.models.param import ITEM_BYTES, PRECISIONS, ParamSpec
+from dsx.parallel.mesh import Coordinates, Mesh
 from dsx.parallel.zero import ZeroPlan
 
 _SUB_GROUP_SIZE = 1_000_000_000  # DeepSpeed's own
@@ -119,14 +120,18 @@ class StockPlan:
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a rank's part of a tensor, padding included."""
         spec = self.specs.get(name)
-        return self.blanks[name, "weight"].shape if spec is None else spec.local_shape(self.layout.tp)
+        return self.blanks[name, "weight"].shape if spec is None else spec.local_shape(self._at)
 
     def parts(self, name: str, start: int, stop: int) -> tuple[Part, ...]:
         """Elements ``start`` to ``stop`` of a rank's flattened part, as boxes of the tensor; no padding."""
         spec = self.specs.get(name)
         if spec is not None:
-            return local_parts(spec, self.layout.tp, self.tensor, start, stop)
+            return local_parts(spec, self._at, start, stop)
         return cut_parts(self.shape(name), None, (), start, stop)
+
+    @property
+    def _at(self) -> Coordinates:
+        return Mesh.of(tp=self.layout.tp).at(self.tensor)
 
     def is_cut(self, name: str) -> bool:
         """Whether each tensor-parallel rank has another part of a tensor."""

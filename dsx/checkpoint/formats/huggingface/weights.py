@@ -38,6 +38,7 @@ from dsx.config.adapter import WEIGHTS as ADAPTER_WEIGHTS
 from dsx.errors import CheckpointError
 from dsx.models.hf_config import FAMILIES
 from dsx.models.param import ParamSpec
+from dsx.parallel.mesh import ALONE, Coordinates
 
 _FLOATS = {"float64", "float32", "float16", "bfloat16"}
 
@@ -94,23 +95,22 @@ class HfWeights:
         for spec in specs:
             self._weight(spec)
 
-    def read(self, spec: ParamSpec, tp: int = 1, tp_rank: int = 0) -> Tensor:
+    def read(self, spec: ParamSpec, at: Coordinates = ALONE) -> Tensor:
         """One rank's local tensor, in the file's dtype, on CPU; reads only that rank's bytes.
 
         Args:
             spec: The parameter.
-            tp: Tensor-parallel degree.
-            tp_rank: This rank's index.
+            at: Where the rank stands.
 
         Returns:
-            Shape ``spec.local_shape(tp)``; padding is zero.
+            Shape ``spec.local_shape(at)``; padding is zero.
 
         Raises:
             CheckpointError: A tensor that is missing, of another shape, or a parameter of no float type.
         """
-        entry, shape = self._weight(spec), spec.local_shape(tp)
+        entry, shape = self._weight(spec), spec.local_shape(at)
         local = torch.zeros(shape, dtype=getattr(torch, entry.dtype))
-        parts = local_parts(spec, tp, tp_rank, 0, local.numel())
+        parts = local_parts(spec, at, 0, local.numel())
         self.reader.fill(entry, parts, as_numpy(local), entry.dtype)
         return local
 
