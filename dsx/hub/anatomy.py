@@ -28,7 +28,7 @@ from dsx.errors import ModelError
 from dsx.hub.on_meta import parameters_on_meta
 from dsx.models.config_values import at
 from dsx.models.quiet_transformers import quiet_transformers, torch_forms
-from dsx.nn.documents import Last
+from dsx.nn.documents import Last, Places
 from dsx.terminal import shortened
 
 HIDDEN = "hidden_states"
@@ -423,7 +423,7 @@ class Trunk:
         return call.hidden
 
     def call(
-        self, number: int, hidden: Tensor, length: int, positions: Tensor | None, *, training: bool
+        self, number: int, hidden: Tensor, length: int, places: Places | None, *, training: bool
     ) -> BlockCall:
         """The call of block ``number`` in a forward, with these hidden states.
 
@@ -431,14 +431,14 @@ class Trunk:
             number: Of the block.
             hidden: [B, s, ...], of which the form alone matters for what else the block gets.
             length: Tokens of a whole sequence.
-            positions: int64 [B, S] if documents are kept apart: the family's own forward then makes masks
-                and rotary tables of them, once per micro-batch.
+            places: Of the tokens, if rows do not all count from 0: the family's own forward then makes masks
+                and rotary tables of the positions, once per micro-batch.
             training: Whether the model is.
         """
         key = (hidden.shape[0], length, hidden.dtype, training)
-        run = partial(self._run, hidden, length, positions, training=training)
-        if positions is not None:
-            return BlockCall(hidden, *self._last.of(positions, key, run)[number])
+        run = partial(self._run, hidden, length, places, training=training)
+        if places is not None:
+            return BlockCall(hidden, *self._last.of(places.positions, key, run)[number])
         if key not in self.kept:
             if len(self.kept) >= _MOST_SHAPES:
                 self.kept.pop(next(iter(self.kept)))
@@ -447,7 +447,7 @@ class Trunk:
         return BlockCall(hidden, *self.kept[key][number])
 
     def _run(
-        self, hidden: Tensor, length: int, positions: Tensor | None, *, training: bool
+        self, hidden: Tensor, length: int, places: Places | None, *, training: bool
     ) -> list[tuple[Any, ...]]:
         """What every block is called with, hidden states aside."""
         self._calls = []
@@ -455,11 +455,11 @@ class Trunk:
             self._base = self._made()
         self._base.train(training)
         like = hidden.new_zeros(1).expand(hidden.shape[0], length, self._width)
-        if positions is None:
+        if places is None:
             self._base(inputs_embeds=like, use_cache=False)
         else:
-            with _masks_of(positions, self._base):
-                self._base(inputs_embeds=like, use_cache=False, position_ids=positions)
+            with _masks_of(places.positions, self._base):
+                self._base(inputs_embeds=like, use_cache=False, position_ids=places.positions)
         calls, self._calls = self._calls, []
         return [(call.arguments, call.named, call.by_name) for call in calls]
 

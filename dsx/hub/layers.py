@@ -20,7 +20,7 @@ from dsx.hub.tensor_plan import apply_plan, sum_gradients
 from dsx.models.spec import HubModel, Recompute
 from dsx.nn import collectives
 from dsx.nn.block import recomputed
-from dsx.nn.documents import Stream, carried, ending, joined, parted
+from dsx.nn.documents import Given, Places, Stream, carried
 from dsx.nn.embedding import looked_up, own_rows
 from dsx.nn.linear import column_linear
 from dsx.nn.parameters import Weights
@@ -68,11 +68,11 @@ class HubEmbedding(nn.Module):
         settled(self, model, weights, others if weights.tp.size > 1 else set())
         self.num_valid, self._balance = _vocabulary(self.word, weights), model.balance
 
-    def forward(self, given: Stream) -> Stream:
+    def forward(self, given: Given) -> Given:
         """int64 [B, S] to [B, s, H], and the sums of an auxiliary loss if there is one."""
-        ids_BS, _, positions = parted(given)
+        ids_BS, _, places = Stream.first(given)
         y: Tensor = self.word(ids_BS)
-        return joined(y, () if self._balance is None else (fresh_sums(self._balance, y),), positions)
+        return Stream(y, None if self._balance is None else fresh_sums(self._balance, y), places).flat()
 
 
 def _vocabulary(table: Any, weights: Weights) -> int | None:
@@ -105,7 +105,7 @@ class HubStart(nn.Module):
     def __init__(self, model: HubModel, weights: Weights) -> None:
         super().__init__()
         anatomy = anatomy_of(model.config)
-        self._tp = weights.tp
+        self._tp, self._sums = weights.tp, model.balance is not None
         self._handed: Tensor | None = None
         self.base = anatomy.stripped(anatomy.before, self._called, weights.device, weights.dtype)
         settled(self, model, weights, set())
@@ -115,16 +115,16 @@ class HubStart(nn.Module):
             self._handed = call.hidden
         return call.hidden.detach()
 
-    def forward(self, given: Stream) -> Stream:
+    def forward(self, given: Given) -> Given:
         """[B, s, H] to what blocks take."""
-        x_BsH, beside, positions = parted(given)
-        return joined(self._started(x_BsH, positions), beside, positions)
+        stream = Stream.of(given, sums=self._sums)
+        return stream._replace(hidden=self._started(stream.hidden, stream.places)).flat()
 
-    def _started(self, x_BsH: Tensor, positions: Tensor | None) -> Tensor:
+    def _started(self, x_BsH: Tensor, places: Places | None) -> Tensor:
         tp, cut = self._tp, self._tp.sequence
         if cut:
             x_BsH = collectives.gather_from(x_BsH, tp, collectives.SEQUENCE)
-        told = {} if positions is None else {"position_ids": positions}
+        told = {} if places is None else {"position_ids": places.positions}
         self.base(inputs_embeds=x_BsH, use_cache=False, **told)
         y, self._handed = self._handed, None
         assert y is not None
@@ -161,15 +161,15 @@ class HubBlock(nn.Module):
             setattr(self.get_submodule(owner), name, buffer.to(self.get_buffer(path).device))
         return self
 
-    def forward(self, given: Stream) -> Stream:
+    def forward(self, given: Given) -> Given:
         """[B, s, ...] to the same, and the sums of an auxiliary loss beside it."""
-        x, sums, positions = parted(given)
+        x, sums, places = Stream.of(given, sums=self._balance is not None)
         length, training = x.shape[1] * self._times, self.training
-        call = self._trunk.call(self._number, x, length, positions, training=training)
+        call = self._trunk.call(self._number, x, length, places, training=training)
         run = partial(self._run, call)
         if self._recompute == "full":
             run = partial(recomputed, run, random=training)
-        return joined(*run(x, *sums), positions)
+        return Stream(*run(x, sums), places).flat()
 
     @property
     def why_not_compiled(self) -> str:
@@ -180,13 +180,13 @@ class HubBlock(nn.Module):
         """What of the forward is compiled; see :mod:`dsx.nn.compiled`."""
         return hidden_of(call.make(self.block, x))
 
-    def _run(self, call: BlockCall, x: Tensor, *sums: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _run(self, call: BlockCall, x: Tensor, sums: Tensor | None) -> tuple[Tensor, Tensor | None]:
         compute = self.computed if self.compiled is None else partial(self.compiled, self)
-        if self._routers is None or self._balance is None or not sums:
+        if self._routers is None or self._balance is None or sums is None:
             return compute(call, x), sums
         with self._routers.collected() as logits:
             y = compute(call, x)
-        return y, (sum((sums_of(each, self._balance) for each in logits), sums[0]),)
+        return y, sum((sums_of(each, self._balance) for each in logits), sums)
 
 
 def loops_over_children(module: nn.Module) -> bool:
@@ -283,7 +283,7 @@ class Ending:
             vars(place).update({k: v for k, v in vars(module).items() if k not in vars(place)})
             memo[id(module)] = place  # with the module's own settings, which the family's forward may read
         self._model: Any = copied(whole, memo)
-        self._base, self._head = base, head
+        self._base, self._head, self._sums = base, head, model.balance is not None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ending:
         """Itself, which has no weights."""
@@ -304,19 +304,20 @@ class Ending:
     def of(
         self,
         head: Callable[..., Tensor],
-        x: Tensor,
+        given: Given,
         num_valid: int | None,
         loss: Callable[..., Tensor] | None = None,
-    ) -> Tensor:
+    ) -> Given:
         """[B, s, H] to :meth:`logits` by a head's linear, or, given ``loss``, to the loss."""
+        x, sums, _ = Stream.of(given, sums=self._sums)
         if loss is None:
-            return self.logits(x, head, num_valid)
-        return head(x, loss=partial(loss, logits=partial(self.logits, num_valid=num_valid)))
+            return Stream(self.logits(x, head, num_valid), sums).flat()
+        whole = partial(loss, logits=partial(self.logits, num_valid=num_valid))
+        return Stream(head(x, loss=whole), sums).flat()
 
-    def of_table(self, module: HubEmbedding, given: Stream, **loss: Any) -> Stream:
+    def of_table(self, module: HubEmbedding, given: Given, **loss: Any) -> Given:
         """The tied head: the word embedding's table once more."""
-        table = partial(module.word, as_head=True)
-        return ending(lambda _, x, **loss: self.of(table, x, module.num_valid, **loss))(module, given, **loss)
+        return self.of(partial(module.word, as_head=True), given, module.num_valid, **loss)
 
 
 class _Base(nn.Module):
@@ -378,10 +379,9 @@ class HubHead(nn.Module):
 
         table.forward, self._ending, self._valid = forward, ending, valid
 
-    @ending
-    def forward(self, x: Tensor, **loss: Any) -> Tensor:
+    def forward(self, given: Given, **loss: Any) -> Given:
         """[B, s, H] to [B, S, V], or to the loss."""
-        return self._ending.of(self.word, x, self._valid, **loss)
+        return self._ending.of(self.word, given, self._valid, **loss)
 
 
 Entry: TypeAlias = tuple[Any, tuple[Any, ...], bool, Callable[[Any, Any], Any] | None]

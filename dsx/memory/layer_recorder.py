@@ -750,7 +750,7 @@ def record_request(request: LayerRequest) -> LayerRecord:
     tokens = TensorForm((shape.micro_batch, shape.sequence_length), "int64", 8, False)
     name = str(dtype).removeprefix("torch.")
     beside: list[TensorForm] = []
-    positions = [tokens] if shape.documents else []
+    positions, places = ([tokens], [tokens, tokens]) if shape.documents else ([], [])
     if isinstance(model, HubModel):
         anatomy_of(model.config)  # of real tensors, if it is not there yet
         if model.balance is not None:
@@ -767,7 +767,7 @@ def record_request(request: LayerRequest) -> LayerRecord:
     index = kinds.index(request.kind)
     sizes = model.stream if request.kind in ("Block", "FinalNorm") else (model.hidden_size,)
     hidden = TensorForm((shape.micro_batch, length, *sizes), name, shape.width, request.entered)
-    stream = [hidden, *beside, *positions]
+    stream = [hidden, *beside, *places]
     if isinstance(model, HubModel):
         index += model.block or 0
     with fake_build(device):

@@ -172,7 +172,8 @@ def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, tuple):
-        return tuple(_mapped(each, function) for each in value)
+        found = tuple(_mapped(each, function) for each in value)
+        return value._make(found) if hasattr(value, "_make") else found
     if isinstance(value, list):
         return [_mapped(each, function) for each in value]
     return value

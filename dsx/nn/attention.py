@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dsx.errors import ModelError
 from dsx.models.spec import ModelSpec, Rope
-from dsx.nn.documents import Last, numbered
+from dsx.nn.documents import Last, Places
 from dsx.nn.dropout import draw_seed, seeded
 from dsx.nn.linear import ColumnParallelLinear, KeyValueLinear, RowParallelLinear
 from dsx.nn.norm import RMSNorm
@@ -71,7 +71,7 @@ def _yarn_keep(rope: Rope, size: int) -> Tensor:
 
 
 class Beside(NamedTuple):
-    """What attention needs of the positions of a micro-batch, made before a compiled block runs.
+    """What attention needs of the places of a micro-batch, made before a compiled block runs.
 
     Attributes:
         tables: What :meth:`Rotary.found` gives; None without a rotary embedding.
@@ -98,26 +98,26 @@ class Rotary:
     def __repr__(self) -> str:
         return f"Rotary({self.rope})"
 
-    def __call__(self, x: Tensor, positions: Tensor | Beside | None = None) -> Tensor:
+    def __call__(self, x: Tensor, places: Places | Beside | None = None) -> Tensor:
         """Turn each head by its position; [B, S, ..., D] keeps its shape.
 
         Args:
             x: Queries, keys or both.
-            positions: int64 [B, S], below S; None counts from 0 in every row. Or what has been made of them.
+            places: Of the tokens, positions below S; None counts from 0 in every row. Or what was made so.
         """
         if self.size == x.shape[-1]:
-            return self._turn(x, positions)
+            return self._turn(x, places)
         # One split joins the two gradients in its backward; two slices would each fill a whole tensor.
         turning, rest = x.split((self.size, x.shape[-1] - self.size), dim=-1)
-        return torch.cat((self._turn(turning, positions), rest), dim=-1)
+        return torch.cat((self._turn(turning, places), rest), dim=-1)
 
-    def _turn(self, x: Tensor, positions: Tensor | Beside | None) -> Tensor:
+    def _turn(self, x: Tensor, places: Places | Beside | None) -> Tensor:
         heads = (1,) * (x.dim() - 3)
-        if isinstance(positions, Beside):
-            assert positions.tables is not None
-            tables = positions.tables
+        if isinstance(places, Beside):
+            assert places.tables is not None
+            tables = places.tables
         else:
-            tables = uncompiled(self.found, x.shape[1], x.dtype, x.device, positions)
+            tables = uncompiled(self.found, x.shape[1], x.dtype, x.device, places)
         cos, sin = (t.unflatten(-2, (-1, *heads)) for t in tables)
         left, right = x.chunk(2, dim=-1)
         half_turned = torch.cat((-right, left), dim=-1)
@@ -125,12 +125,13 @@ class Rotary:
         return y
 
     def found(
-        self, length: int, dtype: torch.dtype, device: torch.device, positions: Tensor | None
+        self, length: int, dtype: torch.dtype, device: torch.device, places: Places | None
     ) -> tuple[Tensor, Tensor]:
         """Cosine and sine of the positions, [S, R], or [B, S, R] if they are given."""
         tables = self.tables(length, dtype, device)
-        if positions is None:
+        if places is None:
             return tables
+        positions = places.positions
         found: tuple[Tensor, Tensor] = self._last.of(
             positions, dtype, lambda: tuple(table[positions] for table in tables)
         )
@@ -178,15 +179,16 @@ class CausalMask:
         return f"CausalMask({self.window})"
 
     def __call__(
-        self, length: int, dtype: torch.dtype, device: torch.device, positions: Tensor | None = None
+        self, length: int, dtype: torch.dtype, device: torch.device, places: Places | None = None
     ) -> Tensor | None:
-        """[S, S], or [B, 1, S, S] with positions, to be added to the scores: 0, or -inf for other keys.
+        """[S, S], or [B, 1, S, S] for documents, to be added to the scores: 0, or -inf for other keys.
 
-        None if the window holds the whole sequence and there are no positions: then a causal mask is enough,
-        for which kernels need no tensor. The mask of the last call is kept.
+        None if the window holds the whole sequence, which is one document: then a causal mask is enough, for
+        which kernels need no tensor. The mask of the last call is kept.
         """
-        if positions is not None:
-            mask: Tensor = self._last.of(positions, dtype, lambda: self._of_documents(positions, dtype))
+        document_BS = None if places is None else places.documents
+        if document_BS is not None:
+            mask: Tensor = self._last.of(document_BS, dtype, lambda: self._of_documents(document_BS, dtype))
             return mask
         if not self.window or length <= self.window:
             return None
@@ -207,9 +209,9 @@ class CausalMask:
         ones = torch.ones(length, stored, dtype=dtype, device=device).tril_()
         return ones.triu_(1 - self.window) if self.window else ones
 
-    def _of_documents(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        length, document_BS = positions.shape[1], numbered(positions)
-        before_SS = self._before(length, dtype, positions.device)
+    def _of_documents(self, document_BS: Tensor, dtype: torch.dtype) -> Tensor:
+        length = document_BS.shape[1]
+        before_SS = self._before(length, dtype, document_BS.device)
         document_BK = F.pad(document_BS, (0, before_SS.shape[1] - length))
         same_BSK = document_BS.unsqueeze(2) == document_BK.unsqueeze(1)
         return same_BSK.to(dtype).mul_(before_SS).log_().unsqueeze(1)[..., :length]
@@ -297,27 +299,25 @@ class Attention(nn.Module):
         self.q_norm = head_norm() if model.qk_norm else None
         self.k_norm = head_norm() if model.qk_norm else None
 
-    def forward(self, x_BsH: Tensor, positions: Tensor | Beside | None = None) -> Tensor:
-        """[B, s, H] to the same; with positions [B, S], documents are kept apart."""
+    def forward(self, x_BsH: Tensor, places: Places | Beside | None = None) -> Tensor:
+        """[B, s, H] to the same."""
         qkv_BSP = self.qkv(x_BsH)
         dropping = self.training and self.dropout > 0.0
         context = (
-            uncompiled(self._drawn, qkv_BSP, positions)
-            if dropping
-            else self._context(qkv_BSP, None, positions)
+            uncompiled(self._drawn, qkv_BSP, places) if dropping else self._context(qkv_BSP, None, places)
         )
         y: Tensor = self.out(context)
         return y
 
-    def beside(self, x_BsH: Tensor, positions: Tensor | None) -> Beside:
-        """What :meth:`forward` takes in the place of positions, so that a graph need not make it."""
+    def beside(self, x_BsH: Tensor, places: Places | None) -> Beside:
+        """What :meth:`forward` takes in the place of places, so that a graph need not make it."""
         length = x_BsH.shape[1] * (self.tp.size if self.tp.sequence else 1)
-        form = (length, x_BsH.dtype, x_BsH.device, positions)
+        form = (length, x_BsH.dtype, x_BsH.device, places)
         return Beside(None if self.rotary is None else self.rotary.found(*form), self.mask(*form))
 
-    def _drawn(self, qkv_BSP: Tensor, positions: Tensor | Beside | None) -> Tensor:
+    def _drawn(self, qkv_BSP: Tensor, places: Places | Beside | None) -> Tensor:
         # Drawn outside the recomputed part, which then needs no generator; one per rank, as heads are cut.
-        return self._context(qkv_BSP, draw_seed(self.tp, sharded=True), positions)
+        return self._context(qkv_BSP, draw_seed(self.tp, sharded=True), places)
 
     def _context(self, *given: Any) -> Tensor:
         if not self.recompute_core or not torch.is_grad_enabled():
@@ -325,13 +325,13 @@ class Attention(nn.Module):
         context: Tensor = checkpoint(self._core, *given, use_reentrant=False, preserve_rng_state=False)
         return context
 
-    def _core(self, qkv_BSP: Tensor, seed: int | None, positions: Tensor | Beside | None) -> Tensor:
+    def _core(self, qkv_BSP: Tensor, seed: int | None, places: Places | Beside | None) -> Tensor:
         """Attention of this rank's heads: fused projection [B, S, P] to context [B, S, N D]."""
-        q, k, v = self._heads(qkv_BSP, positions)
+        q, k, v = self._heads(qkv_BSP, places)
         mask = (
-            positions.mask
-            if isinstance(positions, Beside)
-            else uncompiled(self.mask, q.shape[1], q.dtype, q.device, positions)
+            places.mask
+            if isinstance(places, Beside)
+            else uncompiled(self.mask, q.shape[1], q.dtype, q.device, places)
         )
         q_BNSD, k_BKSD, v_BKSD = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if seed is None:
@@ -341,12 +341,12 @@ class Attention(nn.Module):
                 context_BNSD = self.attend(q_BNSD, k_BKSD, v_BKSD, self.dropout, mask)
         return context_BNSD.transpose(1, 2).flatten(2)
 
-    def _heads(self, qkv_BSP: Tensor, positions: Tensor | Beside | None) -> tuple[Tensor, ...]:
+    def _heads(self, qkv_BSP: Tensor, places: Places | Beside | None) -> tuple[Tensor, ...]:
         """Queries [B, S, N, D], keys and values [B, S, K, D], as attention takes them."""
         if self.interleaved:
             query_key, v = qkv_BSP.unflatten(-1, (-1, 3, self.head_dim)).split((2, 1), dim=3)
             assert self.rotary is not None
-            q, k = self.rotary(query_key, positions).unbind(dim=3)
+            q, k = self.rotary(query_key, places).unbind(dim=3)
             return q, k, v.squeeze(3).contiguous()
         heads = qkv_BSP.unflatten(-1, (-1, self.head_dim))
         counts = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
@@ -357,9 +357,9 @@ class Attention(nn.Module):
             assert self.k_norm is not None
             q, k, v = heads.split(counts, dim=2)
             # The norms keep the projection for backward, so that a copy of V would free nothing.
-            return self.rotary(self.q_norm(q), positions), self.rotary(self.k_norm(k), positions), v
+            return self.rotary(self.q_norm(q), places), self.rotary(self.k_norm(k), places), v
         qk, v = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=2)
-        q, k = self.rotary(qk, positions).split((self.num_heads, self.num_kv_heads), dim=2)
+        q, k = self.rotary(qk, places).split((self.num_heads, self.num_kv_heads), dim=2)
         # A copy of the small V frees the unrotated projection, which a view would keep for backward.
         return q, k, v.contiguous()
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dsx.models.spec import ModelSpec, Recompute
 from dsx.nn.attention import Attention, Beside, CausalMask, Rotary
-from dsx.nn.documents import Stream, joined, parted
+from dsx.nn.documents import Given, Places, Stream
 from dsx.nn.dropout import Dropout
 from dsx.nn.linear import ColumnParallelLinear, RowParallelLinear
 from dsx.nn.norm import model_norm
@@ -103,7 +103,7 @@ class Mlp(nn.Module):
         return y
 
 
-def recomputed(function: Callable[..., T], *inputs: Tensor | None, random: bool) -> T:
+def recomputed(function: Callable[..., T], *inputs: Tensor | Places | None, random: bool) -> T:
     """What ``function`` gives, of which backward keeps the inputs alone; ``random``: it draws numbers."""
     if not torch.is_grad_enabled():
         return function(*inputs)
@@ -111,20 +111,20 @@ def recomputed(function: Callable[..., T], *inputs: Tensor | None, random: bool)
     return y
 
 
-def along(block: Any, given: Stream) -> Stream:
+def along(block: Any, given: Given) -> Given:
     """A block's residuals along a stream: compiled or not, and recomputed in backward if it says so."""
-    x_BsH, beside, positions = parted(given)
+    stream = Stream.of(given)
     run = partial(_residuals, block)
     if block.recompute == "full":
         run = partial(recomputed, run, random=block.random and block.training)
-    return joined(run(x_BsH, positions), beside, positions)
+    return stream._replace(hidden=run(stream.hidden, stream.places)).flat()
 
 
-def _residuals(block: Any, x_BsH: Tensor, positions: Tensor | None) -> Tensor:
+def _residuals(block: Any, x_BsH: Tensor, places: Places | None) -> Tensor:
     if block.compiled is None:
-        y: Tensor = block.computed(x_BsH, positions)
+        y: Tensor = block.computed(x_BsH, places)
     else:
-        y = block.compiled(block, x_BsH, block.attention.beside(x_BsH, positions))
+        y = block.compiled(block, x_BsH, block.attention.beside(x_BsH, places))
     return y
 
 
@@ -159,13 +159,13 @@ class Block(nn.Module):
         self.random = model.dropout_in_blocks > 0.0
         weights.initialise(self)
 
-    def forward(self, given: Stream) -> Stream:
-        """[B, s, H] to the same, with positions beside it if they come along."""
+    def forward(self, given: Given) -> Given:
+        """[B, s, H] to the same, with places beside it if they come along."""
         return along(self, given)
 
-    def computed(self, x_BsH: Tensor, positions: Tensor | Beside | None) -> Tensor:
+    def computed(self, x_BsH: Tensor, places: Places | Beside | None) -> Tensor:
         """What of the forward is compiled; see :mod:`dsx.nn.compiled`."""
-        middle_BsH = x_BsH + self.dropout(self.attention(self.norm_1(x_BsH), positions))
+        middle_BsH = x_BsH + self.dropout(self.attention(self.norm_1(x_BsH), places))
         if not self.parallel:
             x_BsH = middle_BsH
         y: Tensor = middle_BsH + self.dropout(self.mlp(self.norm_2(x_BsH)))

@@ -1,10 +1,10 @@
-"""Documents of a pack kept apart: positions that restart travel with the hidden states.
+"""What travels from layer to layer: hidden states, and where tokens stand if documents are kept apart.
 
-A pack is one row of a micro-batch that holds several documents. ``positions``, int64 [B, S], count from 0 in
-each of them, so that a 0 says where a document begins; padding is a document of its own. The first layer gets
-``(ids, positions)``, and what goes from layer to layer is then a tuple whose last item is ``positions``: they
-cross stage boundaries with the hidden states, and recomputation is given them as an input. Without documents
-apart the stream is the hidden states alone.
+A pack is one row of a micro-batch that holds several documents. Its positions, int64 [B, S], count from 0 in
+each of them; padding is a document of its own. The first layer is given ``(ids, positions)`` and numbers the
+documents. Whoever cuts rows must do so before: a 0 says where a document begins only in a whole row. From
+there on both go along, across stage boundaries and into recomputation, in a plain tuple of tensors that any
+layer may hand on. Without documents apart it is the hidden states alone.
 
 Shapes: B micro-batch, S sequence, s = S/tp under sequence parallelism, else S; H hidden.
 """
@@ -13,37 +13,75 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-Stream: TypeAlias = "Tensor | tuple[Tensor, ...]"
-"""Hidden states [B, s, H]; or these, what a family sends beside them, and ``positions`` if documents are
-kept apart."""
+Given: TypeAlias = "Tensor | tuple[Tensor, ...]"
+"""A stream as it crosses a boundary between layers: see :meth:`Stream.flat`."""
 
 
-def parted(given: Stream) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
-    """A stream as hidden states (or ids), what is beside them, and positions if there are any."""
-    if not isinstance(given, tuple):
-        return given, (), None
-    x, *beside = given
-    if beside and not beside[-1].is_floating_point():
-        return x, tuple(beside[:-1]), beside[-1]
-    return x, tuple(beside), None
+class Places(NamedTuple):
+    """Where a micro-batch's tokens stand, int64 [B, S] each.
+
+    Attributes:
+        positions: A token's place in its document, from 0.
+        documents: The number of its document, outside of which it attends to nothing; None if rows are not
+            made of several.
+    """
+
+    positions: Tensor
+    documents: Tensor | None = None
+
+    @classmethod
+    def of_packs(cls, positions: Tensor) -> Places:
+        """The places in whole rows, in which a document begins wherever positions are 0."""
+        return cls(positions, (positions == 0).cumsum(dim=-1))
 
 
-def joined(x: Tensor, beside: tuple[Tensor, ...], positions: Tensor | None) -> Stream:
-    """The inverse of :func:`parted`."""
-    rest = beside if positions is None else (*beside, positions)
-    return (x, *rest) if rest else x
+class Stream(NamedTuple):
+    """What a layer is given and gives.
+
+    Attributes:
+        hidden: Hidden states [B, s, H], ids [B, S] before the first layer, logits after the last.
+        sums: What a family's auxiliary loss is computed of; None if it has none.
+        places: Of the tokens; None if every row counts from 0.
+    """
+
+    hidden: Tensor
+    sums: Tensor | None = None
+    places: Places | None = None
+
+    @classmethod
+    def first(cls, given: Given) -> Stream:
+        """What the first layer is given: ids, or ids and positions, or these and documents."""
+        stream = cls.of(given)
+        if stream.places is None or stream.places.documents is not None:
+            return stream
+        return stream._replace(places=Places.of_packs(stream.places.positions))
+
+    @classmethod
+    def of(cls, given: Given, *, sums: bool = False) -> Stream:
+        """The inverse of :meth:`flat`; ``sums`` says whether the model has an auxiliary loss."""
+        if not isinstance(given, tuple):
+            return cls(given)
+        hidden, *rest = given
+        found = rest.pop(0) if sums else None
+        return cls(hidden, found, Places(*rest) if rest else None)
+
+    def flat(self) -> Given:
+        """Tensors alone, as engines, stock DeepSpeed's too, send them: hidden states, sums, places."""
+        found = [self.hidden, *([] if self.sums is None else [self.sums]), *(self.places or ())]
+        tensors = tuple(tensor for tensor in found if tensor is not None)
+        return tensors if len(tensors) > 1 else tensors[0]
 
 
-def carried(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Stream], Stream]:
+def carried(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Given], Given]:
     """The forward of a layer that looks at hidden states alone, and hands on what comes with them."""
 
     @wraps(forward)
-    def along(layer: Any, given: Stream) -> Stream:
+    def along(layer: Any, given: Given) -> Given:
         if isinstance(given, tuple):
             return forward(layer, given[0]), *given[1:]
         return forward(layer, given)
@@ -51,18 +89,13 @@ def carried(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Stream],
     return along
 
 
-def ending(forward: Callable[..., Tensor]) -> Callable[..., Stream]:
-    """The use of a module as the head, which hands on no positions; it may be given ``loss=``."""
-
-    def along(module: Any, given: Stream, **loss: Any) -> Stream:
-        x, beside, _ = parted(given)
-        return joined(forward(module, x, **loss), beside, None)
-
-    return along
+def hidden_of(given: Given) -> Tensor:
+    """The hidden states of a stream that ends here."""
+    return given[0] if isinstance(given, tuple) else given
 
 
 class Last(dict[Any, Any]):
-    """What was last made of a micro-batch's positions, by key; one object serves all blocks of a rank.
+    """What was last made of a micro-batch's places, by key; one object serves all blocks of a rank.
 
     Every block of a stage is given the same tensor, or a view of it where hooks hand it on (ZeRO-3), and
     backward with recomputation gives it once more.
@@ -72,11 +105,11 @@ class Last(dict[Any, Any]):
         super().__init__()
         self._of: tuple[Tensor, ...] = ()
 
-    def of(self, positions: Tensor, key: Any, make: Callable[[], Any]) -> Any:
-        """What ``make`` makes of these positions, once for every key."""
-        if not self._of or not _same(self._of[0], positions):
+    def of(self, places: Tensor, key: Any, make: Callable[[], Any]) -> Any:
+        """What ``make`` makes of these positions, or documents, once for every key."""
+        if not self._of or not _same(self._of[0], places):
             self.clear()
-            self._of = (positions,)
+            self._of = (places,)
         if key not in self:
             # Not as inference tensors, which a later training step could not save for backward.
             with torch.inference_mode(mode=False), torch.no_grad():
@@ -88,8 +121,3 @@ def _same(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors that live are the same memory."""
     places = [each.untyped_storage()._cdata for each in (one, other)]  # noqa: SLF001 (fake ones have no address)
     return places[0] == places[1] and one.shape == other.shape
-
-
-def numbered(positions: Tensor) -> Tensor:
-    """The number of each token's document in its row: int64 [B, S]."""
-    return (positions == 0).cumsum(dim=-1)

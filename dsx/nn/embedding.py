@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from dsx.errors import ModelError
 from dsx.models.spec import ModelSpec
 from dsx.nn import collectives
-from dsx.nn.documents import Stream, carried, ending, joined, parted
+from dsx.nn.documents import Given, Stream, hidden_of
 from dsx.nn.dropout import Dropout
 from dsx.nn.linear import column_linear
 from dsx.nn.parallel import TensorParallel
@@ -185,12 +185,15 @@ class VocabParallelEmbedding(nn.Module):
         return f"{self.vocab_size}, rows {self.first}..{self.first + self.weight.shape[0] - 1}"
 
 
-def as_head(table: VocabParallelEmbedding, x: Tensor, loss: Callable[..., Tensor] | None = None) -> Tensor:
+def as_head(table: nn.Module, x: Given, loss: Callable[..., Tensor] | None = None) -> Tensor:
     """A vocabulary table as the output linear, [B, s, H] to [B, S, V]: a tied layer's ``forward_fn``.
 
-    With ``loss``, which a pipeline with a :class:`dsx.nn.HeadLoss` gives, to the loss.
+    Args:
+        table: The table, or a layer that has it as ``word``.
+        x: Hidden states, with what comes beside them, which ends here.
+        loss: What a pipeline with a :class:`dsx.nn.HeadLoss` gives, for the loss in the place of logits.
     """
-    logits_BSV: Tensor = table(x, as_head=True, loss=loss)
+    logits_BSV: Tensor = getattr(table, "word", table)(hidden_of(x), as_head=True, loss=loss)
     return logits_BSV
 
 
@@ -215,11 +218,10 @@ class WordEmbedding(nn.Module):
         self.word = vocabulary_table(model, weights)
         weights.initialise(self)
 
-    @carried
-    def forward(self, ids_BS: Tensor) -> Tensor:
+    def forward(self, given: Given) -> Given:
         """int64 [B, S] to [B, s, H]."""
-        y: Tensor = self.word(ids_BS)
-        return y
+        stream = Stream.first(given)
+        return stream._replace(hidden=self.word(stream.hidden)).flat()
 
 
 class Head(nn.Module):
@@ -230,15 +232,11 @@ class Head(nn.Module):
         self.word = vocabulary_table(model, weights)
         weights.initialise(self)
 
-    def forward(self, given: Stream, **loss: Any) -> Stream:
-        """[B, s, H] to [B, S, V], or to the loss."""
-        return self.as_head(self, given, **loss)
+    as_head = staticmethod(as_head)  # how the word embedding is used, if its table is the head's too
 
-    @staticmethod
-    @ending
-    def as_head(module: WordEmbedding | Head, x_BsH: Tensor, **loss: Any) -> Tensor:
-        """Use the table of ``module`` (the word embedding, when tied) as head: the tie's ``forward_fn``."""
-        return as_head(module.word, x_BsH, **loss)
+    def forward(self, given: Given, **loss: Any) -> Tensor:
+        """[B, s, H] to [B, S, V], or to the loss."""
+        return as_head(self, given, **loss)
 
 
 class LearnedPositions(nn.Module):
@@ -308,7 +306,8 @@ class Positions(nn.Module):
         self.dropout = Dropout(model.embedding_dropout, tp, sharded=tp.sequence)
         weights.initialise(self)
 
-    def forward(self, given: Stream) -> Stream:
+    def forward(self, given: Given) -> Given:
         """[B, s, H] to the same."""
-        x_BsH, beside, positions = parted(given)
-        return joined(self.dropout(self.position(x_BsH, positions)), beside, positions)
+        stream = Stream.of(given)
+        positions = None if stream.places is None else stream.places.positions
+        return stream._replace(hidden=self.dropout(self.position(stream.hidden, positions))).flat()

@@ -18,7 +18,7 @@ from dsx.models.spec import ModelSpec, Recompute
 from dsx.nn.attention import Attention, Beside, CausalMask, Rotary
 from dsx.nn.block import Mlp, along
 from dsx.nn.collectives import copy_parameters
-from dsx.nn.documents import Stream, carried, ending
+from dsx.nn.documents import Given, Places, Stream, carried, hidden_of
 from dsx.nn.embedding import as_head, vocabulary_table
 from dsx.nn.parameters import ZEROS, Weights, fresh_parameter
 from dsx.nn.split import late
@@ -85,11 +85,10 @@ class Gemma2WordEmbedding(nn.Module):
         self.scale = float(torch.tensor(model.hidden_size**0.5, dtype=weights.dtype, device="cpu"))
         weights.initialise(self)
 
-    @carried
-    def forward(self, ids_BS: Tensor) -> Tensor:
+    def forward(self, given: Given) -> Given:
         """int64 [B, S] to [B, s, H]."""
-        y: Tensor = self.word(ids_BS) * self.scale
-        return y
+        stream = Stream.first(given)
+        return stream._replace(hidden=self.word(stream.hidden) * self.scale).flat()
 
 
 class Gemma2Block(nn.Module):
@@ -127,13 +126,13 @@ class Gemma2Block(nn.Module):
         self.after_2 = OffsetNorm(model, weights)
         weights.initialise(self)
 
-    def forward(self, given: Stream) -> Stream:
-        """[B, s, H] to the same, with positions beside it if they come along."""
+    def forward(self, given: Given) -> Given:
+        """[B, s, H] to the same, with places beside it if they come along."""
         return along(self, given)
 
-    def computed(self, x_BsH: Tensor, positions: Tensor | Beside | None) -> Tensor:
+    def computed(self, x_BsH: Tensor, places: Places | Beside | None) -> Tensor:
         """What of the forward is compiled; see :mod:`dsx.nn.compiled`."""
-        x_BsH = x_BsH + self.after_1(self.attention(self.norm_1(x_BsH), positions))
+        x_BsH = x_BsH + self.after_1(self.attention(self.norm_1(x_BsH), places))
         y: Tensor = x_BsH + self.after_2(self.mlp(self.norm_2(x_BsH)))
         return y
 
@@ -161,14 +160,13 @@ class Gemma2Head(nn.Module):
         self.word, self.logit_cap = vocabulary_table(model, weights), model.logit_cap
         weights.initialise(self)
 
-    def forward(self, given: Stream, **loss: Any) -> Stream:
+    def forward(self, given: Given, **loss: Any) -> Tensor:
         """[B, s, H] to [B, S, V], or to the loss."""
         return self.as_head(self, given, **loss)
 
     @staticmethod
-    @ending
     def as_head(
-        module: Gemma2WordEmbedding | Gemma2Head, x_BsH: Tensor, loss: Callable[..., Tensor] | None = None
+        module: Gemma2WordEmbedding | Gemma2Head, given: Given, loss: Callable[..., Tensor] | None = None
     ) -> Tensor:
         """Use the table of ``module`` (the word embedding, when tied) as head: the tie's ``forward_fn``."""
 
@@ -179,8 +177,8 @@ class Gemma2Head(nn.Module):
             return y
 
         if loss is None:
-            return logits(x_BsH, partial(as_head, module.word))
-        return as_head(module.word, x_BsH, partial(loss, logits=logits))
+            return logits(hidden_of(given), partial(as_head, module.word))
+        return as_head(module.word, given, partial(loss, logits=logits))
 
 
 LAYERS = {

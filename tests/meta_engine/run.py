@@ -207,7 +207,7 @@ def signatures(config: RunConfig) -> dict[int, Signature]:
             sent.append(TensorMeta((3, balance.experts), torch.float32, requires_grad=routed))
         if config.dsx.data.keeps_apart:
             tokens = (config.micro_batch_size, config.sequence_length)
-            sent.append(TensorMeta(tokens, torch.int64, requires_grad=False))
+            sent += [TensorMeta(tokens, torch.int64, requires_grad=False)] * 2  # positions, documents
         return Signature(tuple(sent), is_tuple=len(sent) > 1)
 
     return {stage: received(stage) for stage in range(1, stages.num_stages)}

@@ -13,7 +13,8 @@ from torch import Tensor
 from dsx.hub.read import hub_model
 from dsx.models import families
 from dsx.models.spec import HubModel, Model
-from dsx.nn.documents import joined, parted
+from dsx.nn.attention import CausalMask
+from dsx.nn.documents import Places, Stream
 from dsx.nn.parallel import TensorParallel
 
 LENGTHS = (5, 1, 7, 3)
@@ -60,9 +61,10 @@ def test_another_document_changes_nothing(family: str, implementation: str, reco
         inputs = ids.clone()
         if change:
             inputs[:, :begin], inputs[:, end:] = others[:, :begin], others[:, end:]
-        x, beside, _ = parted(first((inputs, positions)))
-        x = x.detach().requires_grad_()
-        value: Any = joined(x, beside, positions)
+        stream = Stream.of(first((inputs, positions)))
+        assert stream.places is not None
+        x = stream.hidden.detach().requires_grad_()
+        value: Any = stream._replace(hidden=x).flat()
         for call in rest:
             value = call(value)
         logits = value[0] if isinstance(value, tuple) else value
@@ -76,3 +78,33 @@ def test_another_document_changes_nothing(family: str, implementation: str, reco
     assert not gradient[:begin].any()
     assert not gradient[end:].any()
     assert gradient[begin:end].any()
+
+
+def test_a_part_of_a_row_keeps_apart_what_the_row_does() -> None:
+    """Documents are numbered in whole rows: their first parts need not hold a position 0."""
+    _, positions = pack(0, 10)
+    whole, cpu = Places.of_packs(positions), torch.device("cpu")
+    row = CausalMask()(positions.shape[1], torch.float32, cpu, whole)
+    assert row is not None
+    part = slice(LENGTHS[0] - 2, sum(LENGTHS) - 1)
+    places = Places(*(each[:, part] for each in whole if each is not None))
+    assert places.positions[0, 0]
+    mask = CausalMask()(places.positions.shape[1], torch.float32, cpu, places)
+    assert mask is not None
+    assert torch.equal(mask, row[..., part, part])
+
+
+def test_positions_alone_keep_nothing_apart() -> None:
+    _, positions = pack(0, 10)
+    assert CausalMask()(positions.shape[1], torch.float32, torch.device("cpu"), Places(positions)) is None
+
+
+@pytest.mark.parametrize("sums", [None, torch.ones(3, 2)])
+@pytest.mark.parametrize("numbered", [None, False, True])
+def test_what_crosses_a_boundary_is_read_as_it_was(sums: Tensor | None, numbered: bool | None) -> None:
+    _, positions = pack(0, 10)
+    places = None if numbered is None else Places.of_packs(positions) if numbered else Places(positions)
+    stream = Stream(torch.zeros(1, 16, 4), sums, places)
+    flat = stream.flat()
+    assert isinstance(flat, Tensor) or all(isinstance(each, Tensor) for each in flat)
+    assert Stream.of(flat, sums=sums is not None) == stream
