@@ -13,10 +13,8 @@ import torch
 from dsx.data.order import Shares, keyed_hash, permute
 from dsx.data.packs import Packs, Sample, Windows, inputs_and_labels
 from dsx.errors import DataError
+from dsx.nn.documents import MicroBatch
 from dsx.parallel.islands import Islands
-
-MicroBatch = tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Inputs and labels. Inputs are ids, int64 [B, S], or ids and positions where documents are kept apart."""
 
 
 class Samples(Protocol):
@@ -233,7 +231,7 @@ class EvaluationBatches:
 def _micro_batch(rows: list[Sample]) -> MicroBatch:
     columns = zip(*map(inputs_and_labels, rows), strict=True)
     inputs, labels, *positions = (torch.stack(column) for column in columns)
-    return (inputs, positions[0]) if positions else inputs, labels
+    return MicroBatch((inputs, *positions) if positions else inputs, labels)
 
 
 class Prefetched:
@@ -305,7 +303,6 @@ def _end(room: threading.Semaphore, closed: threading.Event) -> None:
 
 def _pinned(batch: MicroBatch) -> MicroBatch:
     inputs, labels = batch
-    if isinstance(inputs, tuple):
-        ids, positions = inputs
-        return (ids.pin_memory(), positions.pin_memory()), labels.pin_memory()
-    return inputs.pin_memory(), labels.pin_memory()
+    given = inputs if isinstance(inputs, tuple) else (inputs,)
+    *pinned, labels = (each.pin_memory() for each in (*given, labels))
+    return MicroBatch(tuple(pinned) if isinstance(inputs, tuple) else pinned[0], labels)

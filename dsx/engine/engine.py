@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from deepspeed.utils import RepeatingLoader
 from dsx.config.run import RunConfig
 from dsx.config.schema import ZeroConfig
 from dsx.engine.executor import Mode, StepRun
-from dsx.engine.micro_batches import DataWait, LabelCheck, MicroBatches, TrainedTokens
+from dsx.engine.micro_batches import BatchSource, TrainedTokens
 from dsx.engine.optimizers import hide_spare, prepare
 from dsx.engine.p2p import Signatures, header_group, open_channels
 from dsx.engine.pipeline_module import PipelineModule
@@ -158,7 +158,7 @@ class PipelineEngine:
         stage_id: This rank's pipeline coordinate.
         whereabouts: Where this rank is, for the watch.
         steering: What others decide about training steps.
-        data_wait: How long ``train_batch`` has waited for its iterator.
+        batch_source: Where ``train_batch`` reads its micro-batches, and how long it has waited for them.
         names: The further names of stock PipelineEngine, which are looked up there.
         run_config: The resolved dsx config, if it was built from one; ``config`` is DeepSpeed's.
         outer: The steps that islands take together (``dsx.outer``); None without islands.
@@ -191,15 +191,13 @@ class PipelineEngine:
         )
         self.programs = Programs(model.program, model.stage_map, model.groups.pp_rank)
         self._tracer = Tracer(model.groups, model.device)
-        self.batch_function: Callable[[Any], Batch] | None = None
-        self.data_source: Iterator[Any] | None = None
         self.first_step = first_step
         """What is said of the next step, if it takes long; empty once there was one."""
         self.training_dataloader: Iterable[Any] | None = None
-        self._labels = LabelCheck(model.chunks.loss_fn, due=model.groups.rank == 0)
-        self.data_wait = DataWait()
         self._saver: Saver | None = None
         self.whereabouts = Whereabouts(model.device)
+        looked_at = model.chunks.loss_fn if model.groups.rank == 0 else None
+        self.batch_source = BatchSource(model.device, looked_at, self.whereabouts.move)
         self.steering = Steering(torch.zeros(4, device=model.device))
         self.names = EngineNames(self, self.steering.sums)
         open_channels(model.groups, model.stage_map, model.device)
@@ -361,7 +359,7 @@ class PipelineEngine:
             here.timed_step(number),
             self._tracer.step(number, schedule) as around,
         ):
-            run = self._step_run(self.data_source, count, mode, around)
+            run = self._step_run(self.batch_source, count, mode, around)
             run.run()
             here.enter("optimizer step")
             # Under way during the optimizer's step, whose collectives the ranks wait for anyway.
@@ -418,9 +416,10 @@ class PipelineEngine:
         module.eval()
         try:
             with torch.no_grad():
-                source = None if data_iter is None else self._convert(DataWait().around(_iterator(data_iter)))
+                source = replace(self.batch_source, iterator=_iterator(data_iter))
                 run = self._step_run(source, count, mode)
                 run.run()
+                self.batch_source.loss_fn = source.loss_fn  # whether labels have been looked at
         finally:
             module.train(was_training)
         outputs = run.kept_outputs if self.is_last_stage() else None
@@ -472,8 +471,7 @@ class PipelineEngine:
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
         """Micro-batches for the next :meth:`train_batch` calls."""
         self.training_dataloader = None
-        source = None if iterator is None else self.data_wait.around(_iterator(iterator))
-        self.data_source = None if source is None else self._convert(source)
+        self.batch_source.iterator = _iterator(iterator)
 
     def set_dataloader(self, loader: Iterable[Any] | None) -> None:
         """A loader to draw micro-batches from, again and again."""
@@ -482,7 +480,7 @@ class PipelineEngine:
 
     def set_batch_fn(self, function: Callable[[Any], Batch]) -> None:
         """``function(batch) -> (inputs, labels)`` is applied to every micro-batch."""
-        self.batch_function = function
+        self.batch_source.convert = function
 
     def reset_activation_shape(self) -> None:
         """Call on every rank before shapes at stage boundaries change, e.g. a longer sequence."""
@@ -629,18 +627,13 @@ class PipelineEngine:
         self.steering.called = lambda: made.called
         return made
 
-    def _convert(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        return map(self._convert_one, iterator)
-
-    def _convert_one(self, batch: Any) -> Any:
-        return self._labels.looked_at(batch if self.batch_function is None else self.batch_function(batch))
-
-    def _step_run(self, source: Iterator[Any] | None, count: int, mode: Mode, around: Any = None) -> StepRun:
+    def _step_run(self, batches: BatchSource, count: int, mode: Mode, around: Any = None) -> StepRun:
         schedule, receives = self.programs.step(count, training=mode.training)
         uses = int(self.is_first_stage()) + int(self.is_last_stage())
-        loss, device, tokens = self.pipeline.chunks.loss_fn, self.pipeline.device, None
+        loss, tokens = self.pipeline.chunks.loss_fn, None
         if isinstance(loss, TokenMean) and mode.compute_loss and self.is_last_stage():
-            tokens = TrainedTokens(loss, self.groups, device, before_backward=mode.training)
+            tokens = TrainedTokens(loss, self.groups, batches.device, before_backward=mode.training)
+        batches.begin(count, uses=uses, tokens=tokens)
         return StepRun(
             schedule=schedule,
             receives=receives,
@@ -648,14 +641,7 @@ class PipelineEngine:
             stages=self.pipeline.chunks,
             calls=self._calls,
             hooks=self._adapter.hooks,
-            batches=MicroBatches(
-                source=source,
-                count=count,
-                device=device,
-                uses=uses,
-                tokens=tokens,
-                pulled=self.whereabouts.move,
-            ),
+            batches=batches,
             signatures=self._signatures,
             mode=mode,
             split=self.pipeline.split,
@@ -696,7 +682,7 @@ def _require_hooks_kept(kind: type) -> None:
 
 def _iterator(data: Any) -> Any:
     """An iterator as it is: asked for another, DeepSpeed's own loader begins with its first batch again."""
-    return data if hasattr(data, "__next__") else iter(data)
+    return data if data is None or hasattr(data, "__next__") else iter(data)
 
 
 def _require_iterator(data: Any) -> None:

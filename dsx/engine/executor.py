@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from dsx.engine.chunks import Chunks
-from dsx.engine.micro_batches import MicroBatches, TrainedTokens
+from dsx.engine.micro_batches import BatchSource, TrainedTokens
 from dsx.engine.p2p import HEADER_NUMEL, Headers, Inbox, Outbox, Signature, Signatures, Tensors, channel
 from dsx.engine.whereabouts import Whereabouts
 from dsx.errors import ModelError
@@ -129,7 +129,7 @@ class StepRun:
         stages: Chunks,
         calls: Calls,
         hooks: StepHooks,
-        batches: MicroBatches,
+        batches: BatchSource,
         signatures: Signatures,
         mode: Mode,
         split: WeightGradients | None = None,

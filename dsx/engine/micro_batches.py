@@ -1,4 +1,4 @@
-"""The micro-batches of one step, as one rank reads them."""
+"""Micro-batches, as one rank reads them."""
 
 from __future__ import annotations
 
@@ -12,81 +12,119 @@ import torch
 import torch.distributed as dist
 
 from dsx.errors import DataError
+from dsx.nn.documents import MicroBatch
 from dsx.nn.loss import HeadLoss, TokenMean, cross_entropy
 from dsx.parallel.groups import Groups
 
 
 @dataclass(slots=True)
-class MicroBatches:
-    """A step's micro-batches, pulled in order when first needed, and dropped after their last use.
+class BatchSource:
+    """The one way of micro-batches from an iterator to the stages of a rank.
+
+    Of a step they are read in order, when first needed, and dropped after their last use.
 
     Args:
-        source: Yields ``(inputs, labels)``; None on a rank that needs neither.
-        count: Micro-batches in the step.
         device: Where tensors are moved.
-        uses: How often each micro-batch is read on this rank (inputs, labels or both).
-        tokens: Counts the trained tokens of a loss that is the mean over them, on ranks of the last stage.
-        pulled: Called after each micro-batch that was pulled; None calls nothing.
+        loss_fn: The pipeline's loss, by which labels are looked at once; None leaves them alone.
+        moved: Called after each micro-batch that was read; None calls nothing.
+        iterator: Yields ``(inputs, labels)``, or what ``convert`` makes into that; None on a rank that needs
+            neither.
+        convert: Stock DeepSpeed's ``batch_fn``.
+
+    Attributes:
+        seconds: How long has been waited for the iterator.
+        tokens: Counts the trained tokens of a step whose loss is the mean over them, on ranks of the last
+            stage.
     """
 
-    source: Iterator[Any] | None
-    count: int
     device: torch.device
-    uses: int
+    loss_fn: Callable[..., Any] | None = None
+    moved: Callable[[], None] | None = None
+    iterator: Iterator[Any] | None = None
+    convert: Callable[[Any], Any] | None = None
+    seconds: float = 0.0
     tokens: TrainedTokens | None = None
-    pulled: Callable[[], None] | None = None
-    _loaded: dict[int, list[Any]] = field(default_factory=dict)
-    _pulled: int = 0
+    _count: int = 0
+    _uses: int = 0
+    _read: int = 0
+    _kept: dict[int, list[Any]] = field(default_factory=dict)
+
+    def begin(self, count: int, *, uses: int, tokens: TrainedTokens | None = None) -> None:
+        """Begin a step of ``count`` micro-batches, each with so many uses: as inputs, labels or both."""
+        self._count, self._uses, self.tokens = count, uses, tokens
+        self._read, self._kept = 0, {}
 
     def inputs(self, micro_batch: int) -> Any:
         """Inputs of a micro-batch: copies, as layers may write over what they are given."""
-        return _to(self._use(micro_batch)[0], self.device, own=True)
+        return _to(self._use(micro_batch).inputs, self.device, own=True)
 
     def labels(self, micro_batch: int) -> tuple[Any, ...]:
         """Labels of a micro-batch, and the divisor of its loss if the step gives one."""
         tokens = self.tokens
         if tokens is not None and tokens.before_backward:
-            self._read(self.count - 1)
-        labels = _to(self._use(micro_batch)[1], self.device, own=False)
+            self._read_to(self._count - 1)
+        labels = _to(self._use(micro_batch).labels, self.device, own=False)
         if tokens is None or not tokens.before_backward:
             return (labels,)
-        return labels, tokens.share(self.count)
+        return labels, tokens.share(self._count)
 
-    def _read(self, micro_batch: int) -> None:
-        """Pull micro-batches up to this one."""
-        while self._pulled <= micro_batch:
-            batch = self._pull()
-            if self.pulled is not None:
-                self.pulled()
+    def _use(self, micro_batch: int) -> MicroBatch:
+        self._read_to(micro_batch)
+        kept = self._kept[micro_batch]
+        kept[1] -= 1
+        if kept[1] == 0:
+            del self._kept[micro_batch]
+        found: MicroBatch = kept[0]
+        return found
+
+    def _read_to(self, micro_batch: int) -> None:
+        while self._read <= micro_batch:
+            batch = self._next()
+            if self.moved is not None:
+                self.moved()
             if self.tokens is not None:
-                self.tokens.note(batch[1])
-            self._loaded[self._pulled] = [batch, self.uses]
-            self._pulled += 1
+                self.tokens.note(batch.labels)
+            self._kept[self._read] = [batch, self._uses]
+            self._read += 1
 
-    def _use(self, micro_batch: int) -> Any:
-        self._read(micro_batch)
-        entry = self._loaded[micro_batch]
-        entry[1] -= 1
-        if entry[1] == 0:
-            del self._loaded[micro_batch]
-        return entry[0]
-
-    def _pull(self) -> Any:
-        if self.source is None:
+    def _next(self) -> MicroBatch:
+        if self.iterator is None:
             raise DataError(
                 "data_iter = None", "this rank's stage needs data", "pass an iterator of micro-batches"
             )
+        began = time.perf_counter()
         try:
-            batch = next(self.source)
+            batch = next(self.iterator)
         except StopIteration:
             raise DataError(
-                f"data_iter after {self._pulled} of {self.count} micro-batches",
+                f"data_iter after {self._read} of {self._count} micro-batches",
                 "it ended within the step",
                 "give as many micro-batches as gradient_accumulation_steps, e.g. through RepeatingLoader",
             ) from None
+        finally:
+            self.seconds += time.perf_counter() - began
+        batch = batch if self.convert is None else self.convert(batch)
         if not isinstance(batch, (tuple, list)) or len(batch) < 2:
             raise DataError(f"batch of type {type(batch).__name__}", "not a pair", "yield (inputs, labels)")
-        return batch
+        found = MicroBatch(*batch[:2])
+        self._look_at(found)
+        return found
+
+    def _look_at(self, batch: MicroBatch) -> None:
+        """Warn, once, where labels are the inputs themselves and the loss is dsx's, which shifts nothing.
+
+        Another loss may shift by itself, or want its input back.
+        """
+        loss, self.loss_fn = self.loss_fn, None
+        loss = loss.loss if isinstance(loss, TokenMean) else loss
+        ours = isinstance(loss, HeadLoss) or getattr(loss, "func", loss) is cross_entropy
+        if ours and _is_unshifted(batch):
+            warnings.warn(
+                "labels are the inputs themselves: the loss compares the logits at each place with the label "
+                "there and shifts nothing, so that the model learns to copy. Give tokens[:, :-1] as inputs "
+                "and tokens[:, 1:] as labels.",
+                stacklevel=2,
+            )
 
 
 class TrainedTokens:
@@ -133,65 +171,13 @@ class TrainedTokens:
         return self._share
 
 
-@dataclass(slots=True)
-class LabelCheck:
-    """Warns, once, where labels are the inputs themselves and the loss is dsx's, which shifts nothing.
-
-    Another loss may shift by itself, or want its input back.
-    """
-
-    loss_fn: Callable[..., Any] | None
-    due: bool
-
-    def looked_at(self, batch: Any) -> Any:
-        """The micro-batch as it is."""
-        loss: Any = self.loss_fn
-        loss = loss.loss if isinstance(loss, TokenMean) else loss
-        ours = isinstance(loss, HeadLoss) or getattr(loss, "func", loss) is cross_entropy
-        if self.due and ours and _is_unshifted(batch):
-            warnings.warn(
-                "labels are the inputs themselves: the loss compares the logits at each place with the label "
-                "there and shifts nothing, so that the model learns to copy. Give tokens[:, :-1] as inputs "
-                "and tokens[:, 1:] as labels.",
-                stacklevel=2,
-            )
-        self.due = False
-        return batch
-
-
-def _is_unshifted(batch: Any) -> bool:
+def _is_unshifted(batch: MicroBatch) -> bool:
     """Whether labels equal inputs, as they would not if they were shifted."""
-    if not isinstance(batch, (tuple, list)) or len(batch) < 2:
-        return False
-    inputs, labels = batch[:2]
+    inputs, labels = batch
     if not isinstance(inputs, torch.Tensor) or not isinstance(labels, torch.Tensor) or inputs.dim() < 2:
         return False
     same = inputs.shape == labels.shape and torch.equal(inputs, labels)
     return same and not torch.equal(inputs[:, 1:], labels[:, :-1])
-
-
-class DataWait:
-    """How long training has waited for its iterator.
-
-    Attributes:
-        seconds: The total on this rank.
-    """
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def around(self, source: Iterator[Any]) -> Iterator[Any]:
-        """Yield the same items and note the time that each took. Ending early does not end ``source``."""
-        items = []  # emptied before each yield, so that no batch outlives its step here
-        while True:
-            began = time.perf_counter()
-            try:
-                items.append(next(source))
-            except StopIteration:
-                return
-            finally:
-                self.seconds += time.perf_counter() - began
-            yield items.pop()
 
 
 def _to(value: Any, device: torch.device, *, own: bool) -> Any:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe import engine as stock
 
 from dsx.engine import stock_module
+from dsx.engine.micro_batches import BatchSource
 from dsx.engine.pipeline_module import PipelineModule
 from dsx.engine.zero.held import adopt_weights
 from dsx.errors import ModelError, UnavailableError
@@ -110,8 +111,7 @@ class Engine(Protocol):
     deepspeed_engine: Any
     groups: Groups
     run_config: Any
-    batch_function: Any
-    data_source: Any
+    batch_source: BatchSource
     stage_id: int
 
     @property
@@ -281,10 +281,12 @@ class EngineNames:
 
     # Names that only say where something of dsx's is.
     batch_fn = property(
-        lambda self: self._engine.batch_function, lambda self, function: self._engine.set_batch_fn(function)
+        lambda self: self._engine.batch_source.convert,
+        lambda self, made: self._engine.set_batch_fn(made),
     )
     data_iterator = property(
-        lambda self: self._engine.data_source, lambda self, source: self._engine.set_dataiterator(source)
+        lambda self: self._engine.batch_source.iterator,
+        lambda self, it: self._engine.set_dataiterator(it),
     )
     dynamic_shape = property(lambda self: self._engine.pipeline.dynamic_shape)
     global_rank = property(lambda self: self._engine.groups.rank)

@@ -40,6 +40,18 @@ class Places(NamedTuple):
         return cls(positions, (positions == 0).cumsum(dim=-1))
 
 
+class MicroBatch(NamedTuple):
+    """What a pipeline reads: what its first stage is given, and what its last one compares with.
+
+    Attributes:
+        inputs: For dsx's models ids, int64 [B, S], or ``(ids, positions)`` where documents are kept apart.
+        labels: Likewise [B, S], shifted by one, -100 where nothing is trained.
+    """
+
+    inputs: Any
+    labels: Any
+
+
 class Stream(NamedTuple):
     """What a layer is given and gives.
 

@@ -200,7 +200,7 @@ class Monitor:
 
     def _data_share(self, elapsed_seconds: float) -> float:
         """How much of the time since the last report this rank, which reads inputs, waited for data."""
-        before, self._waited_seconds = self._waited_seconds, self._engine.data_wait.seconds
+        before, self._waited_seconds = self._waited_seconds, self._engine.batch_source.seconds
         return (self._waited_seconds - before) / elapsed_seconds
 
     def _write_trace(self, comparison: Comparison) -> None:

@@ -32,8 +32,8 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import RemoveColumnsCollator, has_length, seed_worker
 
 from dsx.config.wording import at
-from dsx.data.batches import MicroBatch
 from dsx.errors import ConfigError, DataError
+from dsx.nn.documents import MicroBatch
 from dsx.nn.loss import IGNORED
 
 # What collators give beside these says with other words where documents begin.
@@ -312,13 +312,13 @@ def micro_batch(batch: Mapping[str, Any], *, multiple: int, needs_labels: bool) 
         if positions is not None:
             tail = torch.arange(missing).expand(ids.shape[0], -1)
             positions = torch.cat((positions, tail), 1)
-    return (ids if positions is None else (ids, positions)), labels
+    return MicroBatch(ids if positions is None else (ids, positions), labels)
 
 
 def filler(multiple: int) -> MicroBatch:
     """A micro-batch that trains nothing, for a rank without one where others have one."""
     shape = (1, max(1, multiple))
-    return torch.zeros(shape, dtype=torch.long), torch.full(shape, IGNORED)
+    return MicroBatch(torch.zeros(shape, dtype=torch.long), torch.full(shape, IGNORED))
 
 
 def _labels(batch: Mapping[str, Any], ids: Tensor, *, needed: bool) -> Tensor:

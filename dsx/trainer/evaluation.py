@@ -17,6 +17,7 @@ from transformers.trainer_utils import EvalPrediction, denumpify_detensorize, ha
 
 from dsx.data.batches import MicroBatch
 from dsx.engine.engine import PipelineEngine
+from dsx.nn.documents import MicroBatch
 from dsx.nn.loss import IGNORED
 from dsx.trainer.batches import Loading, epoch, filler, micro_batch
 

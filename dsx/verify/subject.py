@@ -23,6 +23,7 @@ from dsx.engine.initialize import initialize
 from dsx.engine.pipeline_module import PipelineModule
 from dsx.engine.zero.held import held
 from dsx.models.param import ParamSpec
+from dsx.nn.documents import MicroBatch
 from dsx.nn.dropout import Dropout
 from dsx.parallel.groups import Groups
 from dsx.parallel.mesh import Mesh
@@ -380,7 +381,7 @@ def _prepare(names: Mapping[str, nn.Parameter], groups: Groups, *, fresh: bool) 
     return built if groups.replica == 0 else {}
 
 
-def random_tokens(config: RunConfig, step: int, index: int) -> tuple[Any, Tensor]:
+def random_tokens(config: RunConfig, step: int, index: int) -> MicroBatch:
     """Inputs and labels [B, S] of micro-batch ``index`` of a step, counted over all replicas.
 
     Inputs are ids [B, S], or ids and positions where documents are kept apart: then a row holds several of
@@ -405,10 +406,10 @@ def random_tokens(config: RunConfig, step: int, index: int) -> tuple[Any, Tensor
         trained[:, :-1] &= ~begins[:, 1:]  # the label there is of the next document
     labels = labels.where(trained, torch.tensor(-100))
     if not data.keeps_apart:
-        return ids, labels
+        return MicroBatch(ids, labels)
     at = torch.arange(config.sequence_length).expand_as(ids)
     positions = at - at.where(begins, torch.zeros_like(at)).cummax(dim=1).values
-    return (ids, positions), labels
+    return MicroBatch((ids, positions), labels)
 
 
 def masks_of(config: RunConfig, groups: Groups) -> dict[str, Mask]:

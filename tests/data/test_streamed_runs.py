@@ -54,7 +54,7 @@ def train(
             recipe.save(config, engine, corpus, monitor)
     held_out = recipe.evaluate(config, engine, corpus)
     monitor.evaluation(held_out)
-    return losses, held_out, batches._thread is not None, engine.data_wait.seconds
+    return losses, held_out, batches._thread is not None, engine.batch_source.seconds
 
 
 def test_a_streamed_mixture_goes_on_in_another_layout(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ class Run:
             wait_for_checkpoint=lambda: None,
             pipeline=SimpleNamespace(device=torch.device("cpu"), proof=None),
             trace=self.trace,
-            data_wait=SimpleNamespace(seconds=0.0),
+            batch_source=SimpleNamespace(seconds=0.0),
             steering=SimpleNamespace(sums=torch.ones(3)),
             trained_tokens=512,
             current_loss_scale=None,
