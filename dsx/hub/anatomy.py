@@ -28,7 +28,7 @@ from dsx.errors import ModelError
 from dsx.hub.on_meta import parameters_on_meta
 from dsx.models.config_values import at
 from dsx.models.quiet_transformers import quiet_transformers, torch_forms
-from dsx.nn.documents import Last, Places
+from dsx.nn.documents import PerMicroBatch, Places
 from dsx.terminal import shortened
 
 HIDDEN = "hidden_states"
@@ -400,7 +400,7 @@ class Trunk:
         self._calls: list[BlockCall] = []
         self._width = anatomy.width
         self._base: nn.Module | None = None
-        self._last = Last()
+        self._last = PerMicroBatch()
         self.kept: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
 
     def __repr__(self) -> str:

@@ -118,7 +118,7 @@ class HubStart(nn.Module):
     def forward(self, given: Given) -> Given:
         """[B, s, H] to what blocks take."""
         stream = Stream.of(given, sums=self._sums)
-        return stream._replace(hidden=self._started(stream.hidden, stream.places)).flat()
+        return stream.then(self._started(stream.hidden, stream.places))
 
     def _started(self, x_BsH: Tensor, places: Places | None) -> Tensor:
         tp, cut = self._tp, self._tp.sequence

@@ -41,7 +41,7 @@ from dsx.models.params import layer_kinds, vocabulary_rows
 from dsx.models.quiet_transformers import first_line
 from dsx.models.spec import HubModel
 from dsx.nn import collectives
-from dsx.nn.documents import Last
+from dsx.nn.documents import PerMicroBatch
 from dsx.nn.loss import loss_of
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.quantized import quantize
@@ -553,7 +553,7 @@ class _LayerTracing:
                 if isinstance(value, nn.Module | Tensor) or not hasattr(value, "__dict__"):
                     continue
                 for held in vars(value).values():
-                    remade = isinstance(held, Last)
+                    remade = isinstance(held, PerMicroBatch)
                     for leaf in _leaves_of(list(held.values()) if remade else held):
                         if isinstance(leaf, Tensor):
                             found[self.recorder.id_of(leaf)] = value, remade

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dsx.errors import ModelError
 from dsx.models.spec import ModelSpec, Rope
-from dsx.nn.documents import Last, Places
+from dsx.nn.documents import PerMicroBatch, Places
 from dsx.nn.dropout import draw_seed, seeded
 from dsx.nn.linear import ColumnParallelLinear, KeyValueLinear, RowParallelLinear
 from dsx.nn.norm import RMSNorm
@@ -70,7 +70,7 @@ def _yarn_keep(rope: Rope, size: int) -> Tensor:
     return 1 - ((torch.arange(size // 2, dtype=torch.float32) - low) / span).clamp(0.0, 1.0)
 
 
-class Beside(NamedTuple):
+class RopeAndMask(NamedTuple):
     """What attention needs of the places of a micro-batch, made before a compiled block runs.
 
     Attributes:
@@ -93,12 +93,12 @@ class Rotary:
         self.rope, self.size = rope, size
         self._frequency = inverse_frequencies(rope, size)
         self._tables: tuple[Tensor, Tensor] | None = None
-        self._last = Last()
+        self._last = PerMicroBatch()
 
     def __repr__(self) -> str:
         return f"Rotary({self.rope})"
 
-    def __call__(self, x: Tensor, places: Places | Beside | None = None) -> Tensor:
+    def __call__(self, x: Tensor, places: Places | RopeAndMask | None = None) -> Tensor:
         """Turn each head by its position; [B, S, ..., D] keeps its shape.
 
         Args:
@@ -111,9 +111,9 @@ class Rotary:
         turning, rest = x.split((self.size, x.shape[-1] - self.size), dim=-1)
         return torch.cat((self._turn(turning, places), rest), dim=-1)
 
-    def _turn(self, x: Tensor, places: Places | Beside | None) -> Tensor:
+    def _turn(self, x: Tensor, places: Places | RopeAndMask | None) -> Tensor:
         heads = (1,) * (x.dim() - 3)
-        if isinstance(places, Beside):
+        if isinstance(places, RopeAndMask):
             assert places.tables is not None
             tables = places.tables
         else:
@@ -173,7 +173,7 @@ class CausalMask:
     def __init__(self, window: int = 0) -> None:
         self.window = window
         self._mask: Tensor | None = None
-        self._last = Last()
+        self._last = PerMicroBatch()
 
     def __repr__(self) -> str:
         return f"CausalMask({self.window})"
@@ -299,7 +299,7 @@ class Attention(nn.Module):
         self.q_norm = head_norm() if model.qk_norm else None
         self.k_norm = head_norm() if model.qk_norm else None
 
-    def forward(self, x_BsH: Tensor, places: Places | Beside | None = None) -> Tensor:
+    def forward(self, x_BsH: Tensor, places: Places | RopeAndMask | None = None) -> Tensor:
         """[B, s, H] to the same."""
         qkv_BSP = self.qkv(x_BsH)
         dropping = self.training and self.dropout > 0.0
@@ -309,13 +309,13 @@ class Attention(nn.Module):
         y: Tensor = self.out(context)
         return y
 
-    def beside(self, x_BsH: Tensor, places: Places | None) -> Beside:
+    def rope_and_mask(self, x_BsH: Tensor, places: Places | None) -> RopeAndMask:
         """What :meth:`forward` takes in the place of places, so that a graph need not make it."""
         length = x_BsH.shape[1] * (self.tp.size if self.tp.sequence else 1)
         form = (length, x_BsH.dtype, x_BsH.device, places)
-        return Beside(None if self.rotary is None else self.rotary.found(*form), self.mask(*form))
+        return RopeAndMask(None if self.rotary is None else self.rotary.found(*form), self.mask(*form))
 
-    def _drawn(self, qkv_BSP: Tensor, places: Places | Beside | None) -> Tensor:
+    def _drawn(self, qkv_BSP: Tensor, places: Places | RopeAndMask | None) -> Tensor:
         # Drawn outside the recomputed part, which then needs no generator; one per rank, as heads are cut.
         return self._context(qkv_BSP, draw_seed(self.tp, sharded=True), places)
 
@@ -325,12 +325,12 @@ class Attention(nn.Module):
         context: Tensor = checkpoint(self._core, *given, use_reentrant=False, preserve_rng_state=False)
         return context
 
-    def _core(self, qkv_BSP: Tensor, seed: int | None, places: Places | Beside | None) -> Tensor:
+    def _core(self, qkv_BSP: Tensor, seed: int | None, places: Places | RopeAndMask | None) -> Tensor:
         """Attention of this rank's heads: fused projection [B, S, P] to context [B, S, N D]."""
         q, k, v = self._heads(qkv_BSP, places)
         mask = (
             places.mask
-            if isinstance(places, Beside)
+            if isinstance(places, RopeAndMask)
             else uncompiled(self.mask, q.shape[1], q.dtype, q.device, places)
         )
         q_BNSD, k_BKSD, v_BKSD = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -341,7 +341,7 @@ class Attention(nn.Module):
                 context_BNSD = self.attend(q_BNSD, k_BKSD, v_BKSD, self.dropout, mask)
         return context_BNSD.transpose(1, 2).flatten(2)
 
-    def _heads(self, qkv_BSP: Tensor, places: Places | Beside | None) -> tuple[Tensor, ...]:
+    def _heads(self, qkv_BSP: Tensor, places: Places | RopeAndMask | None) -> tuple[Tensor, ...]:
         """Queries [B, S, N, D], keys and values [B, S, K, D], as attention takes them."""
         if self.interleaved:
             query_key, v = qkv_BSP.unflatten(-1, (-1, 3, self.head_dim)).split((2, 1), dim=3)

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from dsx.models.spec import ModelSpec, Recompute
-from dsx.nn.attention import Attention, Beside, CausalMask, Rotary
+from dsx.nn.attention import Attention, CausalMask, RopeAndMask, Rotary
 from dsx.nn.documents import Given, Places, Stream
 from dsx.nn.dropout import Dropout
 from dsx.nn.linear import ColumnParallelLinear, RowParallelLinear
@@ -117,14 +117,14 @@ def along(block: Any, given: Given) -> Given:
     run = partial(_residuals, block)
     if block.recompute == "full":
         run = partial(recomputed, run, random=block.random and block.training)
-    return stream._replace(hidden=run(stream.hidden, stream.places)).flat()
+    return stream.then(run(stream.hidden, stream.places))
 
 
 def _residuals(block: Any, x_BsH: Tensor, places: Places | None) -> Tensor:
     if block.compiled is None:
         y: Tensor = block.computed(x_BsH, places)
     else:
-        y = block.compiled(block, x_BsH, block.attention.beside(x_BsH, places))
+        y = block.compiled(block, x_BsH, block.attention.rope_and_mask(x_BsH, places))
     return y
 
 
@@ -163,7 +163,7 @@ class Block(nn.Module):
         """[B, s, H] to the same, with places beside it if they come along."""
         return along(self, given)
 
-    def computed(self, x_BsH: Tensor, places: Places | Beside | None) -> Tensor:
+    def computed(self, x_BsH: Tensor, places: Places | RopeAndMask | None) -> Tensor:
         """What of the forward is compiled; see :mod:`dsx.nn.compiled`."""
         middle_BsH = x_BsH + self.dropout(self.attention(self.norm_1(x_BsH), places))
         if not self.parallel:

@@ -84,9 +84,14 @@ class Stream(NamedTuple):
 
     def flat(self) -> Given:
         """Tensors alone, as engines, stock DeepSpeed's too, send them: hidden states, sums, places."""
-        found = [self.hidden, *([] if self.sums is None else [self.sums]), *(self.places or ())]
-        tensors = tuple(tensor for tensor in found if tensor is not None)
-        return tensors if len(tensors) > 1 else tensors[0]
+        hidden, sums, places = self
+        if sums is None and places is None:
+            return hidden
+        return tuple(tensor for tensor in (hidden, sums, *(places or ())) if tensor is not None)
+
+    def then(self, hidden: Tensor) -> Given:
+        """:meth:`flat` with other hidden states: what a layer gives that hands the rest on."""
+        return Stream(hidden, self.sums, self.places).flat()
 
 
 def carried(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Given], Given]:
@@ -106,7 +111,7 @@ def hidden_of(given: Given) -> Tensor:
     return given[0] if isinstance(given, tuple) else given
 
 
-class Last(dict[Any, Any]):
+class PerMicroBatch(dict[Any, Any]):
     """What was last made of a micro-batch's places, by key; one object serves all blocks of a rank.
 
     Every block of a stage is given the same tensor, or a view of it where hooks hand it on (ZeRO-3), and

@@ -221,7 +221,7 @@ class WordEmbedding(nn.Module):
     def forward(self, given: Given) -> Given:
         """int64 [B, S] to [B, s, H]."""
         stream = Stream.first(given)
-        return stream._replace(hidden=self.word(stream.hidden)).flat()
+        return stream.then(self.word(stream.hidden))
 
 
 class Head(nn.Module):
@@ -310,4 +310,4 @@ class Positions(nn.Module):
         """[B, s, H] to the same."""
         stream = Stream.of(given)
         positions = None if stream.places is None else stream.places.positions
-        return stream._replace(hidden=self.dropout(self.position(stream.hidden, positions))).flat()
+        return stream.then(self.dropout(self.position(stream.hidden, positions)))

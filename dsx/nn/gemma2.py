@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dsx.models.spec import ModelSpec, Recompute
-from dsx.nn.attention import Attention, Beside, CausalMask, Rotary
+from dsx.nn.attention import Attention, CausalMask, RopeAndMask, Rotary
 from dsx.nn.block import Mlp, along
 from dsx.nn.collectives import copy_parameters
 from dsx.nn.documents import Given, Places, Stream, carried, hidden_of
@@ -88,7 +88,7 @@ class Gemma2WordEmbedding(nn.Module):
     def forward(self, given: Given) -> Given:
         """int64 [B, S] to [B, s, H]."""
         stream = Stream.first(given)
-        return stream._replace(hidden=self.word(stream.hidden) * self.scale).flat()
+        return stream.then(self.word(stream.hidden) * self.scale)
 
 
 class Gemma2Block(nn.Module):
@@ -130,7 +130,7 @@ class Gemma2Block(nn.Module):
         """[B, s, H] to the same, with places beside it if they come along."""
         return along(self, given)
 
-    def computed(self, x_BsH: Tensor, places: Places | Beside | None) -> Tensor:
+    def computed(self, x_BsH: Tensor, places: Places | RopeAndMask | None) -> Tensor:
         """What of the forward is compiled; see :mod:`dsx.nn.compiled`."""
         x_BsH = x_BsH + self.after_1(self.attention(self.norm_1(x_BsH), places))
         y: Tensor = x_BsH + self.after_2(self.mlp(self.norm_2(x_BsH)))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 
 from dsx.errors import LayoutError
-from dsx.models.param import Box, ParamSpec
+from dsx.models.param import ParamSpec
 from dsx.parallel.mesh import Mesh
 from dsx.parallel.stages import StageMap
 from dsx.parallel.zero import ZeroPlan, part_of
@@ -14,19 +14,15 @@ from dsx.parallel.zero import ZeroPlan, part_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """One rank's share of one parameter.
+    """What a rank keeps of its tensor of one parameter, which the spec says by the rank's coordinates.
 
     Attributes:
         spec: The logical parameter.
-        shape: Shape of this rank's tensor: the tp cut, vocabulary padding included.
-        boxes: Global boxes that the tensor holds, in local order along the split dim; padding has no box.
         weights: Interval of the flattened tensor that the rank keeps between uses.
         state: Interval of the flattened tensor whose master weights and optimizer state the rank keeps.
     """
 
     spec: ParamSpec
-    shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
     weights: tuple[int, int]
     state: tuple[int, int]
 
@@ -118,8 +114,6 @@ class Layout:
         return tuple(
             Holding(
                 spec=spec,
-                shape=spec.local_shape(at),
-                boxes=spec.boxes(at),
                 weights=weights[spec.name] if spec.trained else frozen(spec),
                 state=state[spec.name] if spec.trained else (0, 0),
             )

@@ -64,7 +64,7 @@ def test_another_document_changes_nothing(family: str, implementation: str, reco
         stream = Stream.of(first((inputs, positions)))
         assert stream.places is not None
         x = stream.hidden.detach().requires_grad_()
-        value: Any = stream._replace(hidden=x).flat()
+        value: Any = stream.then(x)
         for call in rest:
             value = call(value)
         logits = value[0] if isinstance(value, tuple) else value
