@@ -18,7 +18,7 @@ import made
 from dsx.checkpoint.catalog import Entry
 from dsx.checkpoint.execute import ConversionOptions
 from dsx.checkpoint.formats import native
-from dsx.checkpoint.formats.slices import cut
+from dsx.checkpoint.formats.slices import part_of
 from dsx.checkpoint.run.state import save_random_states
 from dsx.errors import CheckpointError
 from dsx.parallel.mesh import Mesh
@@ -122,8 +122,7 @@ def test_rank_files_hold_what_the_layout_says_and_every_element_once(tmp_path, f
 def local(spec, values, tp_rank):
     """A rank's flat local tensor at tp = 2, by torch's slicing; one is added, so that 0 is padding."""
     whole = torch.from_numpy(values.astype(np.int64)) + 1
-    at = Mesh.of(tp=2).at(tp_rank)
-    return cut(spec, lambda box: whole[tuple(slice(*s) for s in box)], at).reshape(-1).numpy()
+    return part_of(spec, whole, Mesh.of(tp=2).at(tp_rank)).reshape(-1).numpy()
 
 
 @pytest.mark.parametrize("zero", [0, 1, 3])

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ranks
-from dsx.checkpoint.formats.slices import cut
+from dsx.checkpoint.formats.slices import part_of
 from dsx.errors import LayoutError, ModelError
 from dsx.models.param import Init, ParamSpec
 from dsx.nn import collectives
@@ -130,8 +130,7 @@ def weighting(b, s, columns, specs, tp):
     factors = inputs(b, s, columns)
     like = spec("y", columns, b * s, split=0, parts=specs["weight"].parts)
     flat = factors.flatten(0, 1).t()
-    mine = cut(like, lambda box: flat[slice(*box[0]), slice(*box[1])], tp.at)
-    return mine.t().unflatten(0, (b, s))
+    return part_of(like, flat, tp.at).t().unflatten(0, (b, s))
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -17,7 +17,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from dsx.checkpoint.formats.slices import cut
+from dsx.checkpoint.formats.slices import part_of
 from dsx.models.families import layers, loss
 from dsx.models.hf_config import model_spec
 from dsx.nn.parallel import TensorParallel
@@ -187,10 +187,6 @@ class Model(nn.Module):
         tensors = in_files(self.spec.family, tensors)
         for p in self.parameters():
             spec, tp = p.dsx_spec, self.loss_fn.loss.tp
-            p.data.copy_(cut(spec, partial(_box, spec, tensors), tp.at))
+            parts = [tensors[name].t() if spec.hf_transposed else tensors[name] for name in spec.hf]
+            p.data.copy_(part_of(spec, torch.cat(parts, spec.split or 0), tp.at))
         return self
-
-
-def _box(spec, tensors, box):
-    parts = [tensors[name].t() if spec.hf_transposed else tensors[name] for name in spec.hf]
-    return torch.cat(parts, spec.split or 0)[tuple(slice(*span) for span in box)]
