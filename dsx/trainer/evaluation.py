@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 from transformers.trainer_pt_utils import EvalLoopContainer
 from transformers.trainer_utils import EvalPrediction, denumpify_detensorize, has_length
 
-from dsx.data.batches import MicroBatch
 from dsx.engine.engine import PipelineEngine
 from dsx.nn.documents import MicroBatch
 from dsx.nn.loss import IGNORED
