@@ -15,7 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import lru_cache, partial
 from typing import Any
@@ -481,15 +481,15 @@ def anatomy_of(config: str) -> Anatomy:
     _looked_at(found)
     if any(found.extras.values()):
         _require_own(found)
+    _require_no_tokens(found)
     return found
 
 
-def _refusal(model: Any, why: str) -> ModelError:
-    return ModelError(
-        at("model_type", model.config.model_type),
-        why,
-        "dsx cannot cut this family into stages: use another",
-    )
+_OTHER = "dsx cannot cut this family into stages: use another"
+
+
+def _refusal(model: Any, why: str, fix: str = _OTHER) -> ModelError:
+    return ModelError(at("model_type", model.config.model_type), why, fix)
 
 
 def _unrun(model: Any, error: Exception) -> ModelError:
@@ -702,17 +702,56 @@ def _require_own(found: Anatomy) -> None:
         base(inputs_embeds=torch.ones(*_PROBED, found.width), use_cache=False)
     for number, call in enumerate(calls):
         given = [path for path, each in leaves(call.named) if isinstance(each, _Carried)]
-        if given:
-            try:
-                _run_form(found.list_of_blocks[number], _form_of(call))
-            except _CarriedError:
-                raise _refusal(
-                    found.model,
-                    f"block {number} uses {given[0].lstrip('.')}, which the block before it gives beside the "
-                    "hidden states: state that is carried across blocks",
-                ) from None
-            except Exception:  # noqa: BLE001, S112 - what looks at values cannot be looked at
-                continue
+        if given and _uses_carried(found.list_of_blocks[number], call):
+            raise _refusal(
+                found.model,
+                f"block {number} uses {given[0].lstrip('.')}, which the block before it gives beside the "
+                "hidden states: state that is carried across blocks",
+            )
+
+
+def _uses_carried(block: nn.Module, call: BlockCall) -> bool:
+    """Whether a block looks at a :class:`_Carried` of its arguments."""
+    try:
+        _run_form(block, _form_of(call))
+    except _CarriedError:
+        return True
+    except Exception:  # noqa: BLE001 - what looks at values cannot be looked at
+        return False
+    return False
+
+
+def _require_no_tokens(found: Anatomy) -> None:
+    """Refuse a family whose blocks use the tokens, which stages and layers do not hand on.
+
+    Its forward may give them to blocks that do not look at them, as `deepseek_v4` does without hash routers.
+    """
+    calls: list[BlockCall] = []
+
+    def called(_number: int, call: BlockCall) -> Tensor:
+        calls.append(call)
+        return call.hidden
+
+    tokens = torch.zeros(_PROBED, dtype=torch.int64)
+    with suppress(Exception), torch.no_grad():  # which takes other arguments
+        found.stripped((), called)(input_ids=tokens, use_cache=False)
+    tried = set[Any]()
+    for number, call in enumerate(calls):
+        given = [path for path, each in leaves((call.arguments, call.named)) if each is tokens]
+        block = found.list_of_blocks[number]
+        kind = tuple((type(module), settings_of(module)) for module in block.modules())
+        if given and kind not in tried and _uses_carried(block, _with_carried(call, tokens)):
+            what = f"block {number} uses {given[0].rpartition('.')[2]}, the tokens themselves"
+            fix = "use a config of it whose blocks do not, or another family"
+            raise _refusal(found.model, f"{what}, which layers do not hand on", fix)
+        tried.add(kind)
+
+
+def _with_carried(call: BlockCall, value: Tensor) -> BlockCall:
+    """A call with a :class:`_Carried` in the place of ``value``."""
+    given = (call.arguments, call.named)
+    arguments, named = tree_map(lambda each: _Carried() if each is value else each, given)
+    return replace(call, arguments=arguments, named=named)
 
 
 def _ids(held: Iterable[tuple[str, Any]]) -> list[tuple[str, int]]:

@@ -116,10 +116,10 @@ class _Watch(TorchDispatchMode):
         if total.own:
             # Nothing that one rank has for itself may be made of a value that all ranks share.
             for each, kind in zip(given, kinds, strict=True):
-                if not kind.own:
+                if self.inside and not kind.own:
                     into = self.seen.lost if kind.of_input or total.summand else self.seen.partial
                     into |= kind.parameters
-                    self.seen.given |= self.inside and kind.of_input and each.is_floating_point()
+                    self.seen.given |= kind.of_input and each.is_floating_point()
             total = Kind(own=True, summand=total.summand, of_input=total.of_input)
         for each in tree_leaves(result):
             if isinstance(
@@ -162,7 +162,31 @@ def completed(block: nn.Module, plan: BlockPlan, call: BlockCall) -> BlockPlan:
                 plan = replace(plan, styles=left)
             continue
         plan = _right(block, plan, call, unnamed, path, whole.used) or replace(plan, styles=left)
-    return plan
+    return _between_own_linears(block, plan, call)
+
+
+def _between_own_linears(block: nn.Module, plan: BlockPlan, call: BlockCall) -> BlockPlan:
+    """The same of parts that stand beside cut linears of the block itself, in no child that is cut.
+
+    Where none of the candidates is right, the block's own linears are left whole.
+    """
+    own = {path for path, child in children(block) if isinstance(child, nn.Linear)}
+    left = {path: style for path, style in plan.styles.items() if path not in own}
+    if len(left) == len(plan.styles):
+        return plan
+    regions = _cut_children(block, plan)
+    every = [name for name, _ in block.named_parameters() if not name.startswith(regions)]
+    unnamed = [name for name in every if not _is_named(name, plan)]
+    whole = seen_in(block, plan, call, unnamed, "", ranks=1) if unnamed else None
+    if whole is None:
+        return plan
+    return _right(block, plan, call, unnamed, "", whole.used) or replace(plan, styles=left)
+
+
+def _cut_children(block: nn.Module, plan: BlockPlan) -> tuple[str, ...]:
+    """Beginnings of names in the block's children that the plan cuts inside."""
+    found = (f"{path}." for path, child in children(block) if not isinstance(child, nn.Linear))
+    return tuple(each for each in found if any(name.startswith(each) for name in plan.styles))
 
 
 def _right(
@@ -181,7 +205,8 @@ def _right(
             found = replace(tried, styles={**tried.styles, **dict.fromkeys(seen.partial, SUMMED)})
             # Only a region's ends sum the gradient of what it is given, and with fewer key/value heads than
             # ranks, as one more than there are, it may be none.
-            summed = not seen.given or is_region(block.get_submodule(path), path, found, plan.pairs + 1)
+            ends = bool(path) and is_region(block.get_submodule(path), path, found, plan.pairs + 1)
+            summed = ends or not seen.given
             if seen.used == used & {*rest} and not seen.lost and summed:
                 return found
         if runs:
@@ -221,7 +246,8 @@ def seen_in(
         plan: Its plan.
         call: What it is called with.
         unnamed: Paths of the parameters.
-        within: The child of the block that they are in; what comes behind it need not run.
+        within: The child of the block that they are in; what comes behind it need not run. Else empty:
+            they are in no child that is cut.
         ranks: Number of ranks that share the block.
     """
     for dtype in (
@@ -250,6 +276,10 @@ def _seen(
     region = small.get_submodule(within)
     region.register_forward_pre_hook(lambda *_: watch.stand(inside=True))
     region.register_forward_hook(lambda *_: watch.stand(inside=False))
+    for path in () if within else _cut_children(small, plan):
+        child = small.get_submodule(path[:-1])
+        child.register_forward_pre_hook(lambda *_: watch.stand(inside=False))
+        child.register_forward_hook(lambda *_: watch.stand(inside=True))
     region.register_forward_hook(lambda *_: ended.append(True))
     hidden, arguments, named = tree_map(
         lambda each: without_storage(each, dtype) if isinstance(each, Tensor) else each,

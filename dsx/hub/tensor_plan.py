@@ -170,9 +170,13 @@ def apply_plan(
         summed |= _wrap(child, path, plan, within)
         if tp.size > 1:
             _set_ends(child, tp, tight=tight)
-    if tp.sequence:
-        summed |= {path for path, _ in block.named_parameters() if path not in inside}
-    return summed
+    outside = [path for path, _ in block.named_parameters() if path not in inside]
+    if tp.size > 1:  # what stands between linears of the block itself has parts of its gradient
+        owners = ((path, path.rpartition(".")[0]) for path in outside)
+        summed |= {
+            path for path, owner in owners if SUMMED in (plan.styles.get(path), plan.styles.get(owner))
+        }
+    return summed | ({*outside} if tp.sequence else set())
 
 
 def mixing_children(block: nn.Module, plan: BlockPlan) -> Iterator[tuple[str, nn.Module]]:
@@ -199,7 +203,8 @@ def children(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _mixes(child: nn.Module, path: str, plan: BlockPlan) -> bool:
     """Whether a child is more than a norm and its like, which works token by token."""
-    planned = any(name == path or name.startswith(f"{path}.") for name in plan.styles)
+    cut = (name for name, style in plan.styles.items() if style != SUMMED)
+    planned = any(name == path or name.startswith(f"{path}.") for name in cut)
     return planned or any(parameter.ndim > 1 for parameter in child.parameters())
 
 
@@ -362,9 +367,16 @@ def _begun(
 
 
 def _ended(_module: nn.Module, _given: Any, gave: Any, *, tp: TensorParallel) -> Any:
-    if isinstance(gave, tuple):
-        return (collectives.scatter_to(gave[0], tp, collectives.SEQUENCE), *gave[1:])
-    return collectives.scatter_to(gave, tp, collectives.SEQUENCE)
+    return sequence_cut(gave, partial(collectives.scatter_to, tp=tp, dim=collectives.SEQUENCE))
+
+
+def sequence_cut(gave: Any, cut: Callable[[Tensor], Tensor]) -> Any:
+    """What a child of a block gave for a whole sequence, cut by ``cut`` wherever it has that length."""
+    if not isinstance(gave, tuple):
+        return cut(gave)
+    length = gave[0].shape[: collectives.SEQUENCE + 1]
+    along = (isinstance(each, Tensor) and each.shape[: collectives.SEQUENCE + 1] == length for each in gave)
+    return tuple(cut(each) if alike else each for each, alike in zip(gave, along, strict=True))
 
 
 def sum_gradients(parameters: Mapping[str, Any], paths: set[str], tp: TensorParallel) -> None:

@@ -27,7 +27,7 @@ from dsx.errors import ConfigError, DsxError, ModelError
 from dsx.hub.anatomy import BlockCall, anatomy_of
 from dsx.hub.layers import hidden_of
 from dsx.hub.read import block_plan
-from dsx.hub.tensor_plan import mixing_children
+from dsx.hub.tensor_plan import mixing_children, sequence_cut
 from dsx.memory.record_cache import code_version, keep
 from dsx.models.config_values import at
 from dsx.models.quiet_transformers import first_line, quiet_transformers, torch_forms
@@ -306,6 +306,4 @@ def _fed(
     mine = _first(given, named)
     if mine.shape != x[:, part].shape or _far(mine, x[:, part]) is not None:
         wrong.append(name)
-    if isinstance(gave, tuple):
-        return (gave[0][:, part], *gave[1:])
-    return gave[:, part]
+    return sequence_cut(gave, lambda whole: whole[:, part])

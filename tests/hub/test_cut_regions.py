@@ -22,6 +22,7 @@ from dsx.hub.tensor_plan import SUMMED, BlockPlan
 
 HEADS, HEAD = 4, 6
 WIDTH = HEADS * HEAD
+OWN = {"layers.*.b": "colwise", "layers.*.c": "rowwise"}
 PLAN = {"layers.*.a.b": "colwise", "layers.*.a.c": "rowwise"}
 
 
@@ -40,7 +41,7 @@ class Region(nn.Module):
         elif kind == "a list":
             self.e = nn.ModuleList(nn.LayerNorm(HEAD, bias=False) for _ in range(HEADS))
             del self.d
-        elif kind == "a linear beside":
+        elif kind in ("a linear beside", "its input by the way"):
             self.e = nn.Linear(WIDTH, WIDTH, bias=False)
             del self.d
         elif kind == "a gate":
@@ -67,6 +68,8 @@ class Region(nn.Module):
             y = y * F.linear(x, self.d).sigmoid().unsqueeze(-1)
         elif self.kind == "a mean beside":
             y = (y + self.d) * x.mean(-1)[..., None, None]
+        elif self.kind == "its input by the way":
+            y = (y + x.mean(-1)[..., None, None]) * self.e(x).unflatten(-1, (-1, HEAD))
         y = self.c(y.tanh().flatten(-2))
         return y * self.d.sum() if self.kind == "behind" else y
 
@@ -76,12 +79,24 @@ class Block(nn.Module):
         super().__init__()
         self.a = Region(kind)
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return hidden_states + self.a(hidden_states)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x)
 
 
-def styles_of(block: Block, plan: Mapping[str, str | None] = PLAN) -> dict[str, str]:
-    call = BlockCall(torch.ones(2, 3, WIDTH), (), {}, by_name=True)
+class Both(Region):
+    """A region among the block's own linears."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__("one for all heads")
+        self.a = Region(kind)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.a(x)
+        return x + super().forward(x)
+
+
+def styles_of(block: nn.Module, plan: Mapping[str, str | None] = PLAN) -> dict[str, str]:
+    call = BlockCall(torch.ones(2, 3, WIDTH), (), {}, by_name=False)
     empty = copy.deepcopy(block).to("meta")
     return dict(completed(empty, BlockPlan.of(empty, "layers.0", plan), call).styles)
 
@@ -96,15 +111,17 @@ FOUND: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["a child's linears", "the block's own"])
 @pytest.mark.parametrize("kind", FOUND)
-def test_what_a_plan_does_not_name_is_cut_or_summed_by_what_it_meets(kind: str) -> None:
+def test_what_a_plan_does_not_name_is_cut_or_summed_by_what_it_meets(kind: str, own: bool) -> None:
     torch.manual_seed(3)
-    block = Block(kind)
-    styles = styles_of(block)
-    assert styles == {"a.b": "colwise", "a.c": "rowwise", **FOUND[kind]}
+    block = Region(kind) if own else Block(kind)
+    styles = styles_of(block, OWN if own else PLAN)
+    expected = {"a.b": "colwise", "a.c": "rowwise", **FOUND[kind]}
+    assert styles == {path.removeprefix("a." * own): style for path, style in expected.items()}
     plan = BlockPlan(styles)
     x = torch.randn(2, 3, WIDTH)
-    whole = block.a(x)
+    whole = block(x)
     (whole * x).sum().backward()
     halves, total = [copy.deepcopy(block) for _ in range(2)], torch.zeros_like(whole)
     for rank, half in enumerate(halves):
@@ -113,7 +130,7 @@ def test_what_a_plan_does_not_name_is_cut_or_summed_by_what_it_meets(kind: str) 
             values = parameter.detach() if split is None else parameter.detach().chunk(2, dim=split)[rank]
             half.get_parameter(path).data = values.clone()
             half.get_parameter(path).grad = None
-        total = total + half.a(x)
+        total = total + half(x)
     assert torch.allclose(total, whole, atol=1e-5)
     (total * x).sum().backward()
     for path, parameter in block.named_parameters():
@@ -131,7 +148,16 @@ def test_what_a_plan_does_not_name_is_cut_or_summed_by_what_it_meets(kind: str) 
 
 @pytest.mark.parametrize("kind", ["a list", "a gate", "a gate per head", "a mean beside"])
 def test_a_region_is_left_whole_where_a_rank_would_use_other_parts_or_give_other_gradients(kind: str) -> None:
-    assert styles_of(Block(kind)) == {}
+    assert styles_of(Block(kind)) == styles_of(Region(kind), OWN) == {}
+
+
+def test_a_block_and_its_child_each_have_a_region() -> None:
+    """The child's ends sum the gradient of what it is given, the block has none for its own linears."""
+    kind = "its input by the way"
+    assert styles_of(Region(kind), OWN) == {}
+    expected = {"b": "colwise", "c": "rowwise", "d": SUMMED}
+    expected |= {"a.b": "colwise", "a.c": "rowwise", "a.e": "colwise"}
+    assert styles_of(Both(kind), PLAN | OWN) == expected
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from all_families import tiny
 from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
@@ -111,6 +112,17 @@ def test_sizes_that_single_layers_have_of_their_own_are_made_small_where_these_l
     assert [*small["per_layer_config"]] == ["2"]
     assert all(small["per_layer_config"]["2"][key] < value for key, value in own.items())
     assert probe(given).differs is None
+
+
+def test_streams_beside_the_hidden_states_are_cut_with_them_and_tokens_are_not_handed_on() -> None:
+    """DeepSeek-V4's hyper-connections give three tensors of the sequence; its hash routers read tokens."""
+    routed, hashed = (
+        tiny.tiny_config("deepseek_v4", {"mlp_layer_types": [k] * 4}) for k in ("moe", "hash_moe")
+    )
+    with pytest.raises(ModelError, match="block 0 uses input_ids, the tokens themselves"):
+        hub_model(json.loads(hashed.to_json_string()))
+    found = probe(json.loads(routed.to_json_string()))
+    assert found.differs is found.no_sequence is None
 
 
 def test_a_config_without_a_number_that_its_blocks_need_is_refused_by_its_key() -> None:

@@ -60,6 +60,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
         "ffn_config": {"hidden_size": WIDTH, "ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "deepseek_v4": {"mlp_layer_types": ["moe"] * LAYERS},
     "dots3_note_text": {
         **dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads"), HEADS),
         **dict.fromkeys(("swa_q_lora_rank", "swa_kv_lora_rank", "swa_head_dim", "swa_v_head_dim"), HEAD),
