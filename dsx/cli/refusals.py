@@ -145,7 +145,8 @@ def in_our_words(command: Any, path: str) -> Iterator[None]:
             raise ConfigError(flag, "it needs a value", f"write {flag} {value}") from None
         extra = re.search(r"unexpected extra arguments?\(?s?\)? \((.*)\)", _plain(error))
         if extra is not None:
-            fix = f"leave it out, or see {path} --help"
+            assigned = "--set" in flags and re.match(r"[\w.]+=", extra[1])
+            fix = "write --set in front of each" if assigned else f"leave it out, or see {path} --help"
             raise ConfigError(shortened(extra[1], _SHOWN), f"{path} takes no such word", fix) from None
         where = getattr(error, "param_hint", None) or path
         raise ConfigError(str(where), _plain(error), f"see {path} --help") from None

@@ -48,7 +48,10 @@ def balance_of(model: Any) -> Balance | None:
     for each in logits:
         sums = sums + sums_of(each, balance)
     ours = loss_of(sums, balance)
-    theirs = balance.coefficient * function(logits, balance.experts, balance.chosen, None)
+    try:
+        theirs = balance.coefficient * function(logits, balance.experts, balance.chosen, None)
+    except Exception:  # noqa: BLE001 - it takes something else than logits by expert, as doge's does
+        raise _unknown("the family's load_balancing_loss_func takes something else than others") from None
     if not torch.allclose(ours, torch.as_tensor(theirs), rtol=1e-5):
         raise _unknown("the family's load_balancing_loss_func is another than the usual one")
     return balance

@@ -351,7 +351,7 @@ def end_rows(
     took = seconds(elapsed_seconds)
     if resumed_after:
         took = f"those after {resumed_after} in {took}"
-    rows = [("trained", f"{steps} steps, {compact(tokens)} tokens, {took}")]
+    rows = [("trained", f"{steps} step{'s' * (steps != 1)}, {compact(tokens)} tokens, {took}")]
     if memory is not None:
         rows.append(("memory", memory))
     if islands is not None:
