@@ -405,6 +405,7 @@ def environment() -> dict[str, str | None]:
 def _begin(config: WandbConfig, mode: Mode, output: Path, run_id: str | None, run_config: Any) -> Any:
     import wandb
 
+    _keep_beside(output)
     # Set for the process, not only the run: otherwise W&B asks for a key on the terminal, and training waits.
     wandb.setup(settings=wandb.Settings(silent=True))
     limits: dict[str, Any] = {
@@ -436,6 +437,20 @@ def _begin(config: WandbConfig, mode: Mode, output: Path, run_id: str | None, ru
     run.define_metric("eval/loss", step_metric=STEP, summary="min")
     run.define_metric("*", step_metric=STEP)
     return run
+
+
+def _keep_beside(output: Path) -> None:
+    """Have W&B's cache and log in the output folder where the user has no home that can be written.
+
+    Else its own process writes its log on the console, and takes no checkpoint.
+    """
+    from wandb import env
+
+    for name, place in ((env.CACHE_DIR, Path(env.get_cache_dir())), (env.DATA_DIR, Path(env.get_data_dir()))):
+        with suppress(OSError):
+            place.mkdir(parents=True, exist_ok=True)
+        if not os.access(place, os.W_OK):
+            os.environ[name] = str(output / "wandb" / "kept")
 
 
 def _log_references(run: Any, name: str, kind: str, folder: Path, facts: Mapping[str, Any]) -> None:

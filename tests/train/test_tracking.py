@@ -229,6 +229,17 @@ def test_a_terminal_is_not_asked_for_a_key(without_account: Path) -> None:
     assert said.decode().split() == ["WARNED", "TRAINED"]
 
 
+def test_a_user_without_a_home_has_the_cache_in_the_output_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "own"
+    monkeypatch.setenv("WANDB_DATA_DIR", str(own))
+    monkeypatch.setenv("WANDB_CACHE_DIR", "/dev/null/cache")
+    tracking._keep_beside(tmp_path)
+    assert Path(wandb.env.get_cache_dir()) == tmp_path / "wandb" / "kept"
+    assert Path(wandb.env.get_data_dir()) == own
+
+
 def test_wandb_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     warnings: list[str] = []
