@@ -266,10 +266,11 @@ class Tracker:
         new = {name: value for name, value in metrics.items() if (step, name) not in known}
         if len(new) < len(metrics) and not self._told:
             self._told = True
-            steps = {at for at, _ in known}
+            first, last = min(at for at, _ in known), max(at for at, _ in known)
+            kept = f"step {first}" if first == last else f"steps {first} to {last}"
             self._problems.put(
-                f"W&B keeps steps {min(steps)} to {max(steps)} as they were before the run went back to its "
-                f"checkpoint; {self.metrics_path} has them as they are now"
+                f"W&B keeps {kept} as before the run went back to its checkpoint; {self.metrics_path} has "
+                "what is true now"
             )
         kept = new if run.offline else metrics
         if kept:
