@@ -267,9 +267,9 @@ class Tracker:
         if len(new) < len(metrics) and not self._told:
             self._told = True
             first, last = min(at for at, _ in known), max(at for at, _ in known)
-            kept = f"step {first}" if first == last else f"steps {first} to {last}"
+            steps = f"step {first}" if first == last else f"steps {first} to {last}"
             self._problems.put(
-                f"W&B keeps {kept} as before the run went back to its checkpoint; {self.metrics_path} has "
+                f"W&B keeps {steps} as before the run went back to its checkpoint; {self.metrics_path} has "
                 "what is true now"
             )
         kept = new if run.offline else metrics
