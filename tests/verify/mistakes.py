@@ -261,8 +261,8 @@ def _not_reduced(original: Any) -> Any:
 
 
 def _one_mask(original: Any) -> Any:
-    def of_documents(self: Any, positions: Any, dtype: Any) -> Any:
-        return original(self, torch.arange(positions.shape[1]).expand_as(positions), dtype)
+    def of_documents(self: Any, documents: Any, dtype: Any) -> Any:
+        return original(self, torch.zeros_like(documents), dtype)
 
     return of_documents
 
