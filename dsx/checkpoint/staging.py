@@ -17,6 +17,7 @@ import errno
 import os
 import secrets
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -39,6 +40,42 @@ _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}
 def partial_of(final: Path) -> Path:
     """Where a target is while it is being made."""
     return final.with_name(f"{final.name}.partial")
+
+
+def claimed(final: Path, known: Callable[[str], bool]) -> FileLock:
+    """The lock, held, of ``OUT.partial``, which is made: for an export, whose ranks write their files there.
+
+    Args:
+        final: The folder to make.
+        known: Whether a file of this name may be what an export left that was killed.
+
+    Raises:
+        CheckpointError: The target exists, somebody else is writing it, or something is in the way.
+    """
+    check_absent(final)
+    aside = partial_of(final)
+    lock = FileLock(aside / _LOCK, timeout=0, thread_local=False, fallback_to_soft=False)
+    with blamed(aside, "the folder", "making", _ELSEWHERE):
+        aside.mkdir(parents=True, exist_ok=True)
+        strange = sorted(path.name for path in aside.iterdir() if path.name != _LOCK and not known(path.name))
+        if strange:
+            raise CheckpointError(
+                str(aside / strange[0]),
+                "it is in the way: no export left it",
+                "remove it, or choose another target",
+            )
+        try:
+            lock.acquire()
+        except Timeout:
+            raise CheckpointError(
+                str(aside),
+                "another process is writing this folder now",
+                "wait for it, or choose another target",
+            ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+    return lock
 
 
 class Staging:

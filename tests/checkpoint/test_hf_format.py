@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, GPT2Model
 from dsx.checkpoint.formats.huggingface import names
 from dsx.checkpoint.formats.huggingface import weights as hf
 from dsx.checkpoint.formats.slices import merge
+from dsx.checkpoint.staging import claimed
 from dsx.errors import CheckpointError
 from dsx.models.hf_config import model_spec
 from dsx.models.params import param_specs
@@ -333,3 +334,17 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="cannot be written"):
         hf.write_shard(tmp_path / "file" / "b", 0, 1, {})
+
+
+def test_one_export_at_a_time_makes_a_folder_and_removes_nothing_of_others(tmp_path: Path) -> None:
+    out, aside = tmp_path / "out", tmp_path / "out.partial"
+    first = claimed(out, hf.may_be_left)
+    with pytest.raises(CheckpointError, match="another process is writing this folder now"):
+        claimed(out, hf.may_be_left)
+    (aside / "model-00001-of-00002.safetensors").touch()
+    (aside / ".config.json.partial").touch()
+    first.release()
+    claimed(out, hf.may_be_left).release()
+    (aside / "thesis.tex").touch()
+    with pytest.raises(CheckpointError, match=r"thesis\.tex: it is in the way"):
+        claimed(out, hf.may_be_left)

@@ -20,6 +20,7 @@ from dsx.checkpoint.formats import slices
 from dsx.checkpoint.formats.huggingface import weights as hf
 from dsx.checkpoint.formats.huggingface.catalog import SHARD_BYTES
 from dsx.checkpoint.run.names import CheckpointedRun, spec_of
+from dsx.checkpoint.staging import claimed
 from dsx.config.adapter import WEIGHTS, peft_settings
 from dsx.config.schema import NO_TOKENIZER
 from dsx.config.sources import BYTES
@@ -218,8 +219,9 @@ def export_weights(
         )
     folder, specs = Path(folder), stored_specs(model or model_of(config))
     own = [spec for spec in specs if not spec.adapts]
-    files = _write(pipeline, folder, own, lambda spec: None if spec.adapts else spec, shard_bytes)
-    agree(lambda: hf.finish(folder, config, files, own))
+    with _claimed(folder):
+        files = _write(pipeline, folder, own, lambda spec: None if spec.adapts else spec, shard_bytes)
+        agree(lambda: hf.finish(folder, config, files, own))
     return folder
 
 
@@ -237,9 +239,18 @@ def export_adapter(pipeline: Any, folder: str | Path, model: Model, base: str | 
     """
     folder, specs = Path(folder), stored_specs(model)
     stored = lambda spec: in_peft(spec) if spec.trained else None  # noqa: E731
-    files = _write(pipeline, folder, (), stored, None, copies=True)
-    agree(lambda: hf.finish_adapter(folder, peft_settings(specs, model, base), files, peft_specs(specs)))
+    with _claimed(folder):
+        files = _write(pipeline, folder, (), stored, None, copies=True)
+        agree(lambda: hf.finish_adapter(folder, peft_settings(specs, model, base), files, peft_specs(specs)))
     return folder
+
+
+@contextmanager
+def _claimed(folder: Path) -> Iterator[None]:
+    """Nobody else makes the folder meanwhile. Collective: rank 0 holds the lock."""
+    with ExitStack() as held:
+        agree(lambda: held.callback(claimed(folder, hf.may_be_left).release) and None)
+        yield
 
 
 def _write(

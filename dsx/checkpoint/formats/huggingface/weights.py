@@ -32,7 +32,7 @@ from dsx.checkpoint.formats.safetensors_file import CRC32, NAMES, contents
 from dsx.checkpoint.pieces import local_parts
 from dsx.checkpoint.plain import as_numpy
 from dsx.checkpoint.read import Reader
-from dsx.checkpoint.staging import check_absent
+from dsx.checkpoint.staging import check_absent, partial_of
 from dsx.config.adapter import SETTINGS as ADAPTER_SETTINGS
 from dsx.config.adapter import WEIGHTS as ADAPTER_WEIGHTS
 from dsx.errors import CheckpointError
@@ -157,6 +157,12 @@ def join(spec: ParamSpec, get: Callable[[str], Tensor | None]) -> Tensor | None:
     return whole
 
 
+def may_be_left(name: str) -> bool:
+    """Whether a file of this name may be one of an export that was killed, which the next one removes."""
+    plain = name.removeprefix(".").removesuffix(".partial")
+    return plain.endswith(".safetensors") or plain in (INDEX, CONFIG, ADAPTER_SETTINGS)
+
+
 def write_shard(folder: str | Path, index: int, count: int, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Write one of ``count`` safetensors files of an export, aside, in ``<folder>.partial``, and sync it.
 
@@ -177,7 +183,7 @@ def write_shard(folder: str | Path, index: int, count: int, tensors: Mapping[str
     """
     folder = Path(folder)
     check_absent(folder)
-    file = _partial(folder) / file_name(index, count)
+    file = partial_of(folder) / file_name(index, count)
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -211,7 +217,7 @@ def finish_adapter(
     """
     folder = Path(folder)
     check_absent(folder)
-    partial = _partial(folder)
+    partial = partial_of(folder)
     _require_all(partial, files, {name for spec in specs for name in (*spec.hf, *spec.hf_copies)})
     tensors: dict[str, Tensor] = {}
     for name in sorted(set(files.values())):
@@ -257,7 +263,7 @@ def finish(
     """
     folder = Path(folder)
     check_absent(folder)
-    partial = _partial(folder)
+    partial = partial_of(folder)
     _require_all(partial, files, {name for spec in specs for name in spec.hf})
     names = sorted(set(files.values()))
     held = [entry for name in names for entry in contents(partial, name)[0]]
@@ -284,7 +290,3 @@ def _class_of(model_type: str) -> str:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
-
-
-def _partial(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}.partial")
