@@ -254,7 +254,7 @@ def check_absent(final: Path) -> None:
         if final.is_symlink() or not final.is_dir() or any(final.iterdir()):
             raise CheckpointError(str(final), "it exists already", "remove it or choose another target")
         for is_it, what in (
-            (final.is_mount(), "a disk is mounted there"),
+            (_is_mounted(final), "a disk is mounted there"),
             (final.samefile("."), "it is the current folder"),
         ):
             if is_it:
@@ -263,6 +263,16 @@ def check_absent(final: Path) -> None:
                     f"{what}: no finished folder can take its place",
                     "name a new folder inside it",
                 )
+
+
+def _is_mounted(folder: Path) -> bool:
+    """Whether something is mounted there: a folder of the same disk too, which ``is_mount`` does not see."""
+    places, name = set[str](), str(folder.resolve())
+    with suppress(OSError):  # Linux alone tells
+        told = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
+        places = {line.split()[4] for line in told.splitlines()}
+    escaped = name.translate({ord(each): f"\\{ord(each):03o}" for each in " \t\n\\"})
+    return folder.is_mount() or escaped in places
 
 
 def _make(path: Path, skeleton: Skeleton) -> None:

@@ -650,11 +650,14 @@ def _lacking(model: Any, error: Exception) -> ModelError:
         for key, value in model.config.to_dict().items()
         if value is None and re.search(r"\b(int|float)\b", hints.get(key, "")) and not key.endswith("_id")
     ]
-    return ModelError(
-        at("model_type", model.config.model_type),
-        f"transformers does not run its blocks with this config ({_told(error)})",
-        f"give the number that is null: {', '.join(empty) or 'compare with a published config'}",
+    which = (
+        f", one of these: {', '.join(empty)}"
+        if empty[1:]
+        else f": {', '.join(empty) or 'which is not known'}"
     )
+    fix = f"give the number that is null{which} (a published config has it)"
+    what = f"transformers does not run its blocks with this config ({_told(error)})"
+    return ModelError(at("model_type", model.config.model_type), what, fix)
 
 
 def _form_of(call: BlockCall) -> BlockCall:

@@ -290,10 +290,8 @@ def test_unwritable_folders_are_refused_with_a_fix(tmp_path, work):
         assert "choose another folder" in caught.value.fix
 
 
-def test_a_read_only_file_system_is_refused(tmp_path):
-    """Root ignores permissions, not a read-only mount; made in a mount namespace of the child's own."""
-    code = "from pathlib import Path; from dsx.checkpoint import store; store.require_writable(Path('.'))"
-    mount = f'mount -t tmpfs -o ro none "{tmp_path}" && cd "{tmp_path}"'
+def said_behind_a_mount(mount: str, code: str) -> str:
+    """What a child that fails says, in a mount namespace of its own."""
     done = subprocess.run(
         [
             "unshare",
@@ -312,8 +310,21 @@ def test_a_read_only_file_system_is_refused(tmp_path):
     if "unshare" in done.stderr or "mount:" in done.stderr:
         pytest.skip(f"no mount namespaces here: {done.stderr.strip()}")
     assert done.returncode == 1
-    assert "Read-only file system" in done.stderr
     assert "CheckpointError" in done.stderr
+    return done.stderr
+
+
+def test_a_read_only_file_system_is_refused(tmp_path):
+    """Root ignores permissions, not a read-only mount."""
+    code = "from pathlib import Path; from dsx.checkpoint import store; store.require_writable(Path('.'))"
+    mount = f'mount -t tmpfs -o ro none "{tmp_path}" && cd "{tmp_path}"'
+    assert "Read-only file system" in said_behind_a_mount(mount, code)
+
+
+def test_a_folder_of_the_same_disk_that_is_mounted_is_no_place_for_a_new_one(tmp_path):
+    code = "from pathlib import Path; from dsx.checkpoint import staging; staging.check_absent(Path('a b'))"
+    mount = f'cd "{tmp_path}" && mkdir "a b" c && mount --bind c "a b"'
+    assert "a disk is mounted there" in said_behind_a_mount(mount, code)
 
 
 def test_require_writable_makes_the_folder_and_leaves_it_empty(tmp_path):

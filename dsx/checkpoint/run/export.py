@@ -249,7 +249,11 @@ def export_adapter(pipeline: Any, folder: str | Path, model: Model, base: str | 
 def _claimed(folder: Path) -> Iterator[None]:
     """Nobody else makes the folder meanwhile. Collective: rank 0 holds the lock."""
     with ExitStack() as held:
-        agree(lambda: held.callback(claimed(folder, hf.may_be_left).release) and None)
+
+        def claim() -> None:
+            held.callback(claimed(folder, hf.may_be_left).release)
+
+        agree(claim)
         yield
 
 
