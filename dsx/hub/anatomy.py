@@ -650,12 +650,8 @@ def _lacking(model: Any, error: Exception) -> ModelError:
         for key, value in model.config.to_dict().items()
         if value is None and re.search(r"\b(int|float)\b", hints.get(key, "")) and not key.endswith("_id")
     ]
-    which = (
-        f", one of these: {', '.join(empty)}"
-        if empty[1:]
-        else f": {', '.join(empty) or 'which is not known'}"
-    )
-    fix = f"give the number that is null{which} (a published config has it)"
+    named = ", ".join(empty) or "compare with a published config"
+    fix = f"give the number that is null{', one of these' * bool(empty[1:])}: {named}"
     what = f"transformers does not run its blocks with this config ({_told(error)})"
     return ModelError(at("model_type", model.config.model_type), what, fix)
 
@@ -686,11 +682,8 @@ class _Carried:
         raise _CarriedError
 
 
-def _require_own(found: Anatomy) -> None:
-    """Refuse a family whose blocks use what blocks before them gave beside the hidden states.
-
-    Their forward may be given it and not use it, as configs of `glm_moe_dsa` without shared layers have it.
-    """
+def _calls(found: Anatomy, beside: Any, **given: Any) -> list[BlockCall]:
+    """What blocks are called with in a forward, as far as it runs, and what they give beside that."""
     calls: list[BlockCall] = []
 
     def called(_number: int, call: BlockCall) -> Tensor:
@@ -700,10 +693,19 @@ def _require_own(found: Anatomy) -> None:
     base = found.stripped((), called)
     for module in base.modules():
         if isinstance(module, Placeholder):
-            module.beside = _Carried()
-    with suppress(Exception), torch.no_grad():  # a family's forward may look at it itself
-        base(inputs_embeds=torch.ones(*_PROBED, found.width), use_cache=False)
-    for number, call in enumerate(calls):
+            module.beside = beside
+    with suppress(Exception), torch.no_grad():  # it may look at such an output, or take other arguments
+        base(**given, use_cache=False)
+    return calls
+
+
+def _require_own(found: Anatomy) -> None:
+    """Refuse a family whose blocks use what blocks before them gave beside the hidden states.
+
+    Their forward may be given it and not use it, as configs of `glm_moe_dsa` without shared layers have it.
+    """
+    x = torch.ones(*_PROBED, found.width)
+    for number, call in enumerate(_calls(found, _Carried(), inputs_embeds=x)):
         given = [path for path, each in leaves(call.named) if isinstance(each, _Carried)]
         if given and _uses_carried(found.list_of_blocks[number], call):
             raise _refusal(
@@ -717,10 +719,8 @@ def _uses_carried(block: nn.Module, call: BlockCall) -> bool:
     """Whether a block looks at a :class:`_Carried` of its arguments."""
     try:
         _run_form(block, _form_of(call))
-    except _CarriedError:
-        return True
-    except Exception:  # noqa: BLE001 - what looks at values cannot be looked at
-        return False
+    except Exception as error:  # noqa: BLE001 - what looks at values cannot be looked at
+        return isinstance(error, _CarriedError)
     return False
 
 
@@ -729,32 +729,23 @@ def _require_no_tokens(found: Anatomy) -> None:
 
     Its forward may give them to blocks that do not look at them, as `deepseek_v4` does without hash routers.
     """
-    calls: list[BlockCall] = []
-
-    def called(_number: int, call: BlockCall) -> Tensor:
-        calls.append(call)
-        return call.hidden
-
     tokens = torch.zeros(_PROBED, dtype=torch.int64)
-    with suppress(Exception), torch.no_grad():  # which takes other arguments
-        found.stripped((), called)(input_ids=tokens, use_cache=False)
     tried = set[Any]()
-    for number, call in enumerate(calls):
+    for number, call in enumerate(_calls(found, None, input_ids=tokens)):
         given = [path for path, each in leaves((call.arguments, call.named)) if each is tokens]
         block = found.list_of_blocks[number]
         kind = tuple((type(module), settings_of(module)) for module in block.modules())
         if given and kind not in tried and _uses_carried(block, _with_carried(call, tokens)):
-            what = f"block {number} uses {given[0].rpartition('.')[2]}, the tokens themselves"
-            fix = "use a config of it whose blocks do not, or another family"
-            raise _refusal(found.model, f"{what}, which layers do not hand on", fix)
+            name = given[0].rpartition(".")[2]
+            what = f"block {number} uses {name}, the tokens themselves, which layers do not hand on"
+            raise _refusal(found.model, what, "use a config without that, or another family")
         tried.add(kind)
 
 
 def _with_carried(call: BlockCall, value: Tensor) -> BlockCall:
     """A call with a :class:`_Carried` in the place of ``value``."""
-    given = (call.arguments, call.named)
-    arguments, named = tree_map(lambda each: _Carried() if each is value else each, given)
-    return replace(call, arguments=arguments, named=named)
+    stands = partial(tree_map, lambda each: _Carried() if each is value else each)
+    return replace(call, arguments=stands(call.arguments), named=stands(call.named))
 
 
 def _ids(held: Iterable[tuple[str, Any]]) -> list[tuple[str, int]]:
