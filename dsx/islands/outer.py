@@ -311,7 +311,8 @@ class Outer:
             elif pending.ready.moved:
                 length, drift = self._distances(means, pending, share)
             with state.lock:
-                state.step(share, means)
+                until = self._settings.optimizer.warmup * self.rounds.last
+                state.step(share, means, warms_up=int(outcome.standing.facts["step"]) <= until)
                 for kept, error in zip(state.errors(share), errors, strict=True):
                     kept.copy_(error)
                 self.standing = outcome.standing

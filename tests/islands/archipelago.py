@@ -74,7 +74,8 @@ def config_of(
             "proof": "off",  # islands that start late have no time for it
             "outer": {
                 "islands": islands, "every": every, "meet": meet,
-                "optimizer": {"lr": 0.7, "momentum": 0.5},  # 0.9 is for runs of more than twelve rounds
+                # A momentum of 0.9 is for runs of more than twelve rounds.
+                "optimizer": {"lr": 0.7, "momentum": 0.5, "warmup": 0},
                 "patience_seconds": PATIENCE_SECONDS, **outer,
             },
         },
