@@ -243,9 +243,10 @@ def _keys_of(config: Mapping[str, Any], place: str) -> set[str]:
     from dsx.hub.anatomy import hf_config_of
 
     try:
-        return set(hf_config_of(config).to_dict())
+        made = hf_config_of(config)
     except ModelError as error:
         raise ModelError(f"{place}: {error.where}", error.what, error.fix) from None
+    return {*made.to_dict(), *made.attribute_map}
 
 
 def _read(model: ModelConfig) -> tuple[str, dict[str, Any]]:

@@ -75,7 +75,7 @@ _NEAR = 0.88
 
 
 def check_keys(config: Mapping[str, Any]) -> None:
-    """Refuse what would be left out in silence: quantisation, and keys that are near misses of the family's.
+    """Refuse what would be left out in silence: quantisation, near misses of keys, one of two names.
 
     Raises:
         ModelError: Naming the key; or transformers cannot make the config.
@@ -87,6 +87,11 @@ def check_keys(config: Mapping[str, Any]) -> None:
             "dsx trains plain weights",
             "give the model before it was quantised; if its weights are plain, remove the key",
         )
+    for general, own in made.attribute_map.items():
+        if general in config and config.get(own, config[general]) != config[general]:
+            raise ModelError(
+                at(own, config[own]), f"{general} = {config[general]!r} says otherwise", "keep one of the two"
+            )
     known = {"torch_dtype", "rope_theta", "rope_scaling", *made.attribute_map}
     known |= hf_config_of({"model_type": config["model_type"]}).to_dict().keys()
     for parent in type(made).__mro__:
@@ -131,6 +136,8 @@ def without_weights(config: Mapping[str, Any]) -> nn.Module:
         ModelError: transformers has no such family or no causal language model of it, or refuses the config.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.activations import FastGELUActivation, NewGELUActivation
+    from transformers.pytorch_utils import Conv1D
 
     described = hf_config_of(config)
     check_one_stack(described)
@@ -145,6 +152,13 @@ def without_weights(config: Mapping[str, Any]) -> nn.Module:
             f"transformers cannot make its causal language model ({_told(error)})",
             "give the config of one that AutoModelForCausalLM makes",
         ) from None
+    for path, module in list(model.named_modules()):
+        if isinstance(module, Conv1D):  # a linear by another name, which dsx cuts, adapts and defers as one
+            linear: Any = nn.Linear(module.nx, module.nf, device="meta")
+            linear.turned = True
+            model.set_submodule(path, linear)
+        elif isinstance(module, NewGELUActivation | FastGELUActivation):  # torch has it in one operator
+            model.set_submodule(path, nn.GELU(approximate="tanh"))
     return model.train()
 
 
@@ -595,7 +609,7 @@ def _looked_at(found: Anatomy) -> None:
     result = end.last_hidden_state if hasattr(end, "last_hidden_state") else end[0]
     found.plain_end = (
         len(ends) == 1
-        and ends[0][2] is result
+        and ends[0][2].is_set_to(result)
         and bool((ends[0][1][0] == len(found.list_of_blocks) + 1).all())
     )
     _require_stateless(found)

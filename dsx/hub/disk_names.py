@@ -107,12 +107,19 @@ def disk_forms(model: Any) -> dict[str, DiskForm]:
             if home is not None:
                 found[home][name] = tensor
     buffers = {name for name, _ in model.named_buffers()}
+    turned = {f"{path}.weight" for path, module in model.named_modules() if is_turned(module)}
     forms = {}
     for name, tensor in kept.items():
         others = tuple(sorted(copies[id(model.get_parameter_or_buffer(name))]))
         form = _form_of(tensor, found[name]) or DiskForm(names=(name,), exact=False)
+        form = replace(form, transposed=True) if name in turned else form
         forms[name] = replace(form, buffer=name in buffers, copies=others)
     return forms
+
+
+def is_turned(module: Any) -> bool:
+    """Whether it is a linear in the place of a Conv1D, whose matrix is inputs by outputs."""
+    return bool(getattr(module, "turned", False))
 
 
 def _storage_of(tensor: Tensor) -> int:

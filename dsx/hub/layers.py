@@ -16,7 +16,7 @@ from dsx.hub import values
 from dsx.hub.anatomy import BlockCall, Trunk, anatomy_of, copied
 from dsx.hub.balance import Routers, fresh_sums, sums_of
 from dsx.hub.read import block_plan
-from dsx.hub.tensor_plan import apply_plan, sum_gradients
+from dsx.hub.tensor_plan import apply_plan, set_dropouts, sum_gradients
 from dsx.models.spec import HubModel, Recompute
 from dsx.nn import collectives
 from dsx.nn.block import recomputed
@@ -108,6 +108,7 @@ class HubStart(nn.Module):
         self._tp, self._sums = weights.tp, model.balance is not None
         self._handed: Tensor | None = None
         self.base = anatomy.stripped(anatomy.before, self._called, weights.device, weights.dtype)
+        set_dropouts(self.base, weights.tp, sharded=False)
         settled(self, model, weights, set())
 
     def _called(self, number: int, call: BlockCall) -> Tensor:

@@ -17,7 +17,7 @@ from dsx.errors import ModelError
 from dsx.hub.anatomy import Anatomy, anatomy_of, settings_of
 from dsx.hub.balance import balance_of
 from dsx.hub.cut_regions import completed
-from dsx.hub.disk_names import DiskForm, FolderNames, disk_forms
+from dsx.hub.disk_names import DiskForm, FolderNames, disk_forms, is_turned
 from dsx.hub.tensor_plan import COLUMN, ROW, BlockPlan, check_plan, generic
 from dsx.hub.values import laws_of
 from dsx.models.config_values import at
@@ -74,7 +74,7 @@ def _hub_model(text: str, changes: tuple[tuple[str, str | None], ...]) -> HubMod
     first, blocks = len(kinds), len(anatomy.list_of_blocks)
     kinds = (*kinds, *("Block",) * blocks, "FinalNorm", "Head")
     params, buffers = tuple(reader.params(first)), tuple(reader.buffers(first))
-    reader.require_all({spec.hf_whole for spec in (*params, *buffers)})
+    reader.require_all({spec.in_module for spec in (*params, *buffers)})
     return HubModel(
         family=str(kind),
         config=text,
@@ -94,6 +94,8 @@ def _hub_model(text: str, changes: tuple[tuple[str, str | None], ...]) -> HubMod
         pair_projections=frozenset(reader.pairs(params)),
         own_values=tuple(item for item in reader.memory.items() if reader.laws[item[1]] is None),
         query_size=_query_size(settings),
+        windows=_windows(settings, blocks),
+        looked_up=frozenset(reader.tables(params)),
         routed=_routed(settings),
         balance=balance_of(anatomy.model),
         whole=tuple(reader.whole()),
@@ -187,6 +189,14 @@ def _query_size(settings: Any) -> int:
     return heads * size
 
 
+def _windows(settings: Any, blocks: int) -> tuple[int, ...]:
+    """How far each block's attention reaches, if the config names its layers' attention; 0 for all."""
+    kinds, window = getattr(settings, "layer_types", None), _number(settings, "sliding_window")
+    if not window or not isinstance(kinds, list) or len(kinds) != blocks:
+        return ()
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+
+
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 
@@ -257,11 +267,12 @@ class _Reader:
         kept = memory
         if memory not in self.forms:  # a tied tensor, which is stored under another of its names
             kept = next(key for key, form in self.forms.items() if memory in form.copies)
+        owner = self.model.get_submodule(memory.rpartition(".")[0])
         return ParamSpec(
             name=name,
             layer=int(name.partition(".")[0]),
             shape=tuple(self.model.get_parameter_or_buffer(memory).shape),
-            hf_whole=memory,
+            hf_whole="" if is_turned(owner) else memory,
             hf_copies=tuple(other for other in (kept, *self.forms[kept].copies) if other != memory),
             **self.forms[kept].in_spec,
             **others,
@@ -296,17 +307,24 @@ class _Reader:
             if is_pair and self.plans[spec.layer - first].styles.get(owner) == "colwise":
                 yield spec.name, self.plans[spec.layer - first].pairs
 
+    def tables(self, params: tuple[ParamSpec, ...]) -> Iterator[str]:
+        """Parameters that are looked up, not multiplied by: positions, for example."""
+        for spec in params:
+            owner = self.model.get_submodule(self.memory[spec.name].rpartition(".")[0])
+            if isinstance(owner, nn.Embedding):
+                yield spec.name
+
     def in_order(self, specs: tuple[ParamSpec, ...]) -> tuple[str, ...]:
         """Names of tensors in the order of transformers' module."""
         places = {name: place for place, name in enumerate(self.model.state_dict())}
-        return tuple(spec.name for spec in sorted(specs, key=lambda spec: places[spec.hf_whole]))
+        return tuple(spec.name for spec in sorted(specs, key=lambda spec: places[spec.in_module]))
 
     @property
     def heads(self) -> tuple[int, int] | None:
         """Attention heads that all blocks share out alike, and key/value heads, where queries are cut."""
-        names = ("q_proj", "qkv_proj", "query_key_value", "q_b_proj")
+        names = ("q_proj", "qkv_proj", "query_key_value", "q_b_proj", "c_attn")
         cut = any(
-            style == "colwise" and path.rpartition(".")[2] in names
+            style in ("colwise", "qkv_colwise") and path.rpartition(".")[2] in names
             for plan in self.plans
             for path, style in plan.styles.items()
         )

@@ -129,10 +129,10 @@ def _shrunk(text: str, layers: int, tensor: int, vocab_size: int, window: int) -
 
 
 def random_keys(config: Mapping[str, Any]) -> list[str]:
-    """Keys of a config that say how much is dropped or shaken at random; that blocks are is a difference."""
+    """Keys of a config by which something is dropped or shaken at random; that blocks are is a difference."""
     given = hf_config_of(config).to_dict()
-    numbers = [key for key, value in given.items() if isinstance(value, float) and "layer" not in key]
-    return [key for key in numbers if "drop" in key or "jitter" in key]
+    floats = [key for key, value in given.items() if isinstance(value, float) and value]
+    return [key for key in floats if "layer" not in key and ("drop" in key or "jitter" in key)]
 
 
 def random_model(config: Mapping[str, Any]) -> Any:

@@ -8,6 +8,7 @@ A plan names modules and parameters and gives each a style, in transformers' wor
 | ``colwise`` | a linear, a parameter | outputs (the dim before the last one) |
 | ``rowwise`` | a linear, a parameter | inputs (the last dim); partial outputs are summed |
 | ``packed_colwise``, ``packed_rowwise`` | the same | two halves, gate and up, each cut |
+| ``qkv_colwise`` | a linear | thirds: queries, keys and values, each cut (dsx's own word) |
 | ``colwise_gather_output`` | a linear | outputs, which every rank then gets |
 | ``rowwise_split_input`` | a linear | inputs, of which every rank takes its own |
 | ``moe_tp_experts`` | a module | its own parameters have entries; its outputs are partial sums |
@@ -36,15 +37,19 @@ from torch import Tensor, nn
 
 from dsx.errors import ModelError
 from dsx.nn import collectives
+from dsx.nn.dropout import Dropout
 from dsx.nn.linear import ColumnParallelLinear, KeyValueLinear, LocalLinear, RowParallelLinear
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.split import WeightGradients
 
-COLUMN = frozenset(("colwise", "packed_colwise", "colwise_gather_output", "colwise_rep"))
+LOCAL_COLUMN = frozenset(("colwise", "packed_colwise", "qkv_colwise"))
+"""Styles by which a rank's outputs stay its own."""
+COLUMN = LOCAL_COLUMN | {"colwise_gather_output", "colwise_rep"}
 ROW = frozenset(("rowwise", "packed_rowwise", "rowwise_split_input", "rowwise_rep"))
 SUMMED = "replicated_with_grad_allreduce"
 GATHERS = frozenset(("colwise_gather_output", "colwise_rep"))
 SPLITS = frozenset(("rowwise_split_input", "rowwise_rep"))
+_PARTS = {"packed_colwise": 2, "packed_rowwise": 2, "qkv_colwise": 3}
 _WRAPPED = frozenset(("moe_tp_experts", "mla_kv_a_proj", "all_reduce", "moe_identity_expert"))
 STYLES = COLUMN | ROW | _WRAPPED | {SUMMED, "local_params", "replicate"}
 """Every style that dsx knows inside blocks."""
@@ -121,10 +126,10 @@ class BlockPlan:
             style = self.styles.get(owner)
         if style in COLUMN:
             dim = max(parameter.ndim - 2, 0)
-            return Cut(dim, _halves(parameter.shape[dim]) if style == "packed_colwise" else ())
+            return Cut(dim, _parts(style, parameter.shape[dim]))
         if style in ROW and not (name == "bias" or (style == "packed_rowwise" and parameter.ndim == 1)):
             dim = parameter.ndim - 1
-            return Cut(dim, _halves(parameter.shape[dim]) if style == "packed_rowwise" else ())
+            return Cut(dim, _parts(style, parameter.shape[dim]))
         return UNCUT
 
     def keeps(self, path: str, heads: int) -> bool:
@@ -135,10 +140,14 @@ class BlockPlan:
         )
 
 
-def _halves(size: int) -> tuple[int, int]:
-    if size % 2:
-        raise ModelError(f"a packed dim of {size}", "it has no two halves", "mend the tensor plan")
-    return size // 2, size // 2
+def _parts(style: str | None, size: int) -> tuple[int, ...]:
+    """The equal parts of a dim of ``size`` that are each cut; empty if it is cut as one."""
+    number = _PARTS.get(style or "", 1)
+    if size % number:
+        raise ModelError(
+            f"a dim of {size}, {style}", f"it has no {number} equal parts", "mend the tensor plan"
+        )
+    return (size // number,) * number if number > 1 else ()
 
 
 def apply_plan(
@@ -170,6 +179,12 @@ def apply_plan(
         summed |= _wrap(child, path, plan, within)
         if tp.size > 1:
             _set_ends(child, tp, tight=tight)
+        dropouts = set_dropouts(child, tp, sharded=tight)
+        if tight and dropouts:  # a rank's own features before the row-parallel linear, hidden states after it
+            child.register_forward_pre_hook(partial(_sharded, dropouts=dropouts, sharded=True))
+            row = next(inner for inner in child.modules() if isinstance(inner, RowParallelLinear))
+            row.register_forward_hook(partial(_sharded, dropouts=dropouts, sharded=tp.sequence))
+    set_dropouts(block, tp, sharded=bool(tp.sequence))
     outside = [path for path, _ in block.named_parameters() if path not in inside]
     if tp.size > 1:  # what stands between linears of the block itself has parts of its gradient
         owners = ((path, path.rpartition(".")[0]) for path in outside)
@@ -177,6 +192,23 @@ def apply_plan(
             path for path, owner in owners if SUMMED in (plan.styles.get(path), plan.styles.get(owner))
         }
     return summed | ({*outside} if tp.sequence else set())
+
+
+def set_dropouts(root: nn.Module, tp: TensorParallel, *, sharded: bool) -> list[Dropout]:
+    """Put dsx's dropout, whose masks know what the ranks share, in the place of torch's below ``root``."""
+    found: list[Dropout] = []
+    for path, module in list(root.named_modules()):
+        if type(module) is nn.Dropout and module.p and path:
+            made: Any = Dropout(module.p, tp, sharded=sharded)
+            made.p = module.p  # some families read it for a function of torch's
+            _put(root, path, made)
+            found.append(made)
+    return found
+
+
+def _sharded(*_: Any, dropouts: list[Dropout], sharded: bool) -> None:
+    for dropout in dropouts:
+        dropout.sharded = sharded
 
 
 def mixing_children(block: nn.Module, plan: BlockPlan) -> Iterator[tuple[str, nn.Module]]:
@@ -213,7 +245,7 @@ def is_region(child: nn.Module, path: str, plan: BlockPlan, ranks: int) -> bool:
     rows = 0
     for name, inner in child.named_modules(prefix=path):
         style = plan.styles.get(name)
-        if style in ("colwise", "packed_colwise") and type(inner) is nn.Linear:
+        if style in LOCAL_COLUMN and type(inner) is nn.Linear:
             if plan.keeps(name, ranks):
                 return False
         elif style in ("rowwise", "packed_rowwise") and type(inner) is nn.Linear:
@@ -257,13 +289,12 @@ def _linear(
     """Dsx's linear for a linear of the family."""
     sizes, form = (linear.in_features, linear.out_features), {**_form(linear), "split": split}
     if tp.size > 1 and style in ROW:
-        parts = _halves(linear.in_features) if style == "packed_rowwise" else ()
-        made: nn.Module = RowParallelLinear(*sizes, tp, **form, parts=parts)
+        made: nn.Module = RowParallelLinear(*sizes, tp, **form, parts=_parts(style, linear.in_features))
         if style in SPLITS:
             made.register_forward_pre_hook(lambda _, given: (collectives.scatter_to(given[0], tp, -1),))
         return made
     if tp.size > 1 and style in COLUMN:
-        parts = _halves(linear.out_features) if style == "packed_colwise" else ()
+        parts = _parts(style, linear.out_features)
         if tight:
             return LocalLinear(sizes[0], sizes[1] // tp.size, **form)
         return ColumnParallelLinear(*sizes, tp, **form, parts=parts, gather_output=style in GATHERS)
@@ -285,7 +316,7 @@ def divide(owner: Any, name: str, plan: BlockPlan, ranks: int) -> None:
                 f"use a tensor-parallel degree that divides {plan.pairs}",
             )
         owner.num_key_value_groups = groups * plan.pairs // ranks
-    if plan.styles.get(name) == "colwise":
+    if plan.styles.get(name) in ("colwise", "qkv_colwise"):
         for count in plan.counts:
             heads = vars(owner).get(count)
             if isinstance(heads, int) and f"{count} of all ranks" not in vars(owner):

@@ -252,7 +252,7 @@ def in_peft(spec: ParamSpec) -> ParamSpec:
     """A parameter under the names of PEFT's files, which have a model's own in the form of its modules."""
     if spec.adapts:
         return spec
-    leaf, modules = (spec.hf_whole or spec.hf[0]).rpartition(".")[2], modules_of(spec)
+    leaf, modules = spec.in_module.rpartition(".")[2], modules_of(spec)
     names = tuple(f"{PREFIX}{module}.{leaf}" for module in names_of(spec))
     hf, copies = names[: len(modules)], names[len(modules) :]
     if not spec.hf_whole:

@@ -35,13 +35,15 @@ def layer_flops(model: Model, sequence_length: int) -> tuple[float, ...]:
     """
     kinds, specs = layer_kinds(model), param_specs(model)
     first, head = kinds.index("Block"), len(kinds) - 1
-    tables = (0, head) if isinstance(model, HubModel) else (*range(first), head)
+    tables, looked_up = (*range(first), head), frozenset[str]()
+    if isinstance(model, HubModel):
+        tables, looked_up = (0, head), model.looked_up
     flops = [0.0] * len(kinds)
     for spec in specs:
-        if len(spec.shape) > 1 and spec.layer not in tables:
+        if len(spec.shape) > 1 and spec.layer not in tables and spec.name not in looked_up:
             flops[spec.layer] += (6.0 if spec.trained else 4.0) * multiplied(model, spec)
     for block in range(model.num_layers):
-        window = 0 if isinstance(model, HubModel) else model.window(block, sequence_length)
+        window = model.window(block, sequence_length)
         # Scores and their product with V: 2 * 2 * keys * query_size forward, thrice that in all.
         flops[first + block] += 12.0 * model.query_size * (window or sequence_length)
     table = 0 if model.tied_embeddings else head

@@ -194,6 +194,11 @@ class ParamSpec:
         return cls(name=name, layer=layer, shape=shape, init=Init(kind="zeros"), hf=(name,))
 
     @property
+    def in_module(self) -> str:
+        """Name in transformers' own module, or that of its first part there."""
+        return self.hf_whole or self.hf[0]
+
+    @property
     def is_guess(self) -> bool:
         """Whether it only says that nothing is known, as :meth:`uncut` makes it."""
         return self.split is None and self.hf == (self.name,)

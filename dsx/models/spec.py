@@ -182,8 +182,7 @@ class ModelSpec:
 
     def window(self, block: int, sequence_length: int) -> int:
         """The window of a block if it is shorter than the sequence, else 0: then it leaves nothing out."""
-        window = self.windows[block] if self.windows else 0
-        return window if window < sequence_length else 0
+        return _window(self.windows, block, sequence_length)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,6 +227,8 @@ class HubModel:
         own_values: (name, name in transformers' model) of every parameter whose fresh values only the
             family's own code can give.
         query_size: Width of all query heads; 0 if the config does not say it.
+        windows: As :attr:`ModelSpec.windows`, where the config names each layer's attention.
+        looked_up: Parameters that are tables, of which a token takes a row and is not multiplied by it.
         routed: Share of the experts that a token is sent to; 1 without experts.
         balance: The auxiliary loss of its routers; None without one.
         whole: What tensor parallelism leaves whole: (module, its share of the blocks' parameters).
@@ -256,6 +257,8 @@ class HubModel:
     pair_projections: frozenset[tuple[str, int]] = field(default=frozenset(), repr=False)
     own_values: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     query_size: int = 0
+    windows: tuple[int, ...] = field(default=(), repr=False)
+    looked_up: frozenset[str] = field(default=frozenset(), repr=False)
     routed: float = 1.0
     balance: Balance | None = None
     whole: tuple[tuple[str, float], ...] = field(default=(), repr=False)
@@ -264,6 +267,10 @@ class HubModel:
     block: int | None = None
     adapter: Adapter | None = None
     freeze: tuple[str, ...] = ()
+
+    def window(self, block: int, sequence_length: int) -> int:
+        """As :meth:`ModelSpec.window`."""
+        return _window(self.windows, block, sequence_length)
 
     def block_of(self, layer: int) -> int:
         """Number of the first block that is like layer ``layer`` of the layer list, which is a block."""
@@ -302,6 +309,11 @@ class HubModel:
             if spec.pad_multiple is None and any(size % tensor for size in sizes):
                 return f"{spec.hf[0]}: {max(sizes)} of dim {spec.split} are not divisible by it"
         return None
+
+
+def _window(windows: tuple[int, ...], block: int, sequence_length: int) -> int:
+    window = windows[block] if windows else 0
+    return window if window < sequence_length else 0
 
 
 Model: TypeAlias = ModelSpec | HubModel

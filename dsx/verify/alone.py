@@ -191,7 +191,7 @@ class Small:
         told = unlike(own, expected, self.bench, self.weights, self.batches)
         if told is None:
             return None
-        names = {spec.name: f"the gradient of {spec.hf_whole}" for spec in self.model.params}
+        names = {spec.name: f"the gradient of {spec.in_module}" for spec in self.model.params}
         return f"{names.get(told[0], told[0])} differs {told[1]}"
 
 

@@ -100,11 +100,7 @@ def trial(
         stages = config.stage_map
         block["partition"] = {"method": [len(stages.layers(s)) for s in range(stages.num_stages)]}
     without, dropout, model = _no_dropout(config), None, config.model
-    if isinstance(model, HubModel):
-        drops = [key for key in without if hf_config.get(key, True)]
-        without = dict.fromkeys(drops, 0.0)
-        changes += [f"{', '.join(drops)}: off"] * bool(drops)
-    elif max(model.embedding_dropout, model.attention_dropout, model.residual_dropout) > 0.0:
+    if without:
         dropping = {**block, "model": _model(config, hf_config, {}, full=full)}
         dropout = copy.deepcopy({**content, "dsx": dropping})
         changes.append("dropout: off for the comparison; its masks are compared apart")
@@ -172,12 +168,14 @@ def _freeze(content: dict[str, Any], config: RunConfig, changes: list[str]) -> l
 
 
 def _no_dropout(config: RunConfig) -> dict[str, float]:
-    """Every key of the config that is a dropout's probability, with none."""
+    """Every key of the config by which something is left out at random, with none."""
     if isinstance(config.model, HubModel):
         from dsx.hub.shrunk import random_keys  # here: as below
 
         return dict.fromkeys(random_keys(config.hf_config), 0.0)
-    return dict.fromkeys(FAMILIES[config.model.family].dropouts, 0.0)
+    model = config.model
+    drops = max(model.embedding_dropout, model.attention_dropout, model.residual_dropout) > 0.0
+    return dict.fromkeys(FAMILIES[model.family].dropouts, 0.0) if drops else {}
 
 
 def _model(

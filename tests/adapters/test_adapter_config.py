@@ -86,9 +86,12 @@ def test_modules_of_transformers_are_named_apart() -> None:
     }
 
 
-def test_gpt2_of_transformers_has_nothing_that_could_be_adapted() -> None:
-    with pytest.raises(ConfigError, match="no such linear"):
-        resolved({"rank": 4}, family="gpt2", implementation="transformers")
+def test_linears_called_conv1d_are_adapted_in_their_own_orientation() -> None:
+    run = resolved({"rank": 4}, family="gpt2", implementation="transformers")
+    shapes = {spec.hf[0].partition(".h.0.")[2]: spec.shape for spec in run.param_specs if spec.adapts}
+    width = run.model.hidden_size
+    assert shapes["attn.c_attn.lora_A.weight"] == (4, width)
+    assert shapes["attn.c_attn.lora_B.weight"] == (3 * width, 4)
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ PAGE = Path(__file__).parents[2] / "docs/guides/models.md"
 SAMPLE = {
     "deepseek_v3": ("dp", "zb"),  # latent attention, sigmoid routing with a bias that is no parameter
     "gemma3_text": ("pp", "zb"),  # scaled and tied embeddings, windows in some layers
+    "gpt2": ("tp", "zb"),  # linears called Conv1D, queries, keys and values in one, a table of positions
     "granite": ("tp-pp",),  # multipliers of embeddings, residuals, scores and logits
     "mixtral": ("tp", "dp"),  # experts fused in memory, apart in files
     "olmo2": ("tp-pp",),  # norms over all heads together

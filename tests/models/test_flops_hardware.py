@@ -9,9 +9,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
+from dsx.hub.read import hub_model
 from dsx.models.flops import flops_per_token, layer_flops, peak_flops
 from dsx.models.hf_config import model_spec
 from dsx.models.params import layer_kinds
+from dsx.models.presets import find_preset
 from tiny_configs import tiny
 
 SIZES = {"vocabulary": 101, "width": 48, "ffn": 100, "heads": 6, "layers": 2}
@@ -37,7 +39,14 @@ def test_flops_equal_what_torch_counts(name, length):
     # transformers below 5.18 makes the rotary table by a product of matrices.
     table = sum(sum(n.values()) for at, n in counter.get_flop_counts().items() if at.endswith("rotary_emb"))
     counted = counter.get_total_flops() - table
-    assert flops_per_token(model_spec(config.to_dict()), length) * batch * length == counted
+    for model in (model_spec(config.to_dict()), hub_model(config.to_dict())):
+        assert flops_per_token(model, length) * batch * length == counted
+
+
+def test_windows_of_transformers_modules_count_where_the_config_names_layers():
+    config = dict(find_preset("gemma2", "tiny").config)
+    for length in (64, 512):
+        assert layer_flops(hub_model(config), length) == layer_flops(model_spec(config), length)
 
 
 def test_a_window_takes_the_place_of_a_longer_sequence():

@@ -8,6 +8,7 @@ import pytest
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from dsx.errors import ModelError
+from dsx.hub.anatomy import check_keys
 from dsx.models.hf_config import model_spec
 from dsx.models.presets import find_preset
 from dsx.models.spec import Family
@@ -84,3 +85,10 @@ def test_a_padding_token_below_zero_counts_from_the_end_as_in_torch() -> None:
     assert model_spec({**LLAMA, "vocab_size": 257, "pad_token_id": -1}).pad_token_id == 256
     assert model_spec({**GEMMA, "vocab_size": 257}).pad_token_id == 0  # Gemma2Config's default
     assert model_spec(dict(find_preset("gpt2", "tiny").config) | {"pad_token_id": 7}).pad_token_id is None
+
+
+def test_two_names_of_one_size_that_disagree_are_refused_of_any_family() -> None:
+    """transformers takes the one that comes last."""
+    check_keys(GPT2 | {"hidden_size": GPT2["n_embd"]})
+    with pytest.raises(ModelError, match=r"n_embd = 128: hidden_size = 24 says otherwise"):
+        check_keys(GPT2 | {"hidden_size": 24})

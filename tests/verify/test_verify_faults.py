@@ -49,6 +49,7 @@ FREEZE = {"steps": 1, "output": "unused", "freeze": ["embed", r"layers\.0\.", r"
 LAYOUTS = {
     "tensor x data": config(GPT2, 3, tensor=2, pipeline=1, sequence_parallel=False),
     "tensor x pipeline": config(GPT2, 0, tensor=2, pipeline=2),
+    "transformers' modules": config({**GPT2, "implementation": "transformers"}, 0, tensor=2, pipeline=2),
     "without biases": config(LLAMA, 0, tensor=2, pipeline=2),
     "bf16": {**config(GPT2, 1, tensor=1, pipeline=2), "bf16": {"enabled": True}},
     "data x pipeline": config(GPT2, 1, tensor=1, pipeline=2),
@@ -97,6 +98,8 @@ CASES = [
     ("data x pipeline", "weights not gathered", diagnosis.NOT_GATHERED, "", 1),
     ("data x pipeline", "dropout alike", diagnosis.DROPOUT_DATA, "", 1),
     ("tensor x data", "none", None, "", 1),
+    ("transformers' modules", "none", None, "", 1),
+    ("transformers' modules", "dropout alike on slices", diagnosis.DROPOUT_TENSOR, "", 1),
     ("bf16", "none", None, "", 2),
     ("bf16", "parts swapped", diagnosis.PARTITION_ORDER, "", 1),
     ("bf16", "sum over data", diagnosis.DATA_SUMMED, "4.norm.bias", 1),
@@ -173,7 +176,8 @@ def test_each_mistake_is_named(
     if cause is None:
         assert verdict.equal, verdict.findings
         assert [row.step for row in verdict.rows] == [*range(1, steps + 1)] * 2, "without clipping, and with"
-        assert verdict.masks == (0 if layout in ("LoRA", "DoRA", "frozen") else 3)
+        masks = {"LoRA": 0, "DoRA": 0, "frozen": 0, "transformers' modules": 9}  # two a block there
+        assert verdict.masks == masks.get(layout, 3)
         return
     first = verdict.findings[0]
     assert first.cause == cause, verdict.findings

@@ -282,7 +282,7 @@ def as_hf(source: Catalog, specs: Sequence[ParamSpec], *, in_files: bool = True)
         in_files: Whether the names are those in Hugging Face's files, or those of transformers' own module,
             which a stock engine has.
     """
-    in_order = all(spec.hf_whole for spec in specs)
+    in_order = all(spec.hf_whole or spec.hf_transposed for spec in specs)
     specs = specs if in_files else [in_memory(spec) for spec in specs]
     known = {spec.name: spec for spec in specs}
     names = [name for spec in specs for name in spec.hf]
