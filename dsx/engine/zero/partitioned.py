@@ -7,13 +7,13 @@ from types import MethodType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from dsx.engine.chunks import Tie
 from dsx.engine.zero.adapter import ZeroAdapter
 from dsx.engine.zero.alike import GradientPart
 from dsx.engine.zero.calls import GradientHooks
+from dsx.engine.zero.held import held
 from dsx.errors import ConfigError
 
 
@@ -38,11 +38,8 @@ class PartitionedAdapter(ZeroAdapter):
         optimizer = self._optimizer
         # Sums in another precision than the parameters' are kept by hooks.
         self.needs_backward = optimizer.use_separate_grad_accum or optimizer.use_grad_accum_attribute
-        self._pieces = {
-            id(parameter): self._piece(group, parameter)
-            for group, parameters in enumerate(optimizer.params_in_partition)
-            for parameter in parameters
-        }
+        self._spans = [each.spans for each in held(self._engine)]
+        self._places = {id(span.parameter): (at, span) for at, its in enumerate(self._spans) for span in its}
         self._flat: dict[int, torch.Tensor] = {}
         tied = [(tie, index) for tie in self._ties for index in self._groups_of(tie)]
         step = optimizer.step
@@ -85,10 +82,10 @@ class PartitionedAdapter(ZeroAdapter):
     def put(self, parameter: nn.Parameter, gradient: torch.Tensor, start: int = 0) -> None:
         """Keep this rank's interval of an average, if it has one."""
         assert start == 0
-        piece = self._pieces.get(id(parameter))
-        if piece is not None:
-            group, begin, at, length = piece
-            self._buffer(group).narrow(0, at, length).copy_(gradient.narrow(0, begin, length))
+        if place := self._places.get(id(parameter)):
+            group, span = place
+            part = gradient[span.start : span.stop]
+            self._buffer(group).narrow(0, span.offset, part.numel()).copy_(part)
 
     def complete(self) -> None:
         """Have a buffer for every group before the step, of zeros where no parameter is this rank's."""
@@ -106,14 +103,6 @@ class PartitionedAdapter(ZeroAdapter):
     def came_late(self, parameter: nn.Parameter) -> bool:
         """Whether a gradient has come since, so that there is a sum again."""
         return parameter.grad is not None or getattr(parameter, "grad_accum", None) is not None
-
-    def _piece(self, group: int, parameter: nn.Parameter) -> tuple[int, int, int, int]:
-        """(group, start in the gradient, start in the rank's interval, elements)."""
-        optimizer = self._optimizer
-        rank, key = dist.get_rank(optimizer.real_dp_process_group[group]), optimizer.get_param_id(parameter)
-        start = int(optimizer.grad_start_offset[group][rank][key])
-        at = int(optimizer.grad_partition_insertion_offset[group][rank][key])
-        return group, start, at, min(parameter.numel() - start, int(optimizer.partition_size[group]) - at)
 
     def before_backward(self) -> None:
         """With offload, start each step from zeroed accumulators and always add.
@@ -173,17 +162,13 @@ class PartitionedAdapter(ZeroAdapter):
     def _parts(self) -> Iterator[GradientPart]:
         """This rank's intervals of all groups, in which the first parameter may begin midway."""
         optimizer = self._optimizer
-        for index, parameters in enumerate(optimizer.params_in_partition):
+        for index, spans in enumerate(self._spans):
             if optimizer.cpu_offload:
                 flat = optimizer.single_partition_of_fp32_groups[index].grad
-                for parameter in parameters:
-                    _, begin, at, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
-                    yield GradientPart(parameter, flat.narrow(0, at, length), begin)
+                gradients = [flat.narrow(0, span.offset, span.stop - span.start) for span in spans]
             else:
                 gradients = [
                     g for g in optimizer.averaged_gradients[index] if not getattr(g, "_zero_padding", False)
                 ]
-                begin = optimizer.first_offset[index]
-                for parameter, gradient in zip(parameters, gradients, strict=False):
-                    yield GradientPart(parameter, gradient, begin)
-                    begin = 0
+            for span, gradient in zip(spans, gradients, strict=False):
+                yield GradientPart(span.parameter, gradient, span.start)
