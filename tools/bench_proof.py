@@ -32,6 +32,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 from all_families import tiny  # noqa: E402 (found there)
 
 from dsx.errors import DsxError, LayoutError  # noqa: E402
+from dsx.launch.entry import AGREED  # noqa: E402
 
 Json = dict[str, Any]
 OWN = ("llama", "mistral", "qwen2", "qwen3")
@@ -98,43 +99,52 @@ def prove_each(rank: int, world_size: int, numbered: list[tuple[int, Json]], int
     from dsx.config.resolve import resolve
     from dsx.launch.processes import seed_generators
     from dsx.parallel.groups import make_groups
-    from dsx.verify.small_step import prove
 
     deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
     for number, content in numbered:
-        began, row = time.perf_counter(), {"number": number}
+        began, row, alone = time.perf_counter(), {"number": number}, False
         if rank == 0:
             _append(into, {**row, "result": "begun"})
         try:
             config = resolve(content, world_size=world_size)
             groups = make_groups(config.mesh, sequence_parallel=config.dsx.parallel.sequence_parallel)
             seed_generators(groups, 0)
-            found = prove(config, groups, quiet=True)
-            row |= {"result": "unproved" if found.why_not else "proved", "said": found.words}
-        except LayoutError as error:
-            differs = "does not train" in error.what or "does not take a step" in error.what
-            mixes = differs and config.dsx.data.keeps_apart and mixes_documents(config.model)
-            row |= {"result": "differs" if differs and not mixes else "refused", "said": str(error)}
+            row |= _proof(config, groups)
         except DsxError as error:
             row |= {"result": "refused", "said": str(error)}
+        except _AloneError as error:
+            row, alone = row | error.args[0], True
         except Exception:  # noqa: BLE001 - whatever it is, it is a bug
-            row |= {"result": "traceback", "said": traceback.format_exc()}
-        if row["result"] == "traceback" or "does not take a step" in row["said"]:
-            # The others may still wait for this rank.
+            row, alone = row | {"result": "traceback", "said": traceback.format_exc()}, True
+        if alone:  # the others may still wait for this rank
             _append(into, {**row, "seconds": time.perf_counter() - began})
             raise SystemExit(1)
         if rank == 0:
             _append(into, {**row, "seconds": time.perf_counter() - began})
 
 
-def mixes_documents(model: Any) -> bool:
-    """Whether the family's own blocks let a document of a pack see the others, as recurrent ones do."""
-    from dsx.models.spec import HubModel
-    from dsx.verify.alone import probe
+class _AloneError(Exception):
+    """A result of one rank, of which the others do not know."""
 
-    if not isinstance(model, HubModel):
-        return False
-    return probe(json.loads(model.config), dict(model.tensor_plan)).no_documents is not None
+
+def _proof(config: Any, groups: Any) -> Json:
+    """What the proof says; a difference is none where a run refuses the model before its proof."""
+    from dsx.train.recipe import require_right_layers
+    from dsx.verify.small_step import prove
+
+    try:
+        found = prove(config, groups, quiet=True)
+    except DsxError as error:
+        row = {"result": "differs" if isinstance(error, LayoutError) else "refused", "said": str(error)}
+        if row["result"] == "differs":
+            try:
+                require_right_layers(config)
+            except DsxError as refusal:
+                row = {"result": "refused", "said": str(refusal)}
+        if AGREED in getattr(error, "__notes__", ()):
+            return row
+        raise _AloneError(row) from error
+    return {"result": "unproved" if found.why_not else "proved", "said": found.words}
 
 
 def _append(path: str, row: Json) -> None:

@@ -162,6 +162,16 @@ def without_weights(config: Mapping[str, Any]) -> nn.Module:
     return model.train()
 
 
+def with_weights(config: Mapping[str, Any]) -> Any:
+    """The same model in fp32, with fresh weights as transformers draws them."""
+    from transformers import AutoModelForCausalLM
+
+    made = AutoModelForCausalLM.from_config(
+        hf_config_of(config), dtype=torch.float32, trust_remote_code=False
+    )
+    return made.float().train()  # a few modules make theirs in bf16, which from_pretrained changes
+
+
 def check_one_stack(described: Any) -> None:
     """Raise ModelError if a config object is of several models, or of an encoder and a decoder."""
     parts = {name: getattr(described, name, None) for name in getattr(described, "sub_configs", None) or ()}

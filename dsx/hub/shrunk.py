@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from dsx.errors import ModelError
-from dsx.hub.anatomy import Anatomy, anatomy_of, hf_config_of
+from dsx.hub.anatomy import Anatomy, anatomy_of, hf_config_of, with_weights
 from dsx.models.config_values import at
 from dsx.models.quiet_transformers import first_line, quiet_transformers, torch_forms
 
@@ -137,16 +137,12 @@ def random_keys(config: Mapping[str, Any]) -> list[str]:
 
 def random_model(config: Mapping[str, Any]) -> Any:
     """Transformers' model of a config in training, in fp32, in which nothing is left at zero or one."""
-    from transformers import AutoModelForCausalLM
-
     with torch.random.fork_rng(devices=[]), quiet_transformers(), torch.no_grad():
         torch.manual_seed(1)
-        made = AutoModelForCausalLM.from_config(
-            hf_config_of(config), dtype=torch.float32, trust_remote_code=False
-        )
+        made = with_weights(config)
         for parameter in made.parameters():
             parameter.nan_to_num_().add_(_INIT / 2 * torch.randn(parameter.shape))
-    return made.float().train()  # a few modules make theirs in bf16, which from_pretrained changes
+    return made
 
 
 @torch_forms()

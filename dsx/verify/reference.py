@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import signature
 from itertools import pairwise
@@ -27,9 +28,12 @@ from dsx.checkpoint.formats import slices
 from dsx.checkpoint.formats.huggingface import names
 from dsx.checkpoint.formats.huggingface import weights as hf
 from dsx.config.run import RunConfig
+from dsx.errors import DsxError, ModelError
 from dsx.models import adapters, families
+from dsx.models.config_values import at
 from dsx.models.custom_code import without_code
 from dsx.models.param import ParamSpec
+from dsx.models.quiet_transformers import first_line
 from dsx.models.spec import HubModel, ModelSpec
 from dsx.nn import parameters
 from dsx.nn.adapter import merged
@@ -128,21 +132,33 @@ class Evaluation:
     outputs: dict[str, Tensor] = field(default_factory=dict)
 
 
+@contextmanager
+def _of_transformers(family: str) -> Iterator[None]:
+    """Whatever fails inside is said to be transformers' own failure, in which no layout has a part."""
+    try:
+        yield
+    except DsxError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            at("model_type", family),
+            f"transformers itself does not run a small model of it ({first_line(error)})",
+            "use its own size",
+        ) from error
+
+
 class Transformers:
     """The transformers model of a config of dsx's families, in float32."""
 
     def __init__(self, config: RunConfig) -> None:
-        from transformers import AutoModelForCausalLM
-
-        from dsx.hub.anatomy import hf_config_of
+        from dsx.hub.anatomy import with_weights
 
         # They are for generation, and may be cut off.
         tokens = ("bos_token_id", "eos_token_id") if isinstance(config.model, ModelSpec) else ()
         settings = {**without_code(config.hf_config), **dict.fromkeys(tokens)}
-        self._model = AutoModelForCausalLM.from_config(
-            hf_config_of(settings), dtype=torch.float32, trust_remote_code=False
-        )
-        self._model.float().train()  # a few modules make theirs in bf16, which from_pretrained changes
+        self._family = config.model.family
+        with _of_transformers(self._family):
+            self._model = with_weights(settings)
         held = dict(self._model.named_parameters())
         specs = config.param_specs
         self._specs = tuple(spec if spec.adapts else names.in_memory(spec) for spec in specs)
@@ -179,6 +195,9 @@ class Transformers:
         """Loss and gradient at these weights, over the trained tokens of the micro-batches.
 
         ``among``: the micro-batches whose average number of trained tokens counts, in place of ``batches``.
+
+        Raises:
+            ModelError: The family's own code fails.
         """
         self._load(weights)
         self._model.zero_grad(set_to_none=True)
@@ -190,13 +209,14 @@ class Transformers:
         total = 0.0
         for batch, times in _counted(batches):
             for ids, labels in _documents(batch):
-                outputs = self._outputs(ids, leaves)
-                loss = _summed(outputs.logits, labels) / tokens
-                extra = getattr(outputs, "aux_loss", None)
-                if extra is not None:  # of routers, where the config asks for it
-                    loss = loss + self._model.router_aux_loss_coef * extra
-                loss = loss * times / len(batches)
-                loss.backward()
+                with _of_transformers(self._family):
+                    outputs = self._outputs(ids, leaves)
+                    loss = _summed(outputs.logits, labels) / tokens
+                    extra = getattr(outputs, "aux_loss", None)
+                    if extra is not None:  # of routers, where the config asks for it
+                        loss = loss + self._model.router_aux_loss_coef * extra
+                    loss = loss * times / len(batches)
+                    loss.backward()
                 total += loss.item()
         used = [name for name, leaf in leaves.items() if leaf.grad is not None]
         if used:

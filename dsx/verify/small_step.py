@@ -165,7 +165,8 @@ def prove_layers(
     began, where = time.perf_counter(), f"the layers over {layout_words(mesh)}"
     found = _compared(job, groups, where, lambda: user_plan(job, user_model(make)))
     if isinstance(found, ParityFinding):
-        raise _refusal(where, found, "the layers do not train here as in one process", _OUT_OF_LAYERS)
+        what = "the layers do not train here as in one process"
+        raise _agreed(_refusal(where, found, what, _OUT_OF_LAYERS))
     if groups.rank == 0 and not found.why_not:
         keep_proof_of(user_model(make).arguments["layers"], mesh, zero_stage(content))
     return replace(found, seconds=time.perf_counter() - began)
@@ -200,16 +201,13 @@ def _compared(
     thorough: Callable[[], VerifyPlan] | None = None,
 ) -> Proof | ParityFinding:
     """A step of a job beside ``plan``; if it differs, beside ``thorough``, which tells more in more time."""
-    with _steps(where, "a small model of it does not take a step"), _undisturbed():
+    with _undisturbed(), _steps(where, "a small model of it does not take a step", plan):
         seen = passed(job, replace(groups, island=None, silent=True), 0.0)  # one island by itself
 
     def judged() -> Proof | ParityFinding:
         assert seen is not None, "this is rank 0"
         witness = Witness(passes=[seen])
-        with (
-            _steps(where, "one process does not train its small model"),
-            torch.random.fork_rng(devices=[]),
-        ):
+        with _steps(where, _NOT_ALONE), torch.random.fork_rng(devices=[]):
             verdict = judge(plan(), witness)
             if not verdict.equal:
                 return (judge(thorough(), witness) if thorough else verdict).findings[0]
@@ -224,14 +222,21 @@ def _compared(
     return agree(judged)
 
 
+_NOT_ALONE = "a small model of it does not train in one process either"
+
+
 @contextmanager
-def _steps(where: str, what: str) -> Iterator[None]:
-    """Whatever a model's code raises inside ends the run as what it is: a model that nothing vouches for."""
+def _steps(where: str, what: str, plan: Callable[[], VerifyPlan] | None = None) -> Iterator[None]:
+    """Whatever a model's code raises inside ends the run, as that of one process where this fails as well."""
     try:
         yield
     except DsxError:
         raise
     except Exception as error:
+        if plan is not None:
+            with _steps(where, _NOT_ALONE):
+                bench = plan().bench
+                bench.reference.evaluate(bench.reference.weights(), bench.batches(0))
         raise LayoutError(where, f"{what} ({first_line(error)})", _OUT) from error
 
 
@@ -289,8 +294,13 @@ def _way_out(config: RunConfig, refusal: Callable[..., LayoutError]) -> LayoutEr
                 return refusal()  # the other ranks wait for this one, which ends the run
             continue
         if isinstance(found, Proof):
-            return refusal(way)
-    return refusal()
+            return _agreed(refusal(way))
+    return _agreed(refusal())
+
+
+def _agreed(error: LayoutError) -> LayoutError:
+    error.add_note(AGREED)
+    return error
 
 
 def _changed(config: RunConfig, changes: Mapping[str, Mapping[str, Any]]) -> VerifyJob | None:

@@ -349,7 +349,7 @@ def _engine(resolved: Any) -> Json:
     groups = make_groups(resolved.mesh, sequence_parallel=resolved.dsx.parallel.sequence_parallel)
     try:
         proof = small_step.prove(resolved, groups, quiet=True)
-    except LayoutError as error:
+    except DsxError as error:
         found = _refused_or_bad(resolved, error)
         if AGREED not in getattr(error, "__notes__", ()):
             raise _AloneError(found) from error
@@ -365,11 +365,13 @@ class _AloneError(Exception):
         self.outcome = outcome
 
 
-def _refused_or_bad(resolved: Any, error: LayoutError) -> Json:
+def _refused_or_bad(resolved: Any, error: DsxError) -> Json:
     import dsx
 
     try:
         dsx.recipe.require_right_layers(resolved)  # a run asks before it proves its layout
+        if not isinstance(error, LayoutError):  # transformers itself does not run the model
+            raise error
     except DsxError as refusal:
         return {"result": "refused", "reason": parity.reason_of(refusal)}
     cause = error.__cause__
