@@ -59,6 +59,13 @@ _PAIRS = {
 }
 """Key/value heads, and the heads that share them."""
 
+_HEADS_OF_OTHERS = frozenset((
+    "swa_num_attention_heads", "mamba_d_ssm", "mamba_n_heads", "mamba_num_heads", "linear_num_heads",
+    "linear_num_value_heads", "index_n_heads", "indexer_n_heads", "kv_lora_rank", "qk_rope_head_dim",
+    "rotary_dim", "v_head_dim", "kv_channels", "global_head_dim", "linear_head_dim",
+))  # fmt: skip
+"""Keys of models whose blocks have heads of several kinds, or of several sizes."""
+
 _WINDOWS = (
     "sliding_window", "sliding_window_size", "attention_window_size", "window_size", "attention_chunk_size",
 )  # fmt: skip
@@ -76,13 +83,14 @@ _AS_THEY_ARE = (
 
 _SMALL_ENOUGH, _LARGEST = 1 << 20, 1 << 24
 _MOST_MORE_LAYERS = 12
-_INIT = 0.1
+_WIDE_HEADS, _MOST_HEADS = 16, 32  # with more of them, heads are a half and a quarter as wide
+INIT = 0.1
 
 
 def shrunk(
     config: Mapping[str, Any], *, layers: int = 1, tensor: int = 2, vocab_size: int = 256, window: int = 8
 ) -> dict[str, Any]:
-    """A small config of the same structure; the config itself if its model is small.
+    """A small config of the same structure; the config itself if its model is small and has few blocks.
 
     Args:
         config: Content of the config.json of a causal language model that dsx can cut.
@@ -102,18 +110,21 @@ def shrunk(
 @lru_cache(maxsize=8)
 def _shrunk(text: str, layers: int, tensor: int, vocab_size: int, window: int) -> str:
     anatomy = anatomy_of(text)
-    if sum(parameter.numel() for parameter in anatomy.model.parameters()) <= _SMALL_ENOUGH:
-        return text
+    is_small = sum(parameter.numel() for parameter in anatomy.model.parameters()) <= _SMALL_ENOUGH
     own = json.loads(text)
-    given = {**{key: own.get(key) for key in _ROPES}, **hf_config_of(own).to_dict()}
+    made = hf_config_of(own)
+    given, named = {**{key: own.get(key) for key in _ROPES}, **made.to_dict()}, made.attribute_map
     kinds = _kinds(anatomy)
+    if is_small and len(kinds) <= layers:
+        return text
     most = {**dict.fromkeys(_VOCABULARIES, vocab_size), **dict.fromkeys(_WINDOWS, window)}
     told = "its layers are of too many kinds"
     for sizes in _attempts(given, tensor, most):
         for depth in range(_least(kinds, layers), min(len(kinds), layers + _MOST_MORE_LAYERS) + 1):
             changed = {**sizes, **_layers({**given, **sizes}, kinds, depth)}
             changed = {key: value for key, value in changed.items() if given.get(key) != value}
-            small = json.dumps({**own, **changed}, sort_keys=True)
+            kept = {key: value for key, value in own.items() if named.get(key) not in changed}
+            small = json.dumps({**kept, **changed}, sort_keys=True)
             try:
                 found = _tried(small)
             except Exception as error:  # noqa: BLE001 - each family refuses sizes in its own way
@@ -121,6 +132,8 @@ def _shrunk(text: str, layers: int, tensor: int, vocab_size: int, window: int) -
                 break
             if set(found) >= set(kinds):
                 return small
+    if is_small:
+        return text
     raise ModelError(
         at("model_type", given["model_type"]),
         f"no small model of it can be made ({told})",
@@ -141,7 +154,7 @@ def random_model(config: Mapping[str, Any]) -> Any:
         torch.manual_seed(1)
         made = with_weights(config)
         for parameter in made.parameters():
-            parameter.nan_to_num_().add_(_INIT / 2 * torch.randn(parameter.shape))
+            parameter.nan_to_num_().add_(INIT / 2 * torch.randn(parameter.shape))
     return made
 
 
@@ -207,11 +220,54 @@ def _layers(given: Mapping[str, Any], kinds: Sequence[Hashable], depth: int) -> 
 def _attempts(given: Mapping[str, Any], tensor: int, most: Mapping[str, int]) -> Iterator[dict[str, Any]]:
     """Overrides of a config, the smallest first."""
     sizes = _sizes(given, tensor, most)
+    if heads := _heads(given, tensor):
+        yield _with_ropes(given, {**sizes, **heads})
     for kept in _AS_THEY_ARE:
         if not kept or not sizes.keys().isdisjoint(kept):
             yield _with_ropes(given, {key: value for key, value in sizes.items() if key not in kept})
     if tensor > 2:
         yield _with_ropes(given, _sizes(given, 2, most))
+
+
+def _heads(given: Mapping[str, Any], tensor: int) -> dict[str, int]:
+    """Sizes of attention, where all heads are of one kind, with the relations between the config's own.
+
+    These are how many heads share keys and values, whether all heads together are wider or narrower than the
+    hidden states, and whether a part of a head is not rotated.
+    """
+    width, number = (
+        next((key for key in keys if type(given.get(key)) is int), "")
+        for keys in (("hidden_size", "n_embd"), ("num_attention_heads", "n_head"))
+    )
+    if not (width and number) or any(given.get(key) for key in _HEADS_OF_OTHERS):
+        return {}
+    heads, hidden = given[number], given[width]
+    pairs, own = given.get("num_key_value_heads") or heads, given.get("head_dim") or hidden // heads
+    if heads % pairs or heads == pairs:
+        few = min(heads, 2 * max(tensor, 2))
+        sizes = {"num_key_value_heads": few}
+    else:
+        sizes = {"num_key_value_heads": pairs if pairs < tensor else min(pairs, max(tensor, 2))}
+        few = sizes["num_key_value_heads"] * (heads // pairs)
+    head = _head_dim(
+        given, own, HEAD if few <= _WIDE_HEADS else HEAD // 2 if few <= _MOST_HEADS else HEAD // 4
+    )
+    across = head + 2 if heads * own < hidden else head // 2 if heads * own > hidden else head
+    sizes |= {number: few, width: few * across, "head_dim": head}
+    return {key: size for key, size in sizes.items() if type(given.get(key)) is int}
+
+
+def _head_dim(given: Mapping[str, Any], own: int, least: int) -> int:
+    """A small head with a whole number of pairs to rotate, and a part that is not rotated if there is one."""
+    told = [given, *(given[key] for key in _ROPES if isinstance(given.get(key), dict))]
+    told += [each for rope in told[1:] for each in rope.values() if isinstance(each, dict)]
+    shares = (each.get(key) for each in told for key in ("partial_rotary_factor", "rotary_pct"))
+    share = next((share for share in shares if type(share) in (int, float)), 1.0)
+    for head in range(min(own, least), own):
+        rotated = int(head * share)
+        if head % 2 == 0 < rotated and rotated % 2 == 0 and (share < 1) == (rotated < head):
+            return head
+    return own
 
 
 def _sizes(given: Mapping[str, Any], tensor: int, most: Mapping[str, int]) -> dict[str, Any]:
@@ -234,7 +290,7 @@ def _sizes(given: Mapping[str, Any], tensor: int, most: Mapping[str, int]) -> di
     if "kv_lora_rank" in found:  # latent attention makes keys and values for every head
         found |= {key: found[heads] for key, heads in _PAIRS.items() if key in found}
     if isinstance(given.get("initializer_range"), float):
-        found["initializer_range"] = max(given["initializer_range"], _INIT)
+        found["initializer_range"] = max(given["initializer_range"], INIT)
     return found | _nested(given, tensor, most)
 
 

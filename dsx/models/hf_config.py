@@ -7,9 +7,8 @@ nothing of that.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Any
 
 from dsx.errors import ModelError
 from dsx.models.config_values import at
@@ -84,26 +83,6 @@ def model_spec(config: Mapping[str, object]) -> ModelSpec:
     _check_keys(config, family)
     _check_fixed(config, family)
     return family.read(config)
-
-
-def own_keys(family: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """``values``, given under Llama's keys, under the keys that ``family`` has for them.
-
-    Keys that a family does not have, such as GPT-NeoX's key/value heads, are left out.
-
-    >>> own_keys("gpt2", {"hidden_size": 8, "intermediate_size": 32, "head_dim": 4})
-    {'n_embd': 8, 'n_inner': 32}
-    """
-    record = FAMILIES[family]
-    own = {record.own_names.get(key, key): value for key, value in values.items()}
-    return {key: value for key, value in own.items() if key in record.keys}
-
-
-def without_names_of(family: str, keys: Iterable[str], config: Mapping[str, Any]) -> dict[str, Any]:
-    """``config`` without other names of ``keys``, which would contradict the new values."""
-    general = {own: name for name, own in FAMILIES[family].own_names.items()}
-    others = {general.get(key) for key in keys}
-    return {key: value for key, value in config.items() if key not in others}
 
 
 def _check_keys(config: Mapping[str, object], family: ModelFamily) -> None:

@@ -8,9 +8,10 @@ odd, how micro-batches relate to the pipeline. Widths, depth, sequence, vocabula
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from dsx.config.deepspeed import precision
@@ -18,16 +19,14 @@ from dsx.config.resolve import resolve
 from dsx.config.run import RunConfig
 from dsx.config.schema import NO_TOKENIZER, OWN
 from dsx.models.adapters import ALL_LINEAR
+from dsx.models.custom_code import without_code
 from dsx.models.family import BYTES_VOCABULARY
-from dsx.models.hf_config import FAMILIES, own_keys, without_names_of
+from dsx.models.hf_config import FAMILIES
 from dsx.models.params import frozen_names, layer_adapters, layer_kinds
-from dsx.models.spec import HubModel, ModelSpec
+from dsx.models.spec import HubModel
 
-_HEAD_DIM = 8
 _TOKENS_PER_RANK = 8
 _FEW_MICRO_BATCHES = 3
-_FEW_HEADS, _MANY_HEADS = 4, 32
-_INIT = 0.1
 _RANK = 4
 _CAP = 1.0
 _CAPS = re.compile(r"soft_?cap(ping)?$|logit_cap$|^swiglu_limit$|^clip_qkv$")
@@ -84,15 +83,12 @@ def trial(
         changes.append("dsx.recompute: auto -> none (there is no profile)")
     hf_config = dict(config.hf_config)
     if not full:
-        sizes, layers = (_hub_sizes if isinstance(config.model, HubModel) else _own_sizes)(config)
+        hf_config, layers = _sizes(config)
         changes += [
-            f"{key}: {hf_config.get(key)} -> {value}"
-            for key, value in sizes.items()
-            if hf_config.get(key) != value
+            f"{key}: {config.hf_config.get(key)} -> {value}"
+            for key, value in hf_config.items()
+            if config.hf_config.get(key) != value
         ]
-        if isinstance(config.model, ModelSpec):
-            hf_config = without_names_of(config.model.family, sizes, hf_config)
-        hf_config = {**hf_config, **sizes}
         block["data"] = _data(config, block["data"])
         changes.append(f"sequence_length: {config.sequence_length} -> {block['data']['sequence_length']}")
         block["partition"] = {"method": layers}
@@ -268,100 +264,32 @@ def _sequence_length(config: RunConfig) -> int:
     return min(config.sequence_length, _TOKENS_PER_RANK * config.mesh.tp)
 
 
-def _hub_sizes(config: RunConfig) -> tuple[dict[str, Any], list[int]]:
-    """Hugging Face keys of a family of transformers with small values, and the layers of every stage."""
-    from dsx.hub.anatomy import hf_config_of  # here: dsx's own families need nothing of them
-    from dsx.hub.read import hub_model
-    from dsx.hub.shrunk import shrunk
+def _sizes(config: RunConfig) -> tuple[dict[str, Any], list[int]]:
+    """A small config of the model's family, and the layers of every stage."""
+    from dsx.hub.anatomy import anatomy_of, hf_config_of  # here: what reads this alone needs no torch
+    from dsx.hub.shrunk import INIT, shrunk
 
-    stages, kinds = _layers_of_stages(config), layer_kinds(config.model)
-    around = len(kinds) - config.model.num_layers
+    stages, around = _layers_of_stages(config), len(layer_kinds(config.model)) - config.model.num_layers
     small = shrunk(
-        config.hf_config,
+        without_code(config.hf_config),
         layers=sum(stages) - around,
         tensor=config.mesh.tp,
         vocab_size=_vocabulary(config),
         window=max(2, _sequence_length(config) // 2),
     )
-    small |= _caps(hf_config_of(config.hf_config).to_dict())
-    made = hub_model(small, config.dsx.parallel.tensor_plan)
-    stages[stages.index(max(stages))] += len(made.kinds) - sum(stages)
-    return {key: value for key, value in small.items() if config.hf_config.get(key) != value}, stages
-
-
-def _own_sizes(config: RunConfig) -> tuple[dict[str, Any], list[int]]:
-    """The same of a family of dsx's own."""
-    model, tp = _numbers(config), config.mesh.tp
-    per_kv_head = model.num_heads // model.num_kv_heads
-    kv_heads = min(model.num_kv_heads, tp * (2 if per_kv_head <= _FEW_HEADS else 1))
-    heads = kv_heads * per_kv_head
-    head_dim = _head_dim(model, heads)
-    # Heads x head_dim stays above, below or at the hidden size, which Llama wants to divide by the heads.
-    wider, narrower = model.query_size < model.hidden_size, model.query_size > model.hidden_size
-    hidden = heads * (head_dim + 2 if wider else head_dim // 2 if narrower else head_dim)
-    ffn = max(1, min(model.ffn_size, 2 * hidden) // tp) * tp
-    length = _sequence_length(config)
-    sizes: dict[str, Any] = {
-        "hidden_size": hidden,
-        "num_hidden_layers": model.num_layers - config.stage_map.num_layers + sum(_layers_of_stages(config)),
-        "num_attention_heads": heads,
-        "intermediate_size": ffn,
-        "vocab_size": _vocabulary(config),
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "initializer_range": max(model.init_std, _INIT),
-    }
-    if model.pad_token_id is not None and "pad_token_id" in config.hf_config:
-        sizes["pad_token_id"] = min(model.pad_token_id, sizes["vocab_size"] - 1)
-    if model.rope is None:  # a table of them; the rope's scaling depends on their number
-        sizes["max_position_embeddings"] = min(model.max_positions, 2 * length)
-    sizes |= _windows(config, sizes["num_hidden_layers"], length)
-    sizes |= _caps(
-        {"attn_logit_softcapping": model.attention_cap, "final_logit_softcapping": model.logit_cap}
-    )
-    return own_keys(model.family, sizes), _layers_of_stages(config)
-
-
-def _numbers(config: RunConfig) -> ModelSpec:
-    assert isinstance(config.model, ModelSpec)
-    return config.model
-
-
-def _head_dim(model: ModelSpec, heads: int) -> int:
-    """A small head with a whole number of pairs to rotate, and a part that is not rotated if there is one."""
-    least = min(model.head_dim, _HEAD_DIM if heads <= _MANY_HEADS else _HEAD_DIM // 2)
-    partial = model.rope is not None and model.rotary_size < model.head_dim
-    for head_dim in range(least, model.head_dim):
-        rotated = replace(model, head_dim=head_dim).rotary_size
-        if model.rope is None or (
-            head_dim % 2 == 0 < rotated and rotated % 2 == 0 and partial == (rotated < head_dim)
-        ):
-            return head_dim
-    return model.head_dim
+    made = hf_config_of(small).to_dict()
+    small |= _caps(made)
+    if isinstance(made.get("initializer_range"), float):
+        small["initializer_range"] = max(made["initializer_range"], INIT)
+    blocks = len(anatomy_of(json.dumps(small, sort_keys=True)).list_of_blocks)
+    stages[stages.index(max(stages))] += around + blocks - sum(stages)
+    return small, stages
 
 
 def _caps(given: Mapping[str, Any]) -> dict[str, Any]:
     """Bounds of logits and activations, so low that they are at work on a small model's small numbers."""
     caps = {key: value for key, value in given.items() if _CAPS.search(key) and type(value) in (int, float)}
     return {key: _CAP for key, value in caps.items() if value > _CAP}
-
-
-def _windows(config: RunConfig, num_layers: int, length: int) -> dict[str, Any]:
-    """Keys that say which of the fewer layers have a window, as short for the sequence as the user's."""
-    given, windows = config.hf_config, _numbers(config).windows
-    sizes: dict[str, Any] = {}
-    window = given.get("sliding_window")
-    if isinstance(window, int) and window < config.sequence_length:
-        sizes["sliding_window"] = max(2, length // 2)
-    for key, value in given.items():  # one entry per block, e.g. layer_types
-        if isinstance(value, list) and len(value) == config.model.num_layers:
-            starts = range(len(value) - num_layers + 1)
-            first = max(starts, key=lambda start: len(set(value[start : start + num_layers])))
-            sizes[key] = value[first : first + num_layers]
-    if isinstance(given.get("max_window_layers"), int) and any(windows):
-        full = sum(window == 0 for window in windows)  # the first layers, which have none
-        sizes["max_window_layers"] = min(full, max(num_layers - 1, 0))
-    return sizes
 
 
 def _layers_of_stages(config: RunConfig) -> list[int]:

@@ -119,7 +119,8 @@ def random_model(draw: random.Random) -> dict[str, Any]:
     if draw.random() < 0.5 or family == "qwen3":
         common |= {"head_dim": head_dim, "hidden_size": heads * draw.choice([2, 5, 16, 48])}
     if family in ("mistral", "gemma2"):
-        common["sliding_window"] = draw.choice([None, 64, 4096])
+        window = draw.choice([None, 64, 4096])
+        common["sliding_window"] = window or (4096 if family == "gemma2" else None)  # which has one always
     if family in ("qwen2", "qwen3") and general:
         common |= {"use_sliding_window": True, "sliding_window": draw.choice([64, 4096])}
         kinds = [draw.choice(["full_attention", "sliding_attention"]) for _ in range(layers)]
