@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from dsx.parallel.mesh import Mesh
-from dsx.verify import diagnosis
-from dsx.verify import seen as assemble
+from dsx.verify import diagnosis, observation
+from dsx.verify.observation import FullTensor, Mask, ObservedStep, RunObservation, TensorInfo
 from dsx.verify.reference import Batch, Evaluation, Reference, Updates
-from dsx.verify.seen import Known, Mask, Seen, Whole, WholeStep
 
 Weights = Mapping[str, Tensor]
 
@@ -147,7 +146,7 @@ class Places:
         holders: Logical name -> pipeline ranks that hold it, the first holder first.
     """
 
-    known: Mapping[str, Known]
+    known: Mapping[str, TensorInfo]
     holders: Mapping[str, tuple[int, ...]]
     degrees: diagnosis.AxisSizes
 
@@ -156,7 +155,7 @@ class Places:
         spec = self.known[name].spec
         return self.degrees.mesh.tp > 1 and (spec is None or spec.split is None)
 
-    def copies(self, name: str, whole: Whole) -> list[Tensor]:
+    def copies(self, name: str, whole: FullTensor) -> list[Tensor]:
         """All copies of a tensor but the first."""
         return [*whole.copies, *(whole.shards[1:] if self.replicated(name) else ())]
 
@@ -172,7 +171,7 @@ class Places:
 def gradient_facts(
     places: Places,
     name: str,
-    step: WholeStep,
+    step: ObservedStep,
     each: Sequence[Mapping[str, Tensor]],
     error: float,
     previous: Tensor | None,
@@ -184,7 +183,7 @@ def gradient_facts(
     """
     parts = torch.stack([gradients[name] for gradients in each]) / len(each)
     wanted = parts.sum(0)
-    whole = step.gradients.get(name) or Whole(
+    whole = step.gradients.get(name) or FullTensor(
         values=torch.zeros_like(wanted), shards=(), copies=(), padding=0.0
     )
     replicated = places.replicated(name)
@@ -246,10 +245,10 @@ def update_facts(
     )
 
 
-def not_gathered(step: WholeStep, name: str, number: int) -> diagnosis.ParityFinding:
+def not_gathered(step: ObservedStep, name: str, number: int) -> diagnosis.ParityFinding:
     """The finding for a weight in the model that is not what its optimizer holds after a step."""
 
-    def flat(wholes: Mapping[str, Whole]) -> Tensor:
+    def flat(wholes: Mapping[str, FullTensor]) -> Tensor:
         return torch.cat([wholes[key].values.flatten() for key in sorted(step.after)])
 
     now, held, old = flat(step.next_weights), flat(step.after), flat(step.weights)
@@ -374,12 +373,12 @@ class TrainingComparison:
     step to step and a difference is that step's.
     """
 
-    def __init__(self, seen: Seen, bench: Bench) -> None:
-        self._seen, self._bench = seen, bench
-        mesh = seen.mesh
-        self._degrees = diagnosis.AxisSizes(mesh=mesh, micro_batches=seen.micro_batches)
+    def __init__(self, run: RunObservation, bench: Bench) -> None:
+        self._run, self._bench = run, bench
+        mesh = run.mesh
+        self._degrees = diagnosis.AxisSizes(mesh=mesh, micro_batches=run.micro_batches)
         self._places = Places(
-            known=assemble.known(seen), holders=assemble.holders(seen), degrees=self._degrees
+            known=observation.tensor_infos(run), holders=observation.holders(run), degrees=self._degrees
         )
         self._updates = bench.updates()
         self._previous: dict[str, Tensor] = {}
@@ -390,7 +389,7 @@ class TrainingComparison:
         found = self._built()
         if found is not None:
             return [found]
-        for index, step in enumerate(assemble.whole_steps(self._seen)):
+        for index, step in enumerate(observation.observed_steps(self._run)):
             finding = self._step(index, step)
             if finding is not None:
                 return [finding]
@@ -400,7 +399,7 @@ class TrainingComparison:
         expected = self._bench.built
         if expected is None:
             return None
-        whole = assemble.built_weights(self._seen)
+        whole = observation.built_weights(self._run)
         finding = not_finite({_WEIGHTS: {name: each.values for name, each in whole.items()}}, 0)
         if finding is not None:
             return finding
@@ -418,7 +417,7 @@ class TrainingComparison:
                     )
         return None
 
-    def _step(self, index: int, step: WholeStep) -> diagnosis.ParityFinding | None:
+    def _step(self, index: int, step: ObservedStep) -> diagnosis.ParityFinding | None:
         weights = {name: whole.values for name, whole in step.weights.items()}
         finding = not_finite({_WEIGHTS: weights}, index + 1) or self._copies(index, step)
         if finding is not None:
@@ -441,7 +440,7 @@ class TrainingComparison:
         self._previous = expected.gradients
         return finding
 
-    def _copies(self, index: int, step: WholeStep) -> diagnosis.ParityFinding | None:
+    def _copies(self, index: int, step: ObservedStep) -> diagnosis.ParityFinding | None:
         """The finding for ranks that should hold the same weight and do not, if there are any."""
         for name in self._bench.reference.order:
             whole = step.weights[name]
@@ -465,11 +464,11 @@ class TrainingComparison:
         return None
 
     def _compare(
-        self, index: int, step: WholeStep, weights: Weights, expected: Evaluation, batches: Sequence[Batch]
+        self, index: int, step: ObservedStep, weights: Weights, expected: Evaluation, batches: Sequence[Batch]
     ) -> diagnosis.ParityFinding | None:
         squares = {name: _square(gradient) for name, gradient in expected.gradients.items()}
         norm = sum(squares.values()) ** 0.5
-        clipping = self._seen.clipping
+        clipping = self._run.clipping
         scale = min(1.0, clipping / (norm + 1e-6)) if clipping else 1.0
         errors = {name: self._error(step, expected, name, scale) for name in self._backward(expected)}
         worst = max(errors, key=lambda name: errors[name])
@@ -496,13 +495,13 @@ class TrainingComparison:
             return diagnosis.diagnose_norm(facts, self._degrees, step=index + 1)
         return self._update_finding(index, step)
 
-    def _counts_its_own(self, step: WholeStep, seen: float) -> bool:
+    def _counts_its_own(self, step: ObservedStep, seen: float) -> bool:
         """Whether a norm is that of the gradients that the layout's optimizer was given, each element once.
 
         What a norm counts twice may be small: norms' weights are a ten-thousandth of it. Next to these
         gradients, which were clipped by this norm, nothing but the rounding of a sum is between.
         """
-        clipping = self._seen.clipping
+        clipping = self._run.clipping
         clipped = min(1.0, clipping / (seen + 1e-6)) if clipping else 1.0
         own = norm_of({name: whole.values for name, whole in step.gradients.items()}) / clipped
         return abs(seen - own) <= self._bench.tolerances.norm * own
@@ -511,7 +510,7 @@ class TrainingComparison:
         """Tensors with a gradient, in the order of the backward."""
         return [name for name in reversed(self._bench.reference.order) if name in expected.gradients]
 
-    def _error(self, step: WholeStep, expected: Evaluation, name: str, scale: float) -> float:
+    def _error(self, step: ObservedStep, expected: Evaluation, name: str, scale: float) -> float:
         """The largest relative difference of a gradient, over all its copies."""
         wanted = expected.gradients[name] * scale
         whole = step.gradients.get(name)
@@ -524,11 +523,11 @@ class TrainingComparison:
         return max(error, step.data_spread.get(name, 0.0), whole.padding) / size
 
     def _row(
-        self, index: int, step: WholeStep, expected: Evaluation, norm: float, worst: tuple[float, str]
+        self, index: int, step: ObservedStep, expected: Evaluation, norm: float, worst: tuple[float, str]
     ) -> None:
         self.rows.append(
             diagnosis.StepRow(
-                clipping=self._seen.clipping,
+                clipping=self._run.clipping,
                 step=index + 1,
                 loss=step.losses[0],
                 expected_loss=expected.loss,
@@ -544,14 +543,14 @@ class TrainingComparison:
     def _loss_finding(
         self,
         index: int,
-        step: WholeStep,
+        step: ObservedStep,
         weights: Weights,
         expected: Evaluation,
         batches: Sequence[Batch],
         wrong: Sequence[str],
     ) -> diagnosis.ParityFinding:
         by_gradients = None
-        if wrong and not self._seen.clipping:
+        if wrong and not self._run.clipping:
             # Data that is read twice, or by the wrong replica, shows in which micro-batches a gradient sums.
             errors = dict.fromkeys(wrong, 1.0)
             found = self._gradient_finding(index, step, weights, batches, wrong, errors, loss_equal=False)
@@ -578,8 +577,8 @@ class TrainingComparison:
         for name, wanted in own.outputs.items():
             parts = [
                 rank.outputs[name]
-                for rank in self._seen.ranks
-                if self._seen.mesh.replica(rank.rank) == 0 and name in rank.outputs
+                for rank in self._run.ranks
+                if self._run.mesh.replica(rank.rank) == 0 and name in rank.outputs
             ]
             real = wanted.isfinite()  # logits of padding are not
             errors = [relative(values[real], wanted[real]) for values in outputs_of(parts, wanted)]
@@ -590,7 +589,7 @@ class TrainingComparison:
     def _gradient_finding(
         self,
         index: int,
-        step: WholeStep,
+        step: ObservedStep,
         weights: Weights,
         batches: Sequence[Batch],
         wrong: Sequence[str],
@@ -610,7 +609,7 @@ class TrainingComparison:
         )
 
     def _clipping_finding(
-        self, index: int, step: WholeStep, expected: Evaluation, norm: float, squares: Mapping[str, float]
+        self, index: int, step: ObservedStep, expected: Evaluation, norm: float, squares: Mapping[str, float]
     ) -> diagnosis.ParityFinding:
         """The finding for clipping: without it this step's gradients were right, or that pass has one."""
         scales: dict[int, list[tuple[float, float]]] = {}
@@ -624,11 +623,9 @@ class TrainingComparison:
             for stage, pairs in scales.items()
         }
         facts = norm_facts(self._places, None, norm, squares, expected)
-        return diagnosis.diagnose_clipping(
-            facts, by_stage, self._seen.clipping, self._degrees, step=index + 1
-        )
+        return diagnosis.diagnose_clipping(facts, by_stage, self._run.clipping, self._degrees, step=index + 1)
 
-    def _frozen_finding(self, index: int, step: WholeStep) -> diagnosis.ParityFinding | None:
+    def _frozen_finding(self, index: int, step: ObservedStep) -> diagnosis.ParityFinding | None:
         """The finding for a frozen weight that has a gradient, or that is not what it was to the last bit."""
         for name in (each for each in self._bench.reference.order if each in self._bench.reference.frozen):
             moved = not torch.equal(step.weights[name].values, step.next_weights[name].values)
@@ -642,7 +639,7 @@ class TrainingComparison:
                 )
         return None
 
-    def _update_finding(self, index: int, step: WholeStep) -> diagnosis.ParityFinding | None:
+    def _update_finding(self, index: int, step: ObservedStep) -> diagnosis.ParityFinding | None:
         finding = self._frozen_finding(index, step)
         if finding is not None:
             return finding
@@ -656,7 +653,7 @@ class TrainingComparison:
                 return not_gathered(step, name, index + 1)
         return None
 
-    def _moved(self, index: int, step: WholeStep) -> diagnosis.ParityFinding | None:
+    def _moved(self, index: int, step: ObservedStep) -> diagnosis.ParityFinding | None:
         before = {name: whole.values for name, whole in step.before.items()}
         given = {name: whole.values for name, whole in step.gradients.items()}
         expected = self._updates.step(before, given)

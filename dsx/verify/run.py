@@ -30,10 +30,10 @@ from dsx.verify import diagnosis
 from dsx.verify.compare import Bench, Tolerances, TrainingComparison, Weights, judge_masks, norm_of
 from dsx.verify.diagnosis import ParityFinding, StepRow
 from dsx.verify.entry_point import UserModel, user_model
+from dsx.verify.observation import Observations
 from dsx.verify.reference import Batch, ReferenceLayers, Transformers, Updates, family_layers, fresh_weights
-from dsx.verify.seen import Witness
 from dsx.verify.shrunk import make_exact, trial
-from dsx.verify.subject import VerifyJob, random_tokens, witness
+from dsx.verify.subject import VerifyJob, observe_passes, random_tokens
 from dsx.waiting import Waiting
 
 EXACT = Tolerances(value=1e-5, norm=2e-6, gradient=1e-4, update=5e-4, weight=1e-6, held=1e-6)
@@ -145,7 +145,7 @@ def verify(request: Request) -> Verdict | None:
     prepared = time.perf_counter()
     with Waiting(f"training {request.steps} steps on {request.world_size} ranks"):
         try:
-            found: Witness = run_ranks(
+            found: Observations = run_ranks(
                 spawned,
                 request.world_size,
                 plan.job,
@@ -190,7 +190,7 @@ def _explained(failed: RankError, request: Request) -> DsxError:
     return DsxError(where, f"it failed\n{said}\n", "mend what it names; the other ranks were ended")
 
 
-def spawned(rank: int, _world_size: int, job: VerifyJob) -> Witness | None:
+def spawned(rank: int, _world_size: int, job: VerifyJob) -> Observations | None:
     """What a rank that :func:`verify` has started does."""
     # Python 3.11 fails with a KeyError when a collection amid an import runs a finalizer that imports.
     gc.freeze()
@@ -199,7 +199,7 @@ def spawned(rank: int, _world_size: int, job: VerifyJob) -> Witness | None:
     deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
     groups = make_groups(job.mesh(), sequence_parallel=job.sequence_parallel)
     seed_generators(groups, job.seed)
-    return witness(job, groups)
+    return observe_passes(job, groups)
 
 
 def _launched(request: Request, *, use_gpus: bool) -> Verdict | None:
@@ -215,7 +215,7 @@ def _launched(request: Request, *, use_gpus: bool) -> Verdict | None:
         began = time.perf_counter()
         job = agree(prepared)
         prepared_at = time.perf_counter()
-        found = witness(job, groups)
+        found = observe_passes(job, groups)
         ran = time.perf_counter()
         if found is None:
             return None
@@ -241,7 +241,7 @@ def prepare(request: Request, *, on_cpu: bool = True) -> VerifyPlan:
     return replace(plan, bench=replace(plan.bench, tolerances=tolerances))
 
 
-def judge(plan: VerifyPlan, found: Witness) -> Verdict:
+def judge(plan: VerifyPlan, found: Observations) -> Verdict:
     """Compare the ranks' results with the bench's reference."""
     rows: list[StepRow] = []
     findings: list[ParityFinding] = []

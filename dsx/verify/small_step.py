@@ -36,10 +36,10 @@ from dsx.parallel.mesh import Mesh
 from dsx.train.proof import Proof, keep_proof, layout_words
 from dsx.verify.diagnosis import UNKNOWN, ParityFinding
 from dsx.verify.entry_point import user_model
+from dsx.verify.observation import Observations
 from dsx.verify.run import VerifyPlan, family_plan, judge, user_plan
-from dsx.verify.seen import Witness
 from dsx.verify.shrunk import make_exact, trial
-from dsx.verify.subject import VerifyJob, passed
+from dsx.verify.subject import VerifyJob, observe_pass
 from dsx.waiting import Waiting
 
 
@@ -202,15 +202,15 @@ def _compared(
 ) -> Proof | ParityFinding:
     """A step of a job beside ``plan``; if it differs, beside ``thorough``, which tells more in more time."""
     with _undisturbed(), _steps(where, "a small model of it does not take a step", plan):
-        seen = passed(job, replace(groups, island=None, silent=True), 0.0)  # one island by itself
+        seen = observe_pass(job, replace(groups, island=None, silent=True), 0.0)  # one island by itself
 
     def judged() -> Proof | ParityFinding:
         assert seen is not None, "this is rank 0"
-        witness = Witness(passes=[seen])
+        observed = Observations(passes=[seen])
         with _steps(where, _NOT_ALONE), torch.random.fork_rng(devices=[]):
-            verdict = judge(plan(), witness)
+            verdict = judge(plan(), observed)
             if not verdict.equal:
-                return (judge(thorough(), witness) if thorough else verdict).findings[0]
+                return (judge(thorough(), observed) if thorough else verdict).findings[0]
         row = verdict.rows[0]
         return Proof(
             layout=layout_words(groups.mesh),

@@ -29,8 +29,17 @@ from dsx.parallel.groups import Groups
 from dsx.parallel.mesh import Mesh
 from dsx.train.building import build_layers
 from dsx.verify.entry_point import UserModel, user_model
+from dsx.verify.observation import (
+    Mask,
+    Observations,
+    ObservedShard,
+    RankObservation,
+    RankStep,
+    RunObservation,
+    TensorInfo,
+    Weight,
+)
 from dsx.verify.reference import put
-from dsx.verify.seen import Known, Mask, RankSeen, RankStep, Seen, SeenPiece, Weight, Witness
 
 Batches = Callable[[int], Iterator[tuple[Any, Any]]]
 """Step -> this replica's micro-batches."""
@@ -57,7 +66,7 @@ class Subject:
     data: dist.ProcessGroup
 
 
-def observe(subject: Subject, batches: Batches, steps: int) -> RankSeen:
+def observe_steps(subject: Subject, batches: Batches, steps: int) -> RankObservation:
     """Train ``steps`` steps and record everything. A collective call over all ranks."""
     watch = _Watch(subject)
     weights, seen = [watch.weights()], []
@@ -70,14 +79,14 @@ def observe(subject: Subject, batches: Batches, steps: int) -> RankSeen:
             seen[-1] = replace(seen[-1], not_finite=watch.not_finite(batches(step)))
         weights.append(watch.weights())
     known = {
-        name: Known(
+        name: TensorInfo(
             shape=tuple(getattr(parameter, "ds_shape", parameter.shape)),
             spec=getattr(parameter, "dsx_spec", None),
             copy=bool(getattr(parameter, "ds_pipe_replicated", False)),
         )
         for name, parameter in subject.parameters.items()
     }
-    return RankSeen(
+    return RankObservation(
         rank=subject.groups.rank,
         known=known,
         built=subject.built,
@@ -122,7 +131,7 @@ class _Watch:
                     spread[name] = self._spread(after[at] if own is None else own)
                 if self._partitioned or subject.groups.replica == 0:
                     pieces.append(
-                        SeenPiece(
+                        ObservedShard(
                             name=name, start=span.start, before=before[at], after=after[at], gradient=own
                         )
                     )
@@ -263,18 +272,20 @@ class VerifyJob:
         return 0 if self.entry is not None else self.config().dsx.train.seed
 
 
-def witness(job: VerifyJob, groups: Groups) -> Witness | None:
+def observe_passes(job: VerifyJob, groups: Groups) -> Observations | None:
     """Run the layout and give all that was seen to rank 0. A collective call over all ranks."""
-    passes = [passed(job, groups, clipping) for clipping in ((0.0, job.clipping) if job.clipping else (0.0,))]
+    passes = [
+        observe_pass(job, groups, clipping) for clipping in ((0.0, job.clipping) if job.clipping else (0.0,))
+    ]
     masks: list[dict[str, Mask]] | None = None
     if job.dropout is not None:
         masks = _gathered(masks_of(resolve(job.dropout, world_size=job.world_size), groups))
     if groups.rank != 0:
         return None
-    return Witness(passes=[seen for seen in passes if seen is not None], masks=masks or ())
+    return Observations(passes=[seen for seen in passes if seen is not None], masks=masks or ())
 
 
-def passed(job: VerifyJob, groups: Groups, clipping: float) -> Seen | None:
+def observe_pass(job: VerifyJob, groups: Groups, clipping: float) -> RunObservation | None:
     """Build the job's model, train it and give what was seen to rank 0. A collective call over all ranks."""
     config = job.config(clipping) if job.entry is None else None
     model = None if job.entry is None else user_model(job.entry)
@@ -290,12 +301,12 @@ def passed(job: VerifyJob, groups: Groups, clipping: float) -> Seen | None:
                 yield random_tokens(config, step, at)
 
     subject = _family(config, groups) if config is not None else _user(job, model, groups, clipping)
-    mine = observe(subject, batches, job.steps)
+    mine = observe_steps(subject, batches, job.steps)
     subject.inner.destroy()  # DeepSpeed's hooks hold the engine where Python's collector cannot see it
-    ranks: list[RankSeen] | None = _gathered(mine)
+    ranks: list[RankObservation] | None = _gathered(mine)
     if ranks is None:
         return None
-    return Seen(mesh=groups.mesh, micro_batches=batch.accumulation, clipping=clipping, ranks=ranks)
+    return RunObservation(mesh=groups.mesh, micro_batches=batch.accumulation, clipping=clipping, ranks=ranks)
 
 
 def _gathered(mine: Any) -> list[Any] | None:

@@ -11,8 +11,8 @@ import pytest
 
 import ranks
 from dsx.verify import diagnosis
+from dsx.verify.observation import Observations
 from dsx.verify.run import Request, VerifyPlan, judge, of_one_island, prepare
-from dsx.verify.seen import Witness
 from dsx.verify.subject import VerifyJob
 from often import often
 from verify.mistakes import FAULTS
@@ -124,18 +124,18 @@ WITH_CLIPPING = {"none", "never clipped"}
 WITH_DROPOUT = {"none", "dropout by rank", "dropout alike", "dropout alike on slices"}
 
 
-def watch(rank: int, world_size: int, jobs: list[tuple[str, VerifyJob]]) -> list[Witness | None]:
+def watch(rank: int, world_size: int, jobs: list[tuple[str, VerifyJob]]) -> list[Observations | None]:
     """What is seen under each mistake, on rank 0."""
     from dsx.launch import processes
     from dsx.parallel.groups import make_groups
-    from dsx.verify.subject import witness
+    from dsx.verify.subject import observe_passes
 
     found = []
     for fault, job in jobs:
         groups = make_groups(job.mesh(), sequence_parallel=job.sequence_parallel)
         with FAULTS[fault]():
             processes.seed_generators(groups, job.seed)
-            found.append(witness(job, groups))
+            found.append(observe_passes(job, groups))
     return found
 
 

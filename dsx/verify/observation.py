@@ -14,7 +14,7 @@ from dsx.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
+class TensorInfo:
     """What a rank knows of one of its parameters.
 
     Attributes:
@@ -29,7 +29,7 @@ class Known:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SeenPiece:
+class ObservedShard:
     """A part of a flattened parameter that a rank's optimizer updates, fp32, around one step.
 
     Attributes:
@@ -71,14 +71,14 @@ class RankStep:
 
     loss: float
     norm: float | None
-    pieces: Sequence[SeenPiece]
+    pieces: Sequence[ObservedShard]
     spread: dict[str, float]
     not_finite: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankSeen:
-    """Everything that one rank has seen.
+class RankObservation:
+    """Everything that one rank has observed.
 
     Attributes:
         rank: Its number in the mesh.
@@ -89,7 +89,7 @@ class RankSeen:
     """
 
     rank: int
-    known: dict[str, Known]
+    known: dict[str, TensorInfo]
     built: dict[str, Tensor]
     weights: Sequence[dict[str, Weight]]
     steps: Sequence[RankStep]
@@ -105,7 +105,7 @@ class Mask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class RunObservation:
     """A layout's training, from all ranks.
 
     Attributes:
@@ -116,11 +116,11 @@ class Seen:
     mesh: Mesh
     micro_batches: int
     clipping: float
-    ranks: Sequence[RankSeen]
+    ranks: Sequence[RankObservation]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Witness:
+class Observations:
     """The results of one launch of ranks.
 
     Attributes:
@@ -128,12 +128,12 @@ class Witness:
         masks: Rank -> dropout module -> mask; empty for a model without dropout.
     """
 
-    passes: Sequence[Seen]
+    passes: Sequence[RunObservation]
     masks: Sequence[dict[str, Mask]] = field(default_factory=tuple)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Whole:
+class FullTensor:
     """One logical tensor, and every copy of it.
 
     Attributes:
@@ -151,7 +151,7 @@ class Whole:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WholeStep:
+class ObservedStep:
     """One step of a layout in whole tensors.
 
     Attributes:
@@ -167,11 +167,11 @@ class WholeStep:
 
     losses: Sequence[float]
     norms: Sequence[float | None]
-    weights: dict[str, Whole]
-    gradients: dict[str, Whole]
-    before: dict[str, Whole]
-    after: dict[str, Whole]
-    next_weights: dict[str, Whole]
+    weights: dict[str, FullTensor]
+    gradients: dict[str, FullTensor]
+    before: dict[str, FullTensor]
+    after: dict[str, FullTensor]
+    next_weights: dict[str, FullTensor]
     data_spread: dict[str, float]
     weight_spread: dict[str, float]
     not_finite: Sequence[str]
@@ -181,77 +181,77 @@ Local = dict[tuple[int, int], Tensor]
 """(pipeline rank, tensor-parallel rank) -> that rank's tensor."""
 
 
-def known(seen: Seen) -> dict[str, Known]:
+def tensor_infos(run: RunObservation) -> dict[str, TensorInfo]:
     """Every parameter of the layout by logical name, as its first holder knows it."""
-    found: dict[str, Known] = {}
-    for rank in seen.ranks:
+    found: dict[str, TensorInfo] = {}
+    for rank in run.ranks:
         for name, item in rank.known.items():
             if name not in found or not item.copy:
                 found[name] = item
     return found
 
 
-def holders(seen: Seen) -> dict[str, tuple[int, ...]]:
+def holders(run: RunObservation) -> dict[str, tuple[int, ...]]:
     """Logical name -> pipeline ranks that hold it, the first holder first."""
     found: dict[str, dict[int, bool]] = {}
-    for rank in seen.ranks:
+    for rank in run.ranks:
         for name, item in rank.known.items():
-            found.setdefault(name, {})[seen.mesh.coords(rank.rank)["pp"]] = item.copy
+            found.setdefault(name, {})[run.mesh.coords(rank.rank)["pp"]] = item.copy
     return {name: tuple(sorted(places, key=lambda pp: (places[pp], pp))) for name, places in found.items()}
 
 
-def built_weights(seen: Seen) -> dict[str, Whole]:
+def built_weights(run: RunObservation) -> dict[str, FullTensor]:
     """Weights as the model was built."""
     locals_: dict[str, Local] = {}
-    for rank in _first_replica(seen):
-        at = seen.mesh.coords(rank.rank)
+    for rank in _first_replica(run):
+        at = run.mesh.coords(rank.rank)
         for name, values in rank.built.items():
             locals_.setdefault(name, {})[at["pp"], at["tp"]] = values
-    return _wholes(seen, locals_)
+    return _full_tensors(run, locals_)
 
 
-def whole_steps(seen: Seen) -> Iterator[WholeStep]:
+def observed_steps(run: RunObservation) -> Iterator[ObservedStep]:
     """The layout's steps."""
-    weights = [_weights(seen, index) for index in range(len(seen.ranks[0].steps) + 1)]
-    for index in range(len(seen.ranks[0].steps)):
-        steps = [rank.steps[index] for rank in seen.ranks]
+    weights = [_weights(run, index) for index in range(len(run.ranks[0].steps) + 1)]
+    for index in range(len(run.ranks[0].steps)):
+        steps = [rank.steps[index] for rank in run.ranks]
         spread: dict[str, float] = {}
         for step in steps:
             for name, value in step.spread.items():
                 spread[name] = max(value, spread.get(name, 0.0))
-        yield WholeStep(
+        yield ObservedStep(
             losses=[step.loss for step in steps],
             norms=[step.norm for step in steps],
             weights=weights[index][0],
             weight_spread=weights[index][1],
-            gradients=_pieces(seen, index, "gradient"),
-            before=_pieces(seen, index, "before"),
-            after=_pieces(seen, index, "after"),
+            gradients=_pieces(run, index, "gradient"),
+            before=_pieces(run, index, "before"),
+            after=_pieces(run, index, "after"),
             next_weights=weights[index + 1][0],
             data_spread=spread,
             not_finite=list(dict.fromkeys(name for step in steps for name in step.not_finite)),
         )
 
 
-def _first_replica(seen: Seen) -> list[RankSeen]:
-    return [rank for rank in seen.ranks if seen.mesh.replica(rank.rank) == 0]
+def _first_replica(run: RunObservation) -> list[RankObservation]:
+    return [rank for rank in run.ranks if run.mesh.replica(rank.rank) == 0]
 
 
-def _weights(seen: Seen, index: int) -> tuple[dict[str, Whole], dict[str, float]]:
+def _weights(run: RunObservation, index: int) -> tuple[dict[str, FullTensor], dict[str, float]]:
     locals_: dict[str, Local] = {}
     spread: dict[str, float] = {}
-    for rank in _first_replica(seen):
-        at = seen.mesh.coords(rank.rank)
+    for rank in _first_replica(run):
+        at = run.mesh.coords(rank.rank)
         for name, weight in rank.weights[index].items():
             locals_.setdefault(name, {})[at["pp"], at["tp"]] = weight.values
             spread[name] = max(weight.spread, spread.get(name, 0.0))
-    return _wholes(seen, locals_), spread
+    return _full_tensors(run, locals_), spread
 
 
-def _pieces(seen: Seen, index: int, field: str) -> dict[str, Whole]:
+def _pieces(run: RunObservation, index: int, field: str) -> dict[str, FullTensor]:
     locals_: dict[str, Local] = {}
-    for rank in seen.ranks:
-        at = seen.mesh.coords(rank.rank)
+    for rank in run.ranks:
+        at = run.mesh.coords(rank.rank)
         for piece in rank.steps[index].pieces:
             values: Tensor | None = getattr(piece, field)
             if values is None:
@@ -259,15 +259,17 @@ def _pieces(seen: Seen, index: int, field: str) -> dict[str, Whole]:
             place, shape = (at["pp"], at["tp"]), rank.known[piece.name].shape
             flat = locals_.setdefault(piece.name, {}).setdefault(place, torch.full(shape, torch.nan))
             flat.view(-1)[piece.start : piece.start + values.numel()] = values
-    return _wholes(seen, locals_)
+    return _full_tensors(run, locals_)
 
 
-def _wholes(seen: Seen, locals_: dict[str, Local]) -> dict[str, Whole]:
-    items, places = known(seen), holders(seen)
-    return {name: _whole(items[name], places[name], parts, seen.mesh.tp) for name, parts in locals_.items()}
+def _full_tensors(run: RunObservation, locals_: dict[str, Local]) -> dict[str, FullTensor]:
+    items, places = tensor_infos(run), holders(run)
+    return {
+        name: _full_tensor(items[name], places[name], parts, run.mesh.tp) for name, parts in locals_.items()
+    }
 
 
-def _whole(item: Known, places: Sequence[int], parts: Local, tp: int) -> Whole:
+def _full_tensor(item: TensorInfo, places: Sequence[int], parts: Local, tp: int) -> FullTensor:
     there = [pp for pp in places if (pp, 0) in parts]
     spec = item.spec
     values, padding = [], 0.0
@@ -281,4 +283,4 @@ def _whole(item: Known, places: Sequence[int], parts: Local, tp: int) -> Whole:
                 rest = shard.narrow(spec.split, real, shard.shape[spec.split] - real)
                 padding = max(padding, float(rest.abs().max()) if rest.numel() else 0.0)
     first = [parts[there[0], rank] for rank in range(tp) if (there[0], rank) in parts]
-    return Whole(values=values[0], shards=first, copies=values[1:], padding=padding)
+    return FullTensor(values=values[0], shards=first, copies=values[1:], padding=padding)
