@@ -222,7 +222,10 @@ def _sequence_problem(small: Small) -> str | None:
     blocks = whole.get_submodule(anatomy.blocks)
     calls: dict[int, BlockCall] = {}
     handles = [
-        block.register_forward_pre_hook(partial(_noted, calls, number), with_kwargs=True)
+        block.register_forward_pre_hook(
+            lambda _, given, named, number=number: calls.update({number: BlockCall.of(given, named)}),
+            with_kwargs=True,
+        )
         for number, block in enumerate(blocks)
     ]
     with torch.no_grad():
@@ -242,15 +245,14 @@ def _sequence_problem(small: Small) -> str | None:
     return None
 
 
-def _noted(calls: dict[int, BlockCall], number: int, _module: nn.Module, given: Any, named: Any) -> None:
-    calls[number] = BlockCall.of(given, named)
-
-
 def _sliced(block: nn.Module, mixing: Mapping[str, nn.Module], call: BlockCall) -> str | None:
     """How a block's outputs for slices differ from those for the whole sequence."""
     seen: dict[str, list[tuple[Tensor, Any]]] = {name: [] for name in mixing}
     hooks = [
-        child.register_forward_hook(partial(_seen, seen[name]), with_kwargs=True)
+        child.register_forward_hook(
+            lambda _, given, named, gave, name=name: seen[name].append((_first(given, named), gave)),
+            with_kwargs=True,
+        )
         for name, child in mixing.items()
     ]
     whole = hidden_of(call.make(block, call.hidden))
@@ -277,10 +279,6 @@ def _first(given: Any, named: Mapping[str, Any]) -> Tensor:
     """The hidden states among the arguments: those that :func:`dsx.hub.tensor_plan.apply_plan` gathers."""
     x: Tensor = given[0] if given else next(v for v in named.values() if isinstance(v, Tensor))
     return x
-
-
-def _seen(into: list[tuple[Tensor, Any]], _module: nn.Module, given: Any, named: Any, gave: Any) -> None:
-    into.append((_first(given, named), gave))
 
 
 def _fed(

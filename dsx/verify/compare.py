@@ -37,10 +37,10 @@ def steepness(
     reference: Reference,
     weights: Weights,
     batches: Sequence[Batch],
-    plain: Weights,
-    sizes: Mapping[str, float],
+    expected: Evaluation,
+    names: Sequence[str],
 ) -> tuple[dict[str, float], float]:
-    """How far from one process a right layout may be: in gradients, relative to ``sizes``, and in their norm.
+    """How far from one process a right layout may be: in gradients, by their sizes, and in their norm.
 
     A few models are so steep that sums in another order move gradients by more than any tolerance. How steep
     a model is shows when all its weights move by one rounding. It excuses nothing above a tenth of the
@@ -50,16 +50,16 @@ def steepness(
         reference: One process.
         weights: What it computes with.
         batches: Its micro-batches.
-        plain: Its gradients.
-        sizes: The tensors that are asked for, and what differences in them are relative to.
+        expected: What it gives.
+        names: The tensors that are asked for.
     """
     generator = torch.Generator().manual_seed(19)
     near = {
         name: values * (1 + _ROUNDING * torch.randn(values.shape, generator=generator))
         for name, values in weights.items()
     }
-    moved = reference.evaluate(near, batches).gradients
-    off = {name: float((moved[name] - plain[name]).abs().max()) / size for name, size in sizes.items()}
+    moved, plain = reference.evaluate(near, batches).gradients, expected.gradients
+    off = {name: float((moved[name] - plain[name]).abs().max()) / size_of(expected, name) for name in names}
     allowed = {name: min(_STEEPEST, _TIMES * each) for name, each in off.items()}
     return allowed, min(_STEEPEST, _TIMES * abs(norm_of(moved) / max(norm_of(plain), 1e-30) - 1))
 
@@ -342,6 +342,13 @@ def size_of(expected: Evaluation, name: str) -> float:
     return max(scale_of(expected.gradients[name]), 1e-3 * largest, 1e-30)
 
 
+def backward_order(expected: Evaluation, bench: Bench) -> Iterator[tuple[str, Tensor]]:
+    """The reference's gradients in the order of its backward."""
+    for name in reversed(bench.reference.order):
+        if name in expected.gradients:
+            yield name, expected.gradients[name]
+
+
 def unlike(
     own: Evaluation, expected: Evaluation, bench: Bench, weights: Weights, batches: Sequence[Batch]
 ) -> tuple[str, str] | None:
@@ -349,20 +356,18 @@ def unlike(
     off = abs(own.loss - expected.loss) / max(1e-6, abs(expected.loss))
     if not off <= bench.tolerances.value:
         return "the loss", f"by {off:.1e}"
-    sizes = {name: size_of(expected, name) for name in expected.gradients}
-    for name in own.gradients.keys() - sizes.keys():
+    for name in own.gradients.keys() - expected.gradients.keys():
         if own.gradients[name].any():
             return name, "as transformers has none"
     zero = torch.zeros(())
     errors = {
-        name: float((own.gradients.get(name, zero) - expected.gradients[name]).abs().max()) / sizes[name]
-        for name in reversed(bench.reference.order)
-        if name in sizes
+        name: float((own.gradients.get(name, zero) - wanted).abs().max()) / size_of(expected, name)
+        for name, wanted in backward_order(expected, bench)
     }
-    wrong = {name: sizes[name] for name, error in errors.items() if not error <= bench.tolerances.gradient}
+    wrong = [name for name, error in errors.items() if not error <= bench.tolerances.gradient]
     if wrong:
-        allowed, _ = steepness(bench.reference, weights, batches, expected.gradients, wrong)
-        wrong = {name: size for name, size in wrong.items() if not errors[name] <= allowed[name]}
+        allowed, _ = steepness(bench.reference, weights, batches, expected, wrong)
+        wrong = [name for name in wrong if not errors[name] <= allowed[name]]
     return next(((name, f"by {errors[name]:.1e} of its largest element") for name in wrong), None)
 
 
@@ -470,7 +475,8 @@ class TrainingComparison:
         norm = sum(squares.values()) ** 0.5
         clipping = self._run.clipping
         scale = min(1.0, clipping / (norm + 1e-6)) if clipping else 1.0
-        errors = {name: self._error(step, expected, name, scale) for name in self._backward(expected)}
+        order = [name for name, _ in backward_order(expected, self._bench)]
+        errors = {name: self._error(step, expected, name, scale) for name in order}
         worst = max(errors, key=lambda name: errors[name])
         self._row(index, step, expected, norm, (errors[worst], worst))
         tolerances = self._bench.tolerances
@@ -481,8 +487,7 @@ class TrainingComparison:
         off = 0.0 if step.norms[0] is None else abs(step.norms[0] - norm) / max(norm, 1e-30)
         norm_equal = off <= tolerances.value * 10
         if wrong or not norm_equal:
-            sizes = {name: size_of(expected, name) for name in wrong}
-            allowed, of_norm = steepness(self._bench.reference, weights, batches, expected.gradients, sizes)
+            allowed, of_norm = steepness(self._bench.reference, weights, batches, expected, wrong)
             wrong = [name for name in wrong if not errors[name] <= allowed[name]]
             norm_equal = norm_equal or off <= of_norm
         if wrong and clipping:
@@ -505,10 +510,6 @@ class TrainingComparison:
         clipped = min(1.0, clipping / (seen + 1e-6)) if clipping else 1.0
         own = norm_of({name: whole.values for name, whole in step.gradients.items()}) / clipped
         return abs(seen - own) <= self._bench.tolerances.norm * own
-
-    def _backward(self, expected: Evaluation) -> list[str]:
-        """Tensors with a gradient, in the order of the backward."""
-        return [name for name in reversed(self._bench.reference.order) if name in expected.gradients]
 
     def _error(self, step: ObservedStep, expected: Evaluation, name: str, scale: float) -> float:
         """The largest relative difference of a gradient, over all its copies."""

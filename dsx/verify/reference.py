@@ -39,7 +39,7 @@ from dsx.nn import parameters
 from dsx.nn.adapter import merged
 from dsx.nn.loss import TokenMean
 from dsx.nn.parallel import TensorParallel
-from dsx.parallel.mesh import ALONE, Coordinates
+from dsx.parallel.mesh import ALONE
 
 _TORCH = {"adam": "AdamW", "adamw": "AdamW", "adagrad": "Adagrad"}
 _NOT_TORCHS = {"torch_adam", "adam_w_mode", "fused", "fp32_optimizer_states"}
@@ -409,7 +409,8 @@ class ReferenceLayers:
     @torch.no_grad()
     def _load(self, weights: Mapping[str, Tensor]) -> None:
         for name, parameter in self._parameters.items():
-            put(parameter, weights[name])
+            spec = getattr(parameter, "dsx_spec", None)
+            parameter.copy_(weights[name] if spec is None else slices.part_of(spec, weights[name], ALONE))
 
 
 Reference = Transformers | ReferenceLayers
@@ -449,15 +450,6 @@ def fresh_weights(config: RunConfig, layers: ReferenceLayers) -> dict[str, Tenso
             norms = weights[spec.adapts].norm(dim=1)
             weights[spec.name] = torch.cat([norms[first:stop] for first, stop in rows])
     return weights
-
-
-def put(parameter: Tensor, values: Tensor, at: Coordinates = ALONE) -> None:
-    """Write one rank's part of a logical tensor into a parameter; padding becomes zero."""
-    spec = getattr(parameter, "dsx_spec", None)
-    if isinstance(spec, ParamSpec):
-        parameters.take_part(parameter, values, spec, at)
-    else:
-        parameter.copy_(values)
 
 
 def is_row_bias(spec: ParamSpec, specs: Sequence[ParamSpec]) -> bool:

@@ -269,20 +269,8 @@ def _job(
     size, steps = request.world_size, request.steps
     if request.entry is not None:
         content = load.content_of(request.source, request.overrides)
-        content.pop("dsx", None)
-        if not isinstance(content.get("optimizer"), dict):
-            fix = 'add {"type": "AdamW", "params": {"lr": 1e-3}}'
-            raise ConfigError("optimizer", "the config has none", fix)
-        changes = tuple(make_exact(content, on_cpu=on_cpu, keep_precision=request.keep_precision))
-        job = VerifyJob(
-            content=content,
-            world_size=size,
-            steps=steps,
-            clipping=0.0,
-            entry=request.entry,
-            stock=request.stock,
-        )
-        model = user_model(request.entry)
+        job, changes = user_job(content, size, request.entry, keep=request.keep_precision, on_cpu=on_cpu)
+        job, model = replace(job, steps=steps, stock=request.stock), user_model(request.entry)
         if size % model.num_stages:
             raise LayoutError(
                 f"--gpus {size}",
@@ -297,6 +285,24 @@ def _job(
         request.of_islands
     )
     return job, job.config(), None, alone + small.changes
+
+
+def user_job(
+    content: dict[str, Any], size: int, entry: str | Callable[[], Any], *, keep: bool, on_cpu: bool
+) -> tuple[VerifyJob, tuple[str, ...]]:
+    """The job of ``size`` ranks for one step of a user's own layers, and what it changes of DeepSpeed's JSON.
+
+    ``keep``: whether to keep bf16 or fp16.
+
+    Raises:
+        ConfigError: The config has no optimizer.
+    """
+    content.pop("dsx", None)
+    if not isinstance(content.get("optimizer"), dict):
+        fix = 'add {"type": "AdamW", "params": {"lr": 1e-3}}'
+        raise ConfigError("optimizer", "the config has none", fix)
+    changes = make_exact(content, on_cpu=on_cpu, keep_precision=keep)
+    return VerifyJob(content=content, world_size=size, steps=1, clipping=0.0, entry=entry), tuple(changes)
 
 
 def family_plan(job: VerifyJob, config: RunConfig, *, layers: bool = False) -> VerifyPlan:

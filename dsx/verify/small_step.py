@@ -27,7 +27,7 @@ from dsx.config.load import content_of
 from dsx.config.run import RunConfig
 from dsx.engine.notes import keep_proof_of
 from dsx.engine.zero.building import without_a_trace
-from dsx.errors import ConfigError, DsxError, LayoutError
+from dsx.errors import DsxError, LayoutError
 from dsx.launch.entry import AGREED
 from dsx.launch.processes import agree
 from dsx.models.quiet_transformers import first_line
@@ -37,8 +37,8 @@ from dsx.train.proof import Proof, keep_proof, layout_words
 from dsx.verify.diagnosis import UNKNOWN, ParityFinding
 from dsx.verify.entry_point import user_model
 from dsx.verify.observation import Observations
-from dsx.verify.run import VerifyPlan, family_plan, judge, user_plan
-from dsx.verify.shrunk import make_exact, trial
+from dsx.verify.run import VerifyPlan, family_plan, judge, user_job, user_plan
+from dsx.verify.shrunk import trial
 from dsx.verify.subject import VerifyJob, observe_pass
 from dsx.waiting import Waiting
 
@@ -149,11 +149,8 @@ def prove_layers(
         ModelError: ``make`` returns something else.
     """
     content = content_of(config, ())
-    content.pop("dsx", None)
-    if not isinstance(content.get("optimizer"), dict):
-        raise ConfigError("optimizer", "the config has none", 'add {"type": "AdamW", "params": {"lr": 1e-3}}')
-    make_exact(content, on_cpu=get_accelerator().device_name() == "cpu", keep_precision=False)
-    job = VerifyJob(content=content, world_size=dist.get_world_size(), steps=1, clipping=0.0, entry=make)
+    on_cpu = get_accelerator().device_name() == "cpu"
+    job, _ = user_job(content, dist.get_world_size(), make, keep=False, on_cpu=on_cpu)
     mesh = job.mesh()
     groups = groups or make_groups(mesh)
     if groups.mesh != mesh:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dsx.checkpoint.formats import slices
 from dsx.checkpoint.run.names import spec_of
 from dsx.config.batch import Batch, resolve_batch
 from dsx.config.resolve import RunConfig, resolve
@@ -39,7 +40,6 @@ from dsx.verify.observation import (
     TensorInfo,
     Weight,
 )
-from dsx.verify.reference import put
 
 Batches = Callable[[int], Iterator[tuple[Any, Any]]]
 """Step -> this replica's micro-batches."""
@@ -300,7 +300,13 @@ def observe_pass(job: VerifyJob, groups: Groups, clipping: float) -> RunObservat
                 assert config is not None
                 yield random_tokens(config, step, at)
 
-    subject = _family(config, groups) if config is not None else _user(job, model, groups, clipping)
+    if config is None:
+        subject = _user(job, model, groups, clipping)
+    else:
+        pipeline = build_layers(config, groups)
+        parameters = {spec_of(parameter).name: parameter for parameter in pipeline.chunks.parameters()}
+        built = _prepare(parameters, groups, fresh=config.weights is None)
+        subject = _ours(pipeline, config, parameters, built)
     mine = observe_steps(subject, batches, job.steps)
     subject.inner.destroy()  # DeepSpeed's hooks hold the engine where Python's collector cannot see it
     ranks: list[RankObservation] | None = _gathered(mine)
@@ -318,13 +324,6 @@ def _gathered(mine: Any) -> list[Any] | None:
     if everybody is None:
         return None
     return [torch.load(io.BytesIO(each), weights_only=False) for each in everybody]
-
-
-def _family(config: RunConfig, groups: Groups) -> Subject:
-    pipeline = build_layers(config, groups)
-    parameters = {spec_of(parameter).name: parameter for parameter in pipeline.chunks.parameters()}
-    built = _prepare(parameters, groups, fresh=config.weights is None)
-    return _ours(pipeline, config, parameters, built)
 
 
 def _user(job: VerifyJob, model: UserModel | None, groups: Groups, clipping: float) -> Subject:
@@ -385,10 +384,9 @@ def _prepare(names: Mapping[str, nn.Parameter], groups: Groups, *, fresh: bool) 
             if (fresh and len(shape) == 1) or zeros:
                 seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "little")
                 noise = NOISE * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-                moved = torch.zeros_like(parameter, device="cpu", dtype=torch.float32)
-                moved.dsx_spec = spec  # type: ignore[attr-defined]  # as the parameter's: says how it is cut
-                put(moved, noise, groups.at)
-                parameter.add_(moved.to(parameter))
+                if isinstance(spec, ParamSpec):
+                    noise = slices.part_of(spec, noise, groups.at)
+                parameter.add_(noise.to(parameter))
     return built if groups.replica == 0 else {}
 
 
