@@ -32,7 +32,7 @@ def checkpoint_non_reentrant(function: Callable[..., Any], *inputs: Any) -> Any:
 
 
 class _Replayed:
-    """Inside, a tracker of random states is where it was when this was made; may be entered again."""
+    """Set Megatron's RNG tracker back, inside, to its state at construction. Reentrant."""
 
     def __init__(self, tracker: Any) -> None:
         self._tracker, self._then = tracker, tracker.get_states()
@@ -104,7 +104,6 @@ class TiedUse(nn.Module):
 
     @property
     def tied_module(self) -> nn.Module:
-        """The shared module."""
         return self._tied[0]
 
     def forward(self, inputs: Any, **loss: Any) -> Any:

@@ -49,7 +49,7 @@ class Calls(Protocol):
             outputs: The outputs that want a gradient; their memory may be gone.
             gradients: One per output; none for a scalar.
             boundary: Whether it is this rank's last backward of the step.
-            is_loss: Whether the output is a micro-batch's loss, of which its share of the step counts.
+            is_loss: Whether the output is a micro-batch's loss, which counts by its share of the step.
         """
 
 
@@ -67,7 +67,7 @@ class StepHooks(Protocol):
 
 
 _NOTHING = Signature((), is_tuple=True)
-"""What comes back to a stage below everything that is trained."""
+"""Signature of the (empty) gradient message to a stage with nothing trained at or below it."""
 
 
 class _Alias(torch.autograd.Function):

@@ -63,7 +63,7 @@ def prepare(
 
 
 def _made(give: Callable[..., Any], given: list[Any], spare: nn.Parameter | None) -> Any:
-    """What the caller's function makes of the parameters, of which a frozen stage may give it none."""
+    """What the caller's function makes of the parameters; a frozen stage may have none to give it."""
     if spare is None:
         return give(given)
     try:

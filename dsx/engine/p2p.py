@@ -284,7 +284,6 @@ class TensorMeta:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the contents."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -337,7 +336,6 @@ class Signature:
 
     @classmethod
     def decode(cls, header: torch.Tensor) -> Signature:
-        """Inverse of :meth:`encode`."""
         values = header.tolist()
         metas = []
         for i in range(values[0]):
@@ -498,7 +496,7 @@ class Outbox:
         flying.append(message)
 
     def _out(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """What of ``tensor`` this rank sends: all, its share, or of a small one nothing."""
+        """The part of ``tensor`` that this rank sends: all, its share, or nothing of a small one."""
         if self.shards is None:
             return [_wire(tensor)]
         share = self.shards.own(tensor)

@@ -239,7 +239,7 @@ class PipelineModule(nn.Module):
         partition_method: "parameters", "uniform", "type:<regex>", or a list with the number of layers of each
             virtual stage. "parameters" builds every layer once, one at a time, to count: as in stock
             DeepSpeed, whose initial weights a seed of torch thus gives here too. The others do not.
-        activation_checkpoint_interval: Recompute runs of so many layers; 0 recomputes nothing.
+        activation_checkpoint_interval: Number of layers that are recomputed together; 0 for none.
         activation_checkpoint_func: Called as ``func(run, *inputs)``; torch's non-reentrant checkpoint by
             default.
         checkpointable_layers: Class names that may be recomputed.
@@ -487,7 +487,7 @@ class PipelineModule(nn.Module):
         return self.stage_map.rank_of(self.stage_map.stage_of(layer_idx))
 
     def set_checkpoint_interval(self, interval: int) -> None:
-        """Recompute runs of so many layers from the next forward on; 0 for none. Raises ConfigError."""
+        """Layers that are recomputed together from the next forward on; 0 for none. Raises ConfigError."""
         self.activation_checkpoint_interval = interval
 
     @property

@@ -97,7 +97,6 @@ class Recorder:
         self._marks.append(self._clock.mark())
 
     def finish(self, rounds: Rounds) -> RankTrace:
-        """End of the step."""
         from dsx.schedules.trace import RankTrace
 
         *times, end = self._clock.seconds([*self._marks, self._clock.mark()])

@@ -31,7 +31,6 @@ class AdditionalLosses:
             model.chunks.loss_noted = self._note
 
     def begin(self) -> None:
-        """Before a step."""
         self._sums.clear()
 
     def means(self, micro_batches: int) -> dict[str, torch.Tensor] | None:
@@ -203,7 +202,6 @@ class EngineNames:
         return self.agg_additional_losses
 
     def get_pipeline_parallel_rank(self) -> int:
-        """Pipeline coordinate."""
         return self._engine.stage_id
 
     def set_has_attention_mask(self, value: bool) -> None:

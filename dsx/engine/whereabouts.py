@@ -56,7 +56,6 @@ class Whereabouts:
         self.enter(before)
 
     def enter(self, phase: str, schedule: Schedule | None = None) -> None:
-        """Enter a phase."""
         self.schedule, self.at, self.phase = schedule, 0, phase
         self.runs += schedule is not None
         self.moves += 1

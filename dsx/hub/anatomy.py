@@ -257,7 +257,6 @@ class BlockCall:
 
     @classmethod
     def of(cls, arguments: tuple[Any, ...], named: dict[str, Any]) -> BlockCall:
-        """The call of a forward."""
         if arguments:
             return cls(arguments[0], arguments[1:], named, by_name=False)
         others = {name: value for name, value in named.items() if name != HIDDEN}
@@ -318,7 +317,6 @@ class Anatomy:
 
     @property
     def list_of_blocks(self) -> nn.ModuleList:
-        """The blocks, without weights."""
         found: nn.ModuleList = self.model.get_submodule(self.blocks)
         return found
 
@@ -334,7 +332,6 @@ class Anatomy:
 
     @property
     def takes_positions(self) -> bool:
-        """Whether the family's forward is told positions."""
         base = self.model.get_submodule(self.base)
         return "position_ids" in inspect.signature(type(base).forward).parameters
 
@@ -453,7 +450,7 @@ class Trunk:
 
         Args:
             number: Of the block.
-            hidden: [B, s, ...], of which the form alone matters for what else the block gets.
+            hidden: [B, s, ...]; the block's other arguments depend on its shape alone.
             length: Tokens of a whole sequence.
             places: Of the tokens, if rows do not all count from 0: the family's own forward then makes masks
                 and rotary tables of the positions, once per micro-batch.

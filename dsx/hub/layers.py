@@ -178,7 +178,7 @@ class HubBlock(nn.Module):
         return "" if self._routers is None else "its auxiliary loss is gathered by hooks on its routers"
 
     def computed(self, call: BlockCall, x: Tensor) -> Tensor:
-        """What of the forward is compiled; see :mod:`dsx.nn.compiled`."""
+        """The part of the forward that is compiled; see :mod:`dsx.nn.compiled`."""
         return hidden_of(call.make(self.block, x))
 
     def _run(self, call: BlockCall, x: Tensor, sums: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -317,7 +317,7 @@ class Ending:
         return Stream(head(x, loss=whole), sums).flat()
 
     def of_table(self, module: HubEmbedding, given: Given, **loss: Any) -> Given:
-        """The tied head: the word embedding's table once more."""
+        """The tied head, on the word embedding's table."""
         return self.of(partial(module.word, as_head=True), given, module.num_valid, **loss)
 
 
@@ -331,7 +331,7 @@ class _Base(nn.Module):
 
 
 class _Outputs:
-    """Outputs of a base, of which the hidden states alone are there."""
+    """Outputs of a base that hold the hidden states alone."""
 
     def __init__(self, hidden: Any) -> None:
         self.last_hidden_state = hidden
@@ -350,7 +350,7 @@ class _HeadOf(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The linear's, of which some families ask the dtype."""
+        """The linear's weight: some families ask for its dtype."""
         linear = self.given[0]
         table: Any = linear.func if isinstance(linear, partial) else linear
         weight: Tensor = table.weight

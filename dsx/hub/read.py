@@ -29,14 +29,14 @@ _MOST_POSITIONS = 2**31 - 1
 
 
 def known_of(family: str) -> dict[str, Any]:
-    """What is known of a family."""
+    """The family's entry in ``families.toml``."""
     known: dict[str, Any] = _overrides()["family"].get(family, {})
     return known
 
 
 @cache
 def _overrides() -> dict[str, Any]:
-    """What is known of families beyond what transformers says; see the file itself."""
+    """``families.toml``: what dsx knows of families beyond what transformers says."""
     return tomllib.loads((files("dsx.hub") / "families.toml").read_text(encoding="utf-8"))
 
 

@@ -95,7 +95,7 @@ class BlockPlan:
         pairs: Key/value heads, if key and value projections may be kept whole for want of heads; else 0.
         rotary: Outputs of an ``mla_kv_a_proj`` that are rotated.
         counts: Attributes that count heads, of modules with cut projections.
-        silent: Paths of which the plan says that nothing is done.
+        silent: Paths that the plan leaves alone by name.
     """
 
     styles: Mapping[str, str]
@@ -162,7 +162,7 @@ def apply_plan(
         split: Takes gradients of weights while it defers.
 
     Returns:
-        Paths of parameters of which each rank computes a part of the gradient.
+        Paths of parameters whose gradients are summed over the ranks.
     """
     summed: set[str] = set()
     inside: set[str] = set()

@@ -98,7 +98,7 @@ def require_probed(model: HubModel, *, sequence: bool, documents: bool) -> None:
 
     What a probe showed is kept in the user's cache, by the config and the versions.
 
-    One of which no small model can be tried here is let through, as its structure has been looked at, but
+    A model whose small one cannot be tried here is let through, as its structure has been looked at, but
     not with a cut sequence or with documents apart.
 
     Raises:
@@ -161,7 +161,6 @@ class Small:
 
     @property
     def whole(self) -> Any:
-        """Transformers' model."""
         assert isinstance(self.bench.reference, Transformers)
         return self.bench.reference.whole
 
@@ -284,7 +283,7 @@ def _first(given: Any, named: Mapping[str, Any]) -> Tensor:
 def _fed(
     name: str, uses: Iterator[tuple[Tensor, Any]], part: slice, wrong: list[str], *given: Any, **named: Any
 ) -> Any:
-    """What a module gave in the whole run, cut to the slice, after a look at what it is given now."""
+    """Replay a module's recorded output for this slice, and note an input that differs from its own."""
     x, gave = next(uses)
     mine = _first(given, named)
     if mine.shape != x[:, part].shape or _far(mine, x[:, part]) is not None:

@@ -118,7 +118,7 @@ def fit(seen: Tensor, wanted: Tensor) -> diagnosis.Fit:
 
 
 def shares_of(seen: Tensor, parts: Tensor, dp: int) -> tuple[diagnosis.Shares | None, float]:
-    """How often each micro-batch's gradient is in ``seen``, by least squares, and what is left, relative.
+    """Least-squares weights of the micro-batches' gradients in ``seen``, and the relative residual.
 
     Args:
         seen: The layout's gradient.

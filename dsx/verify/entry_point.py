@@ -30,7 +30,6 @@ class UserModel:
 
     @property
     def num_stages(self) -> int:
-        """Pipeline degree."""
         return int(self.arguments["num_stages"])
 
 

@@ -67,7 +67,6 @@ class Updates:
 
     @property
     def title(self) -> str:
-        """What it is, for people."""
         found = self._class()
         return "none: torch has no " + self._kind if found is None else f"torch.optim.{found.__name__}"
 
@@ -181,7 +180,6 @@ class Transformers:
 
     @property
     def whole(self) -> Any:
-        """The model."""
         return self._model
 
     def weights(self) -> dict[str, Tensor]:

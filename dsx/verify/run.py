@@ -61,7 +61,7 @@ class Request:
         entry: A user's function in place of dsx's families.
         stock: Whether to run it under stock DeepSpeed.
         timeout_seconds: Time after which every rank must have ended.
-        of_islands: How many islands the run has of which one is verified; 0 if it has none.
+        of_islands: Number of the run's islands, one of which is verified; 0 if it has none.
     """
 
     source: str | Path | Mapping[str, Any]
@@ -175,7 +175,7 @@ def of_one_island(request: Request) -> Request:
 
 
 def _explained(failed: RankError, request: Request) -> DsxError:
-    """A rank's own error, or what became of it."""
+    """A rank's own error, or one that says how the rank ended."""
     if isinstance(failed.error, DsxError):
         return failed.error
     said = failed.said.rstrip()

@@ -50,7 +50,7 @@ class _Way:
     Attributes:
         key: Its key.
         value: Its value.
-        block: What of the ``dsx`` block says it.
+        block: The keys of the ``dsx`` block that say it.
         why: What is wrong where this trains right.
     """
 
@@ -118,7 +118,7 @@ def prove(config: RunConfig, groups: Groups, *, quiet: bool) -> Proof:
 
 
 def _left_out(config: RunConfig) -> str:
-    """What of a run its small model does without, that takes another way through the code."""
+    """Settings that take another way through the code, which the small model is trained without."""
     adapter = config.model.adapter
     quantized = adapter is not None and adapter.quantization != "none"
     words = ["dsx.compile"] * (config.dsx.compile != "none") + ["quantization"] * quantized
@@ -197,7 +197,7 @@ def _compared(
     plan: Callable[[], VerifyPlan],
     thorough: Callable[[], VerifyPlan] | None = None,
 ) -> Proof | ParityFinding:
-    """A step of a job beside ``plan``; if it differs, beside ``thorough``, which tells more in more time."""
+    """Compare a job's step with ``plan``, then, if it differs, with ``thorough``, which tells more."""
     with _undisturbed(), _steps(where, "a small model of it does not take a step", plan):
         seen = observe_pass(job, replace(groups, island=None, silent=True), 0.0)  # one island by itself
 
@@ -224,7 +224,7 @@ _NOT_ALONE = "a small model of it does not train in one process either"
 
 @contextmanager
 def _steps(where: str, what: str, plan: Callable[[], VerifyPlan] | None = None) -> Iterator[None]:
-    """Whatever a model's code raises inside ends the run, as that of one process where this fails as well."""
+    """End the run with one error for what a model's code raises; by the reference's, if that fails too."""
     try:
         yield
     except DsxError:
@@ -278,7 +278,7 @@ def _refusal(where: str, found: ParityFinding, what: str, fix: str, way: _Way | 
 
 
 def _way_out(config: RunConfig, refusal: Callable[..., LayoutError]) -> LayoutError:
-    """The refusal with what trains right in place of the config, as its small model shows. Collective."""
+    """The refusal, with the nearest setting that a small model trains right with. Collective."""
     for way in _WAYS:
         job = agree(partial(_changed, config, way.block))
         if job is None:
@@ -329,7 +329,7 @@ _PRODUCTS: tuple[Any, ...] = (
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Inside, whatever draws numbers or is counted by DeepSpeed changes nothing of what comes after."""
+    """Restore random states, precisions and DeepSpeed's counters after the block."""
     device = get_accelerator()
     own = [] if device.device_name() == "cpu" else [device.current_device()]
     numbers, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002 - that of everybody

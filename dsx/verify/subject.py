@@ -211,7 +211,7 @@ def _copy(tensor: Tensor) -> Tensor:
 NOISE = 0.1
 """Fresh norms, biases and adapters are moved by so much, because at exactly 1 and 0 they hide mistakes."""
 
-_SHARES = 4  # the labels that are trained are one of so many shares of a micro-batch's
+_SHARES = 4  # micro-batches train a quarter, two quarters, three and all of their labels, in turns
 _BEGINS = 0.3  # the share of tokens that begin a document, where documents are kept apart
 
 
@@ -251,14 +251,12 @@ class VerifyJob:
         return self.resolved[clipping]
 
     def mesh(self) -> Mesh:
-        """The layout's axes."""
         if self.entry is None:
             return self.config().mesh
         stages = user_model(self.entry).num_stages
         return Mesh.of(pp=stages, dp=self.world_size // stages)
 
     def batch(self) -> Batch:
-        """The sizes of a step."""
         return resolve_batch(self.content, self.mesh().num_shares)
 
     @property
