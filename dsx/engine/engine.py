@@ -79,7 +79,7 @@ class Programs:
 
 
 @dataclass(slots=True)
-class Steering:
+class StepControl:
     """What an engine asks in every training step, on all ranks.
 
     Attributes:
@@ -102,7 +102,7 @@ class Steering:
         """Whether any rank wanted to stop by the end of the last step; the same on every rank."""
         return bool(self.sums[1] > 0)
 
-    def wishes(self) -> tuple[float, float]:
+    def stop_and_call_flags(self) -> tuple[float, float]:
         """This rank's part in the second and in the fourth of the sums."""
         return (
             float(self.stop_wanted is not None and self.stop_wanted()),
@@ -157,7 +157,7 @@ class PipelineEngine:
         num_stages: Pipeline degree.
         stage_id: This rank's pipeline coordinate.
         whereabouts: Where this rank is, for the watch.
-        steering: What others decide about training steps.
+        step_control: What others decide about training steps.
         batch_source: Where ``train_batch`` reads its micro-batches, and how long it has waited for them.
         names: The further names of stock PipelineEngine, which are looked up there.
         run_config: The resolved dsx config, if it was built from one; ``config`` is DeepSpeed's.
@@ -198,8 +198,8 @@ class PipelineEngine:
         self.whereabouts = Whereabouts(model.device)
         looked_at = model.chunks.loss_fn if model.groups.rank == 0 else None
         self.batch_source = BatchSource(model.device, looked_at, self.whereabouts.move)
-        self.steering = Steering(torch.zeros(4, device=model.device))
-        self.names = EngineNames(self, self.steering.sums)
+        self.step_control = StepControl(torch.zeros(4, device=model.device))
+        self.names = EngineNames(self, self.step_control.sums)
         open_channels(model.groups, model.stage_map, model.device)
         self.outer = None if config is None or config.islands is None else self._outer_steps(config)
 
@@ -364,14 +364,14 @@ class PipelineEngine:
             here.enter("optimizer step")
             # Under way during the optimizer's step, whose collectives the ranks wait for anyway.
             sums, reduced = self._sum_losses(run, count)
-            self._adapter.before_step(self.steering.refuser(sums, reduced))
+            self._adapter.before_step(self.step_control.refuser(sums, reduced))
             count_samples(engine, count)
             self._backwards.at_boundary = True
             engine.step()
             self._backwards.at_boundary = False
             reduced.wait()
         here.enter("after the step")
-        self.steering.sums.copy_(sums)
+        self.step_control.sums.copy_(sums)
         self.names.end_step(sums[0], count)
         self._write("train_loss", sums[0])
         if self.outer is not None:
@@ -444,7 +444,7 @@ class PipelineEngine:
         """Tokens of the last step that had a label; None if the loss is no mean over tokens."""
         if not isinstance(self.pipeline.chunks.loss_fn, TokenMean):
             return None
-        return round(float(self.steering.sums[2]))
+        return round(float(self.step_control.sums[2]))
 
     @property
     def step_applied(self) -> bool:
@@ -624,7 +624,7 @@ class PipelineEngine:
         base = base_fact(config) or {}
         fingerprint = repr((config.fingerprint, base.get("seed"), base.get("digest")))
         made = Outer(self, node, outer, last_step=config.dsx.train.steps, fingerprint=fingerprint)
-        self.steering.called = lambda: made.called
+        self.step_control.called = lambda: made.called
         return made
 
     def _step_run(self, batches: BatchSource, count: int, mode: Mode, around: Any = None) -> StepRun:
@@ -650,7 +650,7 @@ class PipelineEngine:
         )
 
     def _sum_losses(self, run: StepRun, count: int) -> tuple[torch.Tensor, dist.Work]:
-        """:attr:`Steering.sums`, once the all-reduce, which is under way, has been waited for.
+        """:attr:`StepControl.sums`, once the all-reduce, which is under way, has been waited for.
 
         In an evaluation by a mean over tokens the loss still has to be divided by their number.
         """
@@ -663,7 +663,7 @@ class PipelineEngine:
                 total[2] = counts.sum()
                 if not run.tokens.before_backward:
                     total[0] = (losses * counts).sum()
-        total[1], total[3] = self.steering.wishes()
+        total[1], total[3] = self.step_control.stop_and_call_flags()
         work = dist.all_reduce(total, async_op=True)
         assert work is not None
         return total, work

@@ -139,9 +139,9 @@ class Guard:
         self._watch.follow(
             engine.whereabouts, groups.pp_rank, groups.pipe_peer, self._stands if speaks else None
         )
-        engine.steering.stop_wanted = lambda: self._watch.signal is not None
+        engine.step_control.stop_wanted = lambda: self._watch.signal is not None
         if any(policy in _WITHIN_STEP for policy in self._policies.values()):
-            engine.steering.refuses = self._refuses
+            engine.step_control.refuses = self._refuses
         samples = int(engine.global_samples)
         self._ahead_samples = int(state.get("data_cursor", samples)) - samples
         mine = state.get(_STATE, {})
@@ -168,7 +168,7 @@ class Guard:
     def must_stop(self) -> bool:
         """Whether a signal to any rank by the last step's end asked the run to stop. Alike on every rank."""
         assert self._engine is not None, "call follow first"
-        self._agreed = self._agreed or self._engine.steering.stop_agreed
+        self._agreed = self._agreed or self._engine.step_control.stop_agreed
         return self._agreed
 
     @property
@@ -214,7 +214,7 @@ class Guard:
         knows = getattr(inner, "compute_grad_norm", True)
         # An overflow of fp16 is the loss scale's to cure; of the step's figures the loss alone says anything.
         knows = knows and not engine.overflowed
-        figures = float(engine.steering.sums[0]), engine.get_global_grad_norm() if knows else None
+        figures = float(engine.step_control.sums[0]), engine.get_global_grad_norm() if knows else None
         if self._judged is not None:
             return self._judged[0], figures
         return self._health.judge(*figures, spikes=self._spikes), figures

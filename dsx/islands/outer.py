@@ -49,7 +49,7 @@ class OuterRun(Protocol):
     whereabouts: Whereabouts
 
     @property
-    def steering(self) -> Stops:
+    def step_control(self) -> Stops:
         """What its training steps ask."""
 
 
@@ -254,7 +254,7 @@ class Outer:
 
     def _gives_up(self) -> bool:
         """Whether this rank has been told to end, which is in a hurry: the others are not waited for."""
-        wanted = self._run.steering.stop_wanted
+        wanted = self._run.step_control.stop_wanted
         return wanted is not None and wanted()
 
     def _launch(self, step: int) -> None:

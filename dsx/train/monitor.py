@@ -112,7 +112,7 @@ class Monitor:
     def step(self, loss: torch.Tensor) -> None:
         """Report the step that has just ended, if its turn has come."""
         self._memory.after_step(updated=not self._engine.overflowed)
-        self._mute_steps += self._engine.steering.sums[2] == 0  # asked for its value at the next report
+        self._mute_steps += self._engine.step_control.sums[2] == 0  # asked for its value at the next report
         self._take_rounds()
         step, train = int(self._engine.global_steps), self._config.dsx.train
         every = 1 if train.log_every == "auto" else train.log_every

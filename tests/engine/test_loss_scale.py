@@ -1,4 +1,4 @@
-"""fp16's loss scale beside what else skips steps (steering, faults), in checkpoints, and beside fp32."""
+"""fp16's loss scale beside what else skips steps (its control, faults), in checkpoints, and beside fp32."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def steered_run(engine: Any) -> dict[str, Any]:
         asked.append((int(engine.global_steps), norm))
         return engine.global_steps == REFUSED
 
-    engine.steering.refuses = refuses
+    engine.step_control.refuses = refuses
     for step in range(18):
         state = scaler.cur_scale, scaler.cur_iter, scaler.cur_hysteresis, scaler.last_overflow_iter
         scales.append(state)

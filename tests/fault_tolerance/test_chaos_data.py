@@ -81,7 +81,7 @@ def train(rank: int, world_size: int, wanted: dict[str, Any], last: int, hurt: s
         while engine.global_steps < last:
             monitor.before_step()
             losses.append(engine.train_batch(batches).item())
-            monitor.step(engine.steering.sums[0])
+            monitor.step(engine.step_control.sums[0])
             if engine.global_steps == SAVED:
                 recipe.save(config, engine, corpus, monitor, guard)
                 befall(hurt, config, rank)

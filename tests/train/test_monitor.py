@@ -61,7 +61,7 @@ class Run:
             pipeline=SimpleNamespace(device=torch.device("cpu"), proof=None),
             trace=self.trace,
             batch_source=SimpleNamespace(seconds=0.0),
-            steering=SimpleNamespace(sums=torch.ones(3)),
+            step_control=SimpleNamespace(sums=torch.ones(3)),
             trained_tokens=512,
             current_loss_scale=None,
             overflowed=False,

@@ -31,13 +31,13 @@ def scaler_of(engine: Any) -> Any:
 
 
 class LossScale:
-    """What becomes of a step: applied, refused by steering, or skipped because fp16's gradients overflowed.
+    """What becomes of a step: applied, refused by the step control, or skipped as fp16's gradients overflowed.
 
     Args:
         engine: The DeepSpeedEngine, of any precision; without fp16 the scale is 1 and nothing overflows.
 
     Attributes:
-        refused: Whether steering refuses the step, which then says nothing of the scale.
+        refused: Whether the step control refuses the step, which then says nothing of the scale.
         overflowed: Whether the last step was skipped because its gradients were not finite in fp16.
     """
 
@@ -84,7 +84,7 @@ class LossScale:
 
         Args:
             scaled: 2-norm of the whole model's gradients as they are, a scalar.
-            refuses: Asked with the true norm, unless it is an overflow, of which steering knows nothing.
+            refuses: Asked with the true norm, unless it is an overflow, which skips the step anyway.
 
         Returns:
             The true norm; infinite after an overflow.
