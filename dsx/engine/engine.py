@@ -20,10 +20,10 @@ from dsx.engine.micro_batches import BatchSource, TrainedTokens
 from dsx.engine.optimizers import hide_spare, prepare
 from dsx.engine.p2p import Signatures, header_group, open_channels
 from dsx.engine.pipeline_module import PipelineModule
+from dsx.engine.rank_progress import RankProgress
 from dsx.engine.recorder import Tracer
 from dsx.engine.stock_engine import EngineNames
 from dsx.engine.stock_module import ENGINE_HOOKS, NoHook, no_hook, require_engine_unpatched, require_kept
-from dsx.engine.whereabouts import Whereabouts
 from dsx.engine.zero import adapt, count_samples
 from dsx.engine.zero.calls import Backwards, calls
 from dsx.engine.zero.norm import Refuses
@@ -156,7 +156,7 @@ class PipelineEngine:
         module, pipeline: The PipelineModule: this rank's layers.
         num_stages: Pipeline degree.
         stage_id: This rank's pipeline coordinate.
-        whereabouts: Where this rank is, for the watch.
+        rank_progress: Where this rank is, for the watch.
         step_control: What others decide about training steps.
         batch_source: Where ``train_batch`` reads its micro-batches, and how long it has waited for them.
         names: The further names of stock PipelineEngine, which are looked up there.
@@ -195,9 +195,9 @@ class PipelineEngine:
         """What is said of the next step, if it takes long; empty once there was one."""
         self.training_dataloader: Iterable[Any] | None = None
         self._saver: Saver | None = None
-        self.whereabouts = Whereabouts(model.device)
+        self.rank_progress = RankProgress(model.device)
         looked_at = model.chunks.loss_fn if model.groups.rank == 0 else None
-        self.batch_source = BatchSource(model.device, looked_at, self.whereabouts.move)
+        self.batch_source = BatchSource(model.device, looked_at, self.rank_progress.move)
         self.step_control = StepControl(torch.zeros(4, device=model.device))
         self.names = EngineNames(self, self.step_control.sums)
         open_channels(model.groups, model.stage_map, model.device)
@@ -352,7 +352,7 @@ class PipelineEngine:
         self.pipeline.train()
         self.names.begin_step()
         mode = Mode(training=True, release_outputs=self.pipeline.release_outputs)
-        here, number = self.whereabouts, int(self.global_steps) + 1
+        here, number = self.rank_progress, int(self.global_steps) + 1
         schedule, _ = self.programs.step(count, training=True)
         with (
             self._first_waiting(),
@@ -534,7 +534,7 @@ class PipelineEngine:
         tag = tag or f"global_step{self.global_steps}"
         if self.outer is not None:
             self.outer.settle()
-        with self.whereabouts.doing(f"saving {tag}"):
+        with self.rank_progress.doing(f"saving {tag}"):
             if self._saver is None:
                 from dsx.checkpoint.run.saver import Saver
 
@@ -543,7 +543,7 @@ class PipelineEngine:
 
     def wait_for_checkpoint(self) -> None:
         """Wait for a save in the background. Collective. Raises CheckpointError if it has failed."""
-        with self.whereabouts.doing("waiting for a save"):
+        with self.rank_progress.doing("waiting for a save"):
             if self._saver is not None:
                 self._saver.wait()
 
@@ -591,7 +591,7 @@ class PipelineEngine:
         self.wait_for_checkpoint()
         if self.outer is not None:
             self.outer.settle()
-        with self.whereabouts.doing("loading a checkpoint"):
+        with self.rank_progress.doing("loading a checkpoint"):
             return load(self, Path(load_dir), tag=tag, wanted=wanted)
 
     def _require_trainable(self) -> None:
@@ -646,7 +646,7 @@ class PipelineEngine:
             mode=mode,
             split=self.pipeline.split,
             around=around,
-            whereabouts=self.whereabouts,
+            rank_progress=self.rank_progress,
         )
 
     def _sum_losses(self, run: StepRun, count: int) -> tuple[torch.Tensor, dist.Work]:

@@ -12,7 +12,7 @@ import torch
 from dsx.engine.chunks import Chunks
 from dsx.engine.micro_batches import BatchSource, TrainedTokens
 from dsx.engine.p2p import HEADER_NUMEL, Headers, Inbox, Outbox, Signature, Signatures, Tensors, channel
-from dsx.engine.whereabouts import Whereabouts
+from dsx.engine.rank_progress import RankProgress
 from dsx.errors import ModelError
 from dsx.nn.split import WeightGradients
 from dsx.parallel.groups import Groups
@@ -117,7 +117,7 @@ class StepRun:
         split: The object that the layers were built with, for schedules that split the backward. Layers
             without it do their whole backward in its first part.
         around: Entered around every action, to record it (:mod:`dsx.engine.recorder`); None records nothing.
-        whereabouts: Told of every action, for whoever watches the rank.
+        rank_progress: Told of every action, for whoever watches the rank.
     """
 
     def __init__(
@@ -134,9 +134,9 @@ class StepRun:
         mode: Mode,
         split: WeightGradients | None = None,
         around: Around | None = None,
-        whereabouts: Whereabouts | None = None,
+        rank_progress: RankProgress | None = None,
     ) -> None:
-        self._whereabouts = whereabouts or Whereabouts(batches.device)
+        self._rank_progress = rank_progress or RankProgress(batches.device)
         self._schedule, self._receives, self._groups = schedule, receives, groups
         self._stages, self._calls, self._hooks = stages, calls, hooks
         self._batches, self._signatures = batches, signatures
@@ -183,12 +183,12 @@ class StepRun:
             Op.SEND_B: self._send_gradient,
         }
         varying = [inbox for inbox in self._inboxes.values() if inbox.headers is not None]
-        self._whereabouts.enter("training step" if self._mode.training else "evaluation", self._schedule)
+        self._rank_progress.enter("training step" if self._mode.training else "evaluation", self._schedule)
         self._hooks.begin(self._schedule)
         for due in self._inboxes:
             self._post_ahead(due)
         for position, action in enumerate(self._row):
-            self._whereabouts.reach(position)
+            self._rank_progress.reach(position)
             self._position = position
             for due in self._receives.posts[position]:
                 self._post(due)
@@ -204,7 +204,7 @@ class StepRun:
                     self._post_ahead(self._taken.pop())
         if self._frozen and all(self._frozen.values()):
             self._end_backwards()
-        self._whereabouts.reach(len(self._row))
+        self._rank_progress.reach(len(self._row))
         self._outbox.flush()
 
     def _headers(self, count: int, source: int) -> Headers | None:

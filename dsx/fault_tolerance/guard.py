@@ -137,7 +137,7 @@ class Guard:
         groups = self._groups
         speaks = groups.rank == 0
         self._watch.follow(
-            engine.whereabouts, groups.pp_rank, groups.pipe_peer, self._stands if speaks else None
+            engine.rank_progress, groups.pp_rank, groups.pipe_peer, self._stands if speaks else None
         )
         engine.step_control.stop_wanted = lambda: self._watch.signal is not None
         if any(policy in _WITHIN_STEP for policy in self._policies.values()):

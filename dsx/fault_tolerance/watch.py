@@ -32,7 +32,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dsx.config.schema import FaultsConfig
-from dsx.engine.whereabouts import Whereabouts
+from dsx.engine.rank_progress import RankProgress
 from dsx.fault_tolerance.keepalive import Keepalive, LocalPeer, Peer, hosts_of
 from dsx.fault_tolerance.waits import (
     Notice,
@@ -149,7 +149,7 @@ class Watch:
         others = [peer for peer in peers if peer.rank != rank and peer.machine == here and here]
         self._local = [LocalPeer(peer) for peer in others]
         self._main = thread
-        self._whereabouts: Whereabouts | None = None
+        self._rank_progress: RankProgress | None = None
         self._pipe_peer: Callable[[int], int] = int
         self._pp_rank = 0
         self._seen: tuple[int, ...] = ()
@@ -187,17 +187,17 @@ class Watch:
 
     def follow(
         self,
-        whereabouts: Whereabouts,
+        rank_progress: RankProgress,
         pp_rank: int,
         pipe_peer: Callable[[int], int],
         standing: Callable[[], str] | None = None,
     ) -> None:
-        """From now on, learn from ``whereabouts`` where the main thread is.
+        """From now on, learn from ``rank_progress`` where the main thread is.
 
         ``standing`` gives the line that Ctrl-C ends with, on the rank that prints it.
         """
         self._standing = standing
-        self._pp_rank, self._pipe_peer, self._whereabouts = pp_rank, pipe_peer, whereabouts
+        self._pp_rank, self._pipe_peer, self._rank_progress = pp_rank, pipe_peer, rank_progress
 
     def failed(self, text: str, *, code: int, shared: bool, at: float) -> None:
         """Have the other ranks end: this one is about to. See :class:`Notice`."""
@@ -345,7 +345,7 @@ class Watch:
 
     def _idle_seconds(self, now: float) -> float:
         """How long the main thread has not moved since it was followed."""
-        here = self._whereabouts
+        here = self._rank_progress
         seen = () if here is None else (here.moves, here.at, here.position())
         # A watch that was stopped itself has seen nothing in that time.
         was_stopped = now - self._looked > _POLL_SECONDS + _SETTLE_SECONDS
@@ -418,7 +418,7 @@ class Watch:
         return {state.rank: state for state in sorted(found, key=lambda state: state.rank)}
 
     def _state(self, idle: float) -> RankState:
-        found, here = place(self._main), self._whereabouts
+        found, here = place(self._main), self._rank_progress
         action, says, ranks = "", "", tuple[int, ...]()
         awaits, sent, sending = "", tuple[str, ...](), ""
         schedule, at = (None, 0) if here is None else (here.schedule, here.position())

@@ -21,7 +21,7 @@ from torch import Tensor
 from dsx.checkpoint import plain
 from dsx.checkpoint.claims import MISFITS
 from dsx.config.schema import OuterConfig
-from dsx.engine.whereabouts import Whereabouts
+from dsx.engine.rank_progress import RankProgress
 from dsx.engine.zero.held import Held, refresh_weights
 from dsx.errors import RunError
 from dsx.islands.node import IslandNode
@@ -46,7 +46,7 @@ class OuterRun(Protocol):
 
     groups: Groups
     deepspeed_engine: Any
-    whereabouts: Whereabouts
+    rank_progress: RankProgress
 
     @property
     def step_control(self) -> Stops:
@@ -194,13 +194,13 @@ class Outer:
         # Where no step has gone on meanwhile, training has stood still all the time.
         goes_on = int(self._engine.global_steps) > pending.step
         waited = time.perf_counter() - pending.stood_seconds if goes_on else pending.began
-        with self._run.whereabouts.doing("outer step"):
+        with self._run.rank_progress.doing("outer step"):
             traffic = self._node.traffic
             while pending.thread.is_alive():
                 pending.thread.join(1.0)
                 if self._node.traffic != traffic:  # long transfers and one wait after the other are no hang
                     traffic = self._node.traffic
-                    self._run.whereabouts.moves += 1
+                    self._run.rank_progress.moves += 1
             if pending.error is not None:
                 raise pending.error
             self._land(pending, waited)

@@ -233,7 +233,7 @@ def endure(rank: int, world_size: int, folder: Path) -> int:
         losses = [float(run.engine.train_batch(dsx_run.batches(SLOW, 0, 0)))]  # before anybody looks
         run.resume()
         losses.append(run.step(slowly(run.batches())))
-        (folder / f"seconds-{rank}").write_text(str(run.engine.whereabouts.step_seconds[-1]))
+        (folder / f"seconds-{rank}").write_text(str(run.engine.rank_progress.step_seconds[-1]))
         run.touch("ready")
         losses.append(run.step(late(run.batches(), folder / "thawed") if rank == 0 else None))
         losses.append(run.step())

@@ -31,7 +31,7 @@ def scaler_of(engine: Any) -> Any:
 
 
 class LossScale:
-    """What becomes of a step: applied, refused by the step control, or skipped as fp16's gradients overflowed.
+    """What becomes of a step: applied, refused by the control, or skipped as fp16's gradients overflowed.
 
     Args:
         engine: The DeepSpeedEngine, of any precision; without fp16 the scale is 1 and nothing overflows.

@@ -18,7 +18,7 @@ _KEPT_STEPS = 8
 
 
 @dataclass(slots=True)
-class Whereabouts:
+class RankProgress:
     """Written by the rank's main thread, read by its watch's, without a lock.
 
     Attributes:
