@@ -236,13 +236,16 @@ def _heads(given: Mapping[str, Any], tensor: int) -> dict[str, int]:
     hidden states, and whether a part of a head is not rotated.
     """
     width, number = (
-        next((key for key in keys if type(given.get(key)) is int), "")
+        next((key for key in keys if given.get(key)), "")
         for keys in (("hidden_size", "n_embd"), ("num_attention_heads", "n_head"))
     )
-    if not (width and number) or any(given.get(key) for key in _HEADS_OF_OTHERS):
+    heads, hidden = given.get(number), given.get(width)
+    pairs, own = given.get("num_key_value_heads") or heads, given.get("head_dim") or 0
+    if any(type(each) is not int for each in (heads, hidden, pairs, own)):
         return {}
-    heads, hidden = given[number], given[width]
-    pairs, own = given.get("num_key_value_heads") or heads, given.get("head_dim") or hidden // heads
+    if any(given.get(key) for key in _HEADS_OF_OTHERS):
+        return {}
+    own = own or hidden // heads
     if heads % pairs or heads == pairs:
         few = min(heads, 2 * max(tensor, 2))
         sizes = {"num_key_value_heads": few}
@@ -262,7 +265,7 @@ def _head_dim(given: Mapping[str, Any], own: int, least: int) -> int:
     told = [given, *(given[key] for key in _ROPES if isinstance(given.get(key), dict))]
     told += [each for rope in told[1:] for each in rope.values() if isinstance(each, dict)]
     shares = (each.get(key) for each in told for key in ("partial_rotary_factor", "rotary_pct"))
-    share = next((share for share in shares if type(share) in (int, float)), 1.0)
+    share = next((share for share in shares if type(share) in (int, float)), 0.0) or 1.0
     for head in range(min(own, least), own):
         rotated = int(head * share)
         if head % 2 == 0 < rotated and rotated % 2 == 0 and (share < 1) == (rotated < head):
