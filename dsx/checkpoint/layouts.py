@@ -17,7 +17,7 @@ from dsx.checkpoint.formats.deepspeed.plan import StockLayout
 from dsx.errors import CheckpointError, ConfigError
 from dsx.models.param import ParamSpec, layer_of
 from dsx.parallel.layout import Layout
-from dsx.parallel.limits import Asked, objections
+from dsx.parallel.limits import LayoutRequest, violations
 from dsx.parallel.mesh import AXES, Mesh
 from dsx.parallel.partition import balanced
 from dsx.parallel.stages import StageMap
@@ -187,7 +187,7 @@ def _bounds(
             "its files do not say how many layers the model has: those without tensors have no file",
             "say how many layers each stage gets: --partition 3,2",
         )
-    for each in objections(Asked(layers=layers, pipeline=pp)):
+    for each in violations(LayoutRequest(layers=layers, pipeline=pp)):
         raise CheckpointError(f"pipeline = {pp}", each.why, each.fix)
     if method == "uniform":
         short, more = divmod(layers, pp)
@@ -371,7 +371,7 @@ def _stages(source: Catalog, params: Sequence[ParamSpec], pp: int, chunks: int) 
     check_layers(source, {"its layers": layers})
     if known is not None and len(known) - 1 == pp * chunks:
         return StageMap(known, pp, "v" if placement == "v" and chunks == 2 else "loop")
-    for each in objections(Asked(layers=layers, pipeline=pp, chunks=chunks)):
+    for each in violations(LayoutRequest(layers=layers, pipeline=pp, chunks=chunks)):
         what = f"it cannot be cut into pipeline {pp} x chunks {chunks} stages: {each.why}"
         raise CheckpointError(str(source.root), what, each.fix)
     weights = [0] * layers

@@ -23,7 +23,7 @@ from dsx.models.flops import WIDTHS
 from dsx.models.params import frozen_names, layer_kinds, param_specs, vocabulary_rows
 from dsx.models.spec import HubModel, Model
 from dsx.parallel.islands import Islands
-from dsx.parallel.limits import Asked, objections, possible
+from dsx.parallel.limits import LayoutRequest, possible, violations
 from dsx.parallel.mesh import AXES, Mesh
 from dsx.planner.best_first import best_first
 from dsx.schedules.builders import Options, default_chunks
@@ -116,9 +116,9 @@ _KEYS = {
 }
 
 
-def _refusals(asked: Asked) -> list[ConfigError]:
-    """The objections of the table of limits to ``asked``, the first one for each key."""
-    first = {each.key: each for each in reversed([*objections(asked)])}
+def _refusals(asked: LayoutRequest) -> list[ConfigError]:
+    """The violations of the table of limits to ``asked``, the first one for each key."""
+    first = {each.key: each for each in reversed([*violations(asked)])}
     return [
         ConfigError(at(_KEYS[each.key], each.value), each.why, each.fix) for each in reversed(first.values())
     ]
@@ -126,7 +126,7 @@ def _refusals(asked: Asked) -> list[ConfigError]:
 
 def zero_problems(zero: ZeroConfig, stage: int) -> list[ConfigError]:
     """Settings that would have no effect at this ZeRO stage."""
-    asked = Asked(reduce=zero.reduce, keep_gathered_bytes=zero.keep_gathered_bytes, zero_stage=stage)
+    asked = LayoutRequest(reduce=zero.reduce, keep_gathered_bytes=zero.keep_gathered_bytes, zero_stage=stage)
     return _refusals(asked)
 
 
@@ -351,10 +351,10 @@ def resolve_degrees(dsx: DsxConfig, model: Model, *, num_layers: int, world_size
     return Degrees(mesh=mesh, chunks=chunks, schedule_name=name, notes=tuple(_notes(dsx, mesh, chunks, name)))
 
 
-def _asked(dsx: DsxConfig, model: Model, *, num_layers: int, world_size: int) -> Asked:
+def _asked(dsx: DsxConfig, model: Model, *, num_layers: int, world_size: int) -> LayoutRequest:
     """The degrees that the config asks for, without what it leaves open."""
     tensor, pipeline = dsx.parallel.tensor, dsx.parallel.pipeline
-    return Asked(
+    return LayoutRequest(
         ranks=world_size,
         tensor=None if tensor == "auto" else tensor,
         pipeline=None if pipeline == "auto" else pipeline,
@@ -369,7 +369,7 @@ _Deal: TypeAlias = tuple[tuple[int, ...], dict[str, int], tuple[str, ...], tuple
 """(axes passed over for each factor, degrees, axes by their turn, factors that are left)."""
 
 
-def _mesh(dsx: DsxConfig, asked: Asked) -> Mesh:
+def _mesh(dsx: DsxConfig, asked: LayoutRequest) -> Mesh:
     """Of all ways to deal out the world size's factors, the one that skips an axis as late as possible."""
     fits: dict[str, Callable[[int], object]] = {
         "layers": lambda degree: _pipeline_fits(dsx, asked, degree),
@@ -401,14 +401,14 @@ def _mesh(dsx: DsxConfig, asked: Asked) -> Mesh:
     return Mesh.of(**degrees)
 
 
-def _tensor_fits(asked: Asked, tp: int) -> bool:
+def _tensor_fits(asked: LayoutRequest, tp: int) -> bool:
     """Whether ranks of one node can each take whole heads of their own."""
     assert asked.model is not None
     fits = tp <= _MAX_AUTO_TENSOR and possible(asked, "tensor", [tp]) != []
     return fits and not asked.model.shares_heads(tp)
 
 
-def _pipeline_fits(dsx: DsxConfig, asked: Asked, pp: int) -> bool:
+def _pipeline_fits(dsx: DsxConfig, asked: LayoutRequest, pp: int) -> bool:
     """Whether every stage gets a block at the fewest chunks that the config allows."""
     chunks, method = dsx.parallel.chunks, dsx.partition.method
     if isinstance(method, list):
@@ -420,7 +420,7 @@ def _pipeline_fits(dsx: DsxConfig, asked: Asked, pp: int) -> bool:
     return pp * chunks <= asked.model.num_layers
 
 
-def _chunks(dsx: DsxConfig, asked: Asked) -> int:
+def _chunks(dsx: DsxConfig, asked: LayoutRequest) -> int:
     pp, model, num_layers = asked.pipeline, asked.model, asked.layers
     assert pp is not None
     assert model is not None

@@ -17,7 +17,7 @@ _MANY = 8  # Numbers to list in a message.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class LayoutRequest:
     """Settings that are wanted together. What is None is open or not known, and no rule looks at it.
 
     Attributes:
@@ -58,11 +58,11 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Objection:
-    """What cannot be.
+class Violation:
+    """A rule that a request breaks.
 
     Attributes:
-        key: Field of :class:`Asked` that is at fault.
+        key: Field of :class:`LayoutRequest` that is at fault.
         value: What it is.
         why: The reason.
         fix: What to do instead.
@@ -74,14 +74,14 @@ class Objection:
     fix: str
 
 
-def objections(asked: Asked) -> Iterator[Objection]:
-    """Everything that cannot be, in the order of the table."""
+def violations(asked: LayoutRequest) -> Iterator[Violation]:
+    """The rules that a request breaks, in the order of the table."""
     for rule in _RULES:
         if (why := rule.broken(asked)) is not None:
-            yield Objection(rule.key, getattr(asked, rule.key), why, _mended(rule, asked))
+            yield Violation(rule.key, getattr(asked, rule.key), why, _mended(rule, asked))
 
 
-def possible(asked: Asked, key: str, values: Iterable[int]) -> list[int]:
+def possible(asked: LayoutRequest, key: str, values: Iterable[int]) -> list[int]:
     """Those of ``values`` that ``key``, a field of ``asked``, could have beside the others."""
     rules = [rule for rule in _RULES if key in rule.needs]
 
@@ -107,13 +107,13 @@ class _Rule:
     why: Callable[..., str | None]
     fix: str = "use {either}"
 
-    def broken(self, asked: Asked) -> str | None:
+    def broken(self, asked: LayoutRequest) -> str | None:
         """The reason; None if all is well, or not all of it is known."""
         values = [getattr(asked, name) for name in self.needs]
         return None if None in values else self.why(*values)
 
 
-def _mended(rule: _Rule, asked: Asked) -> str:
+def _mended(rule: _Rule, asked: LayoutRequest) -> str:
     """The rule's fix with the numbers that could be."""
     if "{" not in rule.fix:
         return rule.fix

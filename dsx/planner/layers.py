@@ -11,7 +11,7 @@ from dsx.memory.record_cache import ModelRecords, alone, recorded_for_many
 from dsx.models.flops import WIDTHS, auto_chunk, flops_per_token
 from dsx.models.params import layer_kinds, param_specs
 from dsx.models.spec import HubModel, Model
-from dsx.parallel.limits import Asked
+from dsx.parallel.limits import LayoutRequest
 from dsx.parallel.mesh import Mesh
 from dsx.planner.layer_cost import LayerCost
 from dsx.planner.layer_times import Machine, layer_times, record_times, recorded_flops
@@ -42,8 +42,8 @@ class ModelLayers(PlannedLayers):
     chunk_tokens: int | Literal["auto"] | None = None
 
     @property
-    def asked(self) -> Asked:
-        return Asked(model=self.model, layers=self.model.num_layers, layers_are="blocks")
+    def asked(self) -> LayoutRequest:
+        return LayoutRequest(model=self.model, layers=self.model.num_layers, layers_are="blocks")
 
     @property
     def num_layers(self) -> int:
@@ -154,8 +154,8 @@ class OwnLayers(PlannedLayers):
     sequence_length = None
 
     @property
-    def asked(self) -> Asked:
-        return Asked(layers=self.num_layers)
+    def asked(self) -> LayoutRequest:
+        return LayoutRequest(layers=self.num_layers)
 
     @property
     def is_tied(self) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from dsx.errors import LayoutError
 from dsx.models.flops import WIDTHS
 from dsx.models.spec import Recompute
-from dsx.parallel.limits import Asked, divisors, objections, possible
+from dsx.parallel.limits import LayoutRequest, divisors, possible, violations
 from dsx.parallel.mesh import Mesh
 from dsx.schedules.builders import NAMES
 from dsx.schedules.program import Program
@@ -33,7 +33,7 @@ class PlannedLayers(ABC):
 
     @property
     @abstractmethod
-    def asked(self) -> Asked:
+    def asked(self) -> LayoutRequest:
         """What limits the degrees: a number of layers, and the model where it is one of dsx's own."""
 
     @property
@@ -243,7 +243,7 @@ class Space:
         """Schedules with chunks; chunks that are not asked for leave every stage one of ``num_layers``."""
         layers = num_layers if self.chunks is None else None
         for name in self.names:
-            asked = Asked(schedule=name, pipeline=num_ranks, layers=layers)
+            asked = LayoutRequest(schedule=name, pipeline=num_ranks, layers=layers)
             tried = (1,) if num_ranks == 1 else self.chunks or (1, *CHUNKS)
             for chunks in possible(asked, "chunks", tried):
                 if self.chunks is None or chunks in self.chunks:
@@ -287,12 +287,12 @@ def _meshes(task: Task, space: Space) -> Iterator[Mesh]:
         )
 
 
-def _degrees(asked: Asked, key: str, wanted: tuple[int, ...] | None) -> list[int]:
+def _degrees(asked: LayoutRequest, key: str, wanted: tuple[int, ...] | None) -> list[int]:
     """Legal degrees; those asked for must be legal."""
     legal = possible(asked, key, divisors(asked.ranks or 1))
     for degree in wanted or ():
         field: dict[str, Any] = {key: degree}
-        for each in objections(replace(asked, **field)):
+        for each in violations(replace(asked, **field)):
             raise LayoutError(f"{key} = {degree}", each.why, f"use one of {_some(legal)}")
     return legal if wanted is None else list(wanted)
 
@@ -303,12 +303,12 @@ def _some(numbers: list[int]) -> str:
 
 def variants(task: Task, space: Space, layout: Candidate) -> Iterator[Candidate]:
     """Candidates of a mesh with everything but their schedule."""
-    batch = Asked(global_batch=task.global_batch, data=layout.data)
+    batch = LayoutRequest(global_batch=task.global_batch, data=layout.data)
     sizes = possible(batch, "micro_batch", space.micro_batches or range(1, _LARGEST_MICRO_BATCH + 1))
     stages = space.zero_stages
     if layout.mesh.num_replicas == 1:
         stages = tuple(stage for stage in stages if stage < 2) or stages  # There is nothing to cut.
-    sequence = Asked(sequence_length=task.layers.sequence_length)
+    sequence = LayoutRequest(sequence_length=task.layers.sequence_length)
     cuts = (True, False) if layout.tensor > 1 and possible(sequence, "tensor", [layout.tensor]) else (False,)
     for size, mode, zero, cut in product(sizes, space.recompute, stages, cuts):
         yield replace(

@@ -14,7 +14,7 @@ from dsx.config.batch import ACCUMULATION, MICRO, TRAIN
 from dsx.config.resolve import resolve
 from dsx.config.run import RunConfig
 from dsx.errors import DsxError, LayoutError
-from dsx.parallel.limits import Asked, objections
+from dsx.parallel.limits import LayoutRequest, violations
 from dsx.parallel.mesh import AXES, Mesh
 from dsx.planner.best_first import best_first
 from dsx.planner.predicted import LayoutScorer, layout_of
@@ -164,8 +164,8 @@ def _items(saving: Saving, config: RunConfig) -> tuple[str, ...]:
     new, old = replace(now, mesh=mesh, **saving.fields), now.settings
     settings = {key: value for key, value in new.settings.items() if value != old[key]} | dict(saving.more)
     if (new.data, new.micro_batch) != (now.data, now.micro_batch):
-        asked = Asked(global_batch=batch, data=new.data, micro_batch=new.micro_batch)
-        for each in objections(asked):
+        asked = LayoutRequest(global_batch=batch, data=new.data, micro_batch=new.micro_batch)
+        for each in violations(asked):
             raise LayoutError(new.label, each.why, each.fix)
         settings |= {MICRO: new.micro_batch, ACCUMULATION: new.micro_batches(batch), TRAIN: batch}
     return tuple(

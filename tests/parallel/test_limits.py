@@ -11,7 +11,7 @@ from dsx.errors import LayoutError, ScheduleError
 from dsx.models.hf_config import model_spec
 from dsx.models.params import param_specs
 from dsx.models.presets import presets
-from dsx.parallel.limits import Asked, objections, possible
+from dsx.parallel.limits import LayoutRequest, possible, violations
 from dsx.parallel.mesh import Mesh
 from dsx.schedules.builders import NAMES, build
 
@@ -19,7 +19,7 @@ MODELS = [each for each in presets() if each.name in ("tiny", "gpt2-xl", "qwen2.
 
 
 def refused(**asked) -> set[str]:
-    return {each.key for each in objections(Asked(**asked))}
+    return {each.key for each in violations(LayoutRequest(**asked))}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -34,7 +34,7 @@ def test_chunks_without_objection_can_be_built(name):
 @pytest.mark.parametrize("preset", MODELS, ids=lambda preset: f"{preset.family} {preset.name}")
 def test_tensor_degrees_without_objection_cut_every_parameter(preset):
     model = model_spec(preset.config)
-    degrees = possible(Asked(model=model), "tensor", range(1, model.num_heads + 1))
+    degrees = possible(LayoutRequest(model=model), "tensor", range(1, model.num_heads + 1))
     for tensor in degrees:
         for spec in param_specs(model.for_tensor(tensor)):
             if spec.split is not None and spec.pad_multiple is None:
@@ -54,17 +54,17 @@ def test_degrees_without_objection_make_a_mesh():
 
 
 def test_what_is_not_known_is_not_judged():
-    assert not list(objections(Asked()))
+    assert not list(violations(LayoutRequest()))
     assert not refused(tensor=3, pipeline=7, chunks=5, zero_stage=1)
     assert refused(ranks=8, tensor=3) == {"tensor"}
 
 
 def test_the_fix_lists_what_could_be():
-    (found,) = objections(Asked(ranks=12, tensor=2, pipeline=4))
+    (found,) = violations(LayoutRequest(ranks=12, tensor=2, pipeline=4))
     assert (found.key, found.value) == ("pipeline", 4)
     assert "use 1, 2, 3 or 6" in found.fix
-    assert possible(Asked(ranks=12, tensor=2), "pipeline", range(1, 13)) == [1, 2, 3, 6]
-    (found,) = objections(Asked(layers=9, pipeline=2, chunks=5))
+    assert possible(LayoutRequest(ranks=12, tensor=2), "pipeline", range(1, 13)) == [1, 2, 3, 6]
+    (found,) = violations(LayoutRequest(layers=9, pipeline=2, chunks=5))
     assert "use at most 4" in found.fix
 
 
