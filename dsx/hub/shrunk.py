@@ -84,13 +84,19 @@ _AS_THEY_ARE = (
 _SMALL_ENOUGH, _LARGEST = 1 << 20, 1 << 24
 _MOST_MORE_LAYERS = 12
 _WIDE_HEADS, _MOST_HEADS = 16, 32  # with more of them, heads are a half and a quarter as wide
-INIT = 0.1
+_INIT = 0.1
 
 
 def shrunk(
-    config: Mapping[str, Any], *, layers: int = 1, tensor: int = 2, vocab_size: int = 256, window: int = 8
+    config: Mapping[str, Any],
+    *,
+    layers: int = 1,
+    tensor: int = 2,
+    vocab_size: int = 256,
+    window: int = 8,
+    small_too: bool = False,
 ) -> dict[str, Any]:
-    """A small config of the same structure; the config itself if its model is small and has few blocks.
+    """A small config of the same structure; the config itself if its model is small.
 
     Args:
         config: Content of the config.json of a causal language model that dsx can cut.
@@ -98,25 +104,26 @@ def shrunk(
         tensor: Tensor-parallel ranks that shall be able to share it, if they can share ``config``.
         vocab_size: At most.
         window: Positions of a sliding window, at most.
+        small_too: Whether a small model is made smaller, too.
 
     Raises:
         ModelError: dsx cannot cut the model, or transformers makes none of this family that is small.
     """
     text = json.dumps(dict(config), sort_keys=True)
-    found: dict[str, Any] = json.loads(_shrunk(text, layers, tensor, vocab_size, window))
+    found: dict[str, Any] = json.loads(_shrunk(text, layers, tensor, vocab_size, window, small_too))
     return found
 
 
 @lru_cache(maxsize=8)
-def _shrunk(text: str, layers: int, tensor: int, vocab_size: int, window: int) -> str:
+def _shrunk(text: str, layers: int, tensor: int, vocab_size: int, window: int, small_too: bool) -> str:
     anatomy = anatomy_of(text)
-    is_small = sum(parameter.numel() for parameter in anatomy.model.parameters()) <= _SMALL_ENOUGH
+    size = sum(parameter.numel() for parameter in anatomy.model.parameters())
+    if size <= _SMALL_ENOUGH and not small_too:
+        return text
     own = json.loads(text)
     made = hf_config_of(own)
     given, named = {**{key: own.get(key) for key in _ROPES}, **made.to_dict()}, made.attribute_map
     kinds = _kinds(anatomy)
-    if is_small and len(kinds) <= layers:
-        return text
     most = {**dict.fromkeys(_VOCABULARIES, vocab_size), **dict.fromkeys(_WINDOWS, window)}
     told = "its layers are of too many kinds"
     for sizes in _attempts(given, tensor, most):
@@ -132,8 +139,6 @@ def _shrunk(text: str, layers: int, tensor: int, vocab_size: int, window: int) -
                 break
             if set(found) >= set(kinds):
                 return small
-    if is_small:
-        return text
     raise ModelError(
         at("model_type", given["model_type"]),
         f"no small model of it can be made ({told})",
@@ -154,7 +159,7 @@ def random_model(config: Mapping[str, Any]) -> Any:
         torch.manual_seed(1)
         made = with_weights(config)
         for parameter in made.parameters():
-            parameter.nan_to_num_().add_(INIT / 2 * torch.randn(parameter.shape))
+            parameter.nan_to_num_().add_(_INIT / 2 * torch.randn(parameter.shape))
     return made
 
 
@@ -293,7 +298,7 @@ def _sizes(given: Mapping[str, Any], tensor: int, most: Mapping[str, int]) -> di
     if "kv_lora_rank" in found:  # latent attention makes keys and values for every head
         found |= {key: found[heads] for key, heads in _PAIRS.items() if key in found}
     if isinstance(given.get("initializer_range"), float):
-        found["initializer_range"] = max(given["initializer_range"], INIT)
+        found["initializer_range"] = max(given["initializer_range"], _INIT)
     return found | _nested(given, tensor, most)
 
 

@@ -23,7 +23,7 @@ from dsx.models.custom_code import without_code
 from dsx.models.family import BYTES_VOCABULARY
 from dsx.models.hf_config import FAMILIES
 from dsx.models.params import frozen_names, layer_adapters, layer_kinds
-from dsx.models.spec import HubModel
+from dsx.models.spec import HubModel, ModelSpec
 
 _TOKENS_PER_RANK = 8
 _FEW_MICRO_BATCHES = 3
@@ -267,7 +267,7 @@ def _sequence_length(config: RunConfig) -> int:
 def _sizes(config: RunConfig) -> tuple[dict[str, Any], list[int]]:
     """A small config of the model's family, and the layers of every stage."""
     from dsx.hub.anatomy import anatomy_of, hf_config_of  # here: what reads this alone needs no torch
-    from dsx.hub.shrunk import INIT, shrunk
+    from dsx.hub.shrunk import shrunk
 
     stages, around = _layers_of_stages(config), len(layer_kinds(config.model)) - config.model.num_layers
     small = shrunk(
@@ -276,11 +276,9 @@ def _sizes(config: RunConfig) -> tuple[dict[str, Any], list[int]]:
         tensor=config.mesh.tp,
         vocab_size=_vocabulary(config),
         window=max(2, _sequence_length(config) // 2),
+        small_too=isinstance(config.model, ModelSpec),
     )
-    made = hf_config_of(small).to_dict()
-    small |= _caps(made)
-    if isinstance(made.get("initializer_range"), float):
-        small["initializer_range"] = max(made["initializer_range"], INIT)
+    small |= _caps(hf_config_of(small).to_dict())
     blocks = len(anatomy_of(json.dumps(small, sort_keys=True)).list_of_blocks)
     stages[stages.index(max(stages))] += around + blocks - sum(stages)
     return small, stages
