@@ -324,17 +324,12 @@ def _line(error: BaseException) -> str:
 
 def _transformers(config: Json, ops: _Operators) -> Any:
     """Transformers' model of a config with the gradients of a step, as it trains it."""
-    from torch.nn.functional import cross_entropy
-
     from dsx.hub.shrunk import random_model
 
     model = random_model(config)
     inputs, labels = next(parity.micro_batches(0))
     with ops:
-        gave = model(input_ids=inputs, use_cache=False)
-        logits, extra = gave.logits.float(), getattr(gave, "aux_loss", None)
-        loss = cross_entropy(logits.flatten(0, 1), labels.flatten())
-        loss = loss if extra is None else loss + model.router_aux_loss_coef * extra
+        logits, loss = parity.logits_and_loss(model, inputs, labels)
         if not loss.isfinite() or not logits.isfinite().all():
             raise ValueError("its loss is not finite")
         loss.backward()

@@ -169,7 +169,6 @@ def reference(
     ``attention`` is transformers' ``attn_implementation``, ``changes`` are to the family's config.
     """
     import torch
-    import torch.nn.functional as F
 
     made = random_model(tiny.tiny_config(family, **changes))
     made.save_pretrained(folder / "model")
@@ -187,11 +186,7 @@ def reference(
         optimizer.zero_grad(set_to_none=False)
         total = 0.0
         for inputs, labels in micro_batches(step):
-            out = model(input_ids=inputs, use_cache=False)
-            loss = F.cross_entropy(out.logits.float().flatten(0, 1), labels.flatten())
-            if getattr(out, "aux_loss", None) is not None:
-                loss += model.config.router_aux_loss_coef * out.aux_loss
-            loss = loss / MICRO_BATCHES
+            loss = logits_and_loss(model, inputs, labels)[1] / MICRO_BATCHES
             loss.backward()
             total += loss.item()
         losses.append(total)
@@ -205,6 +200,16 @@ def reference(
         kind=_kind(model),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
     )
+
+
+def logits_and_loss(model: Any, inputs: Any, labels: Any) -> tuple[Any, Any]:
+    """Float32 logits, and the loss that transformers trains by, with that of routers where it has one."""
+    import torch.nn.functional as F
+
+    out = model(input_ids=inputs, use_cache=False)
+    logits, routers = out.logits.float(), getattr(out, "aux_loss", None)
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    return logits, loss if routers is None else loss + model.router_aux_loss_coef * routers
 
 
 def random_model(config: Any) -> Any:
