@@ -105,7 +105,9 @@ def require_probed(model: HubModel, *, sequence: bool, documents: bool) -> None:
         ConfigError: The sequence cannot be cut, or documents not be kept apart.
         ModelError: It differs; names what and by how much.
     """
-    place = _place(model)
+    name = hashlib.sha256(repr((model.config, model.tensor_plan)).encode()).hexdigest()[:32]
+    kept = Path.home() / ".cache" / "dsx" / "probes" / code_version("**/*.py", "**/*.toml")
+    place = kept / f"{name}.json"
     try:
         found = Probe(**json.loads(place.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -134,11 +136,6 @@ def require_probed(model: HubModel, *, sequence: bool, documents: bool) -> None:
         raise ConfigError(
             at("dsx.data.documents", "apart"), f"{model.family}: {found.no_documents}", 'use "joined"'
         )
-
-
-def _place(model: HubModel) -> Path:
-    name = hashlib.sha256(repr((model.config, model.tensor_plan)).encode()).hexdigest()[:32]
-    return Path.home() / ".cache" / "dsx" / "probes" / code_version("**/*.py", "**/*.toml") / f"{name}.json"
 
 
 class Small:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -202,12 +202,7 @@ def holders(run: RunObservation) -> dict[str, tuple[int, ...]]:
 
 def built_weights(run: RunObservation) -> dict[str, FullTensor]:
     """Weights as the model was built."""
-    locals_: dict[str, Local] = {}
-    for rank in _first_replica(run):
-        at = run.mesh.coords(rank.rank)
-        for name, values in rank.built.items():
-            locals_.setdefault(name, {})[at["pp"], at["tp"]] = values
-    return _full_tensors(run, locals_)
+    return _of_first_replica(run, lambda rank: rank.built)
 
 
 def observed_steps(run: RunObservation) -> Iterator[ObservedStep]:
@@ -233,19 +228,27 @@ def observed_steps(run: RunObservation) -> Iterator[ObservedStep]:
         )
 
 
-def _first_replica(run: RunObservation) -> list[RankObservation]:
-    return [rank for rank in run.ranks if run.mesh.replica(rank.rank) == 0]
+def _of_first_replica(
+    run: RunObservation, of_rank: Callable[[RankObservation], Mapping[str, Tensor]]
+) -> dict[str, FullTensor]:
+    locals_: dict[str, Local] = {}
+    for rank in run.ranks:
+        at = run.mesh.coords(rank.rank)
+        for name, values in of_rank(rank).items() if run.mesh.replica(rank.rank) == 0 else ():
+            locals_.setdefault(name, {})[at["pp"], at["tp"]] = values
+    return _full_tensors(run, locals_)
 
 
 def _weights(run: RunObservation, index: int) -> tuple[dict[str, FullTensor], dict[str, float]]:
-    locals_: dict[str, Local] = {}
-    spread: dict[str, float] = {}
-    for rank in _first_replica(run):
-        at = run.mesh.coords(rank.rank)
+    """Weights before a step, and the largest difference of each between data-parallel ranks."""
+    found = _of_first_replica(
+        run, lambda rank: {name: each.values for name, each in rank.weights[index].items()}
+    )
+    spread = dict.fromkeys(found, 0.0)
+    for rank in run.ranks:
         for name, weight in rank.weights[index].items():
-            locals_.setdefault(name, {})[at["pp"], at["tp"]] = weight.values
-            spread[name] = max(weight.spread, spread.get(name, 0.0))
-    return _full_tensors(run, locals_), spread
+            spread[name] = max(weight.spread, spread[name])
+    return found, spread
 
 
 def _pieces(run: RunObservation, index: int, field: str) -> dict[str, FullTensor]:

@@ -385,13 +385,15 @@ def user_plan(job: VerifyJob, model: UserModel | None) -> VerifyPlan:
             return {}
         return {diagnosis.SAME_DATA: reference.evaluate(weights, given[:: mesh.num_shares]).loss}
 
+    # Built modules have the weights of whoever built them.
+    modules = any(isinstance(layer, torch.nn.Module) for layer in arguments["layers"])
     bench = Bench(
         reference=reference,
         batches=batches,
         updates=lambda: Updates(job.content),
         tolerances=EXACT,
         suppose=suppose,
-        built=reference.weights() if _is_seeded(arguments) else None,
+        built=reference.weights() if arguments.get("seed_layers") and not modules else None,
     )
     zero = job.content.get("zero_optimization", {}).get("stage", 0)
     engine = "stock DeepSpeed" if job.stock else "dsx"
@@ -400,12 +402,6 @@ def user_plan(job: VerifyJob, model: UserModel | None) -> VerifyPlan:
         f"{batch.accumulation} micro-batches of {batch.micro}"
     )
     return VerifyPlan(job=job, bench=bench, changes=(), layout=layout)
-
-
-def _is_seeded(arguments: Mapping[str, Any]) -> bool:
-    """Whether the layers' first weights do not depend on who builds them, as those of built modules."""
-    modules = any(isinstance(layer, torch.nn.Module) for layer in arguments["layers"])
-    return bool(arguments.get("seed_layers")) and not modules
 
 
 def _in_one_process(name: str | Callable[[], Any], arguments: Mapping[str, Any]) -> ReferenceLayers:

@@ -110,19 +110,14 @@ def prove(config: RunConfig, groups: Groups, *, quiet: bool) -> Proof:
         what = "a small model of this config does not train here as one process of transformers does"
         raise _way_out(config, partial(_refusal, where, found, what, _OUT))
     if not found.why_not:
-        found = replace(found, without=_left_out(config))
+        adapter = config.model.adapter  # what takes another way through the code, and the small model lacks
+        quantized = adapter is not None and adapter.quantization != "none"
+        lacks = ["dsx.compile"] * (config.dsx.compile != "none") + ["quantization"] * quantized
+        found = replace(found, without=" and ".join(lacks))
         if groups.rank == 0:
             keep_proof(config, found)
         found = replace(found, seconds=time.perf_counter() - began)
     return found
-
-
-def _left_out(config: RunConfig) -> str:
-    """Settings that take another way through the code, which the small model is trained without."""
-    adapter = config.model.adapter
-    quantized = adapter is not None and adapter.quantization != "none"
-    words = ["dsx.compile"] * (config.dsx.compile != "none") + ["quantization"] * quantized
-    return " and ".join(words)
 
 
 def prove_layers(
