@@ -21,7 +21,7 @@ from dsx.engine.optimizers import hide_spare, prepare
 from dsx.engine.p2p import Signatures, header_group, open_channels
 from dsx.engine.pipeline_module import PipelineModule
 from dsx.engine.rank_progress import RankProgress
-from dsx.engine.recorder import Tracer
+from dsx.engine.step_tracer import Tracer
 from dsx.engine.stock_engine import EngineNames
 from dsx.engine.stock_module import ENGINE_HOOKS, NoHook, no_hook, require_engine_unpatched, require_kept
 from dsx.engine.zero import adapt, count_samples
@@ -436,7 +436,7 @@ class PipelineEngine:
         return (loss, outputs) if return_logits else loss
 
     def trace(self, steps: int | Iterable[int] = 1) -> list[Trace]:
-        """Record the actions of training steps to come: see :meth:`dsx.engine.recorder.Tracer.expect`."""
+        """Record the actions of training steps to come: see :meth:`dsx.engine.step_tracer.Tracer.expect`."""
         return self._tracer.expect(steps, done=int(self.global_steps))
 
     @property

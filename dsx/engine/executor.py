@@ -116,7 +116,7 @@ class StepRun:
         mode: What the step is for.
         split: The object that the layers were built with, for schedules that split the backward. Layers
             without it do their whole backward in its first part.
-        around: Entered around every action, to record it (:mod:`dsx.engine.recorder`); None records nothing.
+        around: Entered around every action, to record it (:mod:`dsx.engine.step_tracer`); None for none.
         rank_progress: Told of every action, for whoever watches the rank.
     """
 

@@ -244,8 +244,8 @@ def _heads(given: Mapping[str, Any], tensor: int) -> dict[str, int]:
         next((key for key in keys if given.get(key)), "")
         for keys in (("hidden_size", "n_embd"), ("num_attention_heads", "n_head"))
     )
-    heads, hidden = given.get(number), given.get(width)
-    pairs, own = given.get("num_key_value_heads") or heads, given.get("head_dim") or 0
+    told: list[Any] = [given.get(key) for key in (number, width, "num_key_value_heads", "head_dim")]
+    heads, hidden, pairs, own = told[0], told[1], told[2] or told[0], told[3] or 0
     if any(type(each) is not int for each in (heads, hidden, pairs, own)):
         return {}
     if any(given.get(key) for key in _HEADS_OF_OTHERS):

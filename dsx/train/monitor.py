@@ -14,7 +14,7 @@ from dsx.config.schema import WandbConfig
 from dsx.data.own import OwnCorpus, OwnText, as_text
 from dsx.data.text import Text
 from dsx.engine.engine import PipelineEngine
-from dsx.engine.recorder import write
+from dsx.engine.step_tracer import write
 from dsx.errors import CheckpointError
 from dsx.memory.watch import PeakMemory, beside, describe, estimated
 from dsx.train.progress import (

@@ -16,8 +16,8 @@ from toy_pipeline import Case
 
 import ranks
 from dsx.checkpoint import store
-from dsx.engine import recorder as module
-from dsx.engine.recorder import HostClock, Recorder, StreamClock, Tracer, time_rounds, write
+from dsx.engine import step_tracer as module
+from dsx.engine.step_tracer import HostClock, Recorder, StreamClock, Tracer, time_rounds, write
 from dsx.errors import CheckpointError, ConfigError
 from dsx.schedules.schedule import Action, Op
 from dsx.schedules.simulate import Dependencies
