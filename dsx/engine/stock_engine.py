@@ -13,7 +13,7 @@ from deepspeed.runtime.pipe import engine as stock
 from dsx.engine import stock_module
 from dsx.engine.micro_batches import BatchSource
 from dsx.engine.pipeline_module import PipelineModule
-from dsx.engine.zero.held import adopt_weights
+from dsx.engine.zero.master_shards import adopt_weights
 from dsx.errors import ModelError, UnavailableError
 from dsx.parallel.groups import Groups
 from dsx.parallel.mesh import AXES

@@ -22,7 +22,7 @@ from dsx.checkpoint import plain
 from dsx.checkpoint.claims import MISFITS
 from dsx.config.schema import OuterConfig
 from dsx.engine.rank_progress import RankProgress
-from dsx.engine.zero.held import Held, refresh_weights
+from dsx.engine.zero.master_shards import MasterShard, refresh_weights
 from dsx.errors import RunError
 from dsx.islands.node import IslandNode
 from dsx.islands.ranks import IslandRanks
@@ -214,7 +214,7 @@ class Outer:
         self._saved = frozenset(states).intersection(OUTER_STATES)
         self.state = self._made_state() if OUTER_WEIGHTS in states else None
 
-    def states_of(self, part: Held) -> dict[str, Tensor]:
+    def states_of(self, part: MasterShard) -> dict[str, Tensor]:
         """The states of one master for a checkpoint, by name; those in it while one is loaded."""
         found = {} if self.state is None else self.state.of(part)
         return {name: state for name, state in found.items() if name in self._saved}

@@ -11,7 +11,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from dsx.engine.zero.held import Held, held
+from dsx.engine.zero.master_shards import MasterShard, master_shards
 from dsx.parallel.islands import OUTER_ERROR, OUTER_MOMENTUM, OUTER_STATES, OUTER_WEIGHTS, cut
 
 
@@ -41,7 +41,7 @@ class OuterState:
     """
 
     def __init__(self, engine: Any, *, shares: int, settings: dict[str, Any], carries_errors: bool) -> None:
-        self._parts: tuple[Held, ...] = held(engine)
+        self._parts: tuple[MasterShard, ...] = master_shards(engine)
         names = OUTER_STATES if carries_errors else (OUTER_WEIGHTS, OUTER_MOMENTUM)
         self._kept = {name: [torch.zeros(part.master.numel()) for part in self._parts] for name in names}
         self.ranges = tuple(self._ranges(share, shares) for share in range(shares))
@@ -58,7 +58,7 @@ class OuterState:
             for parameter, buffer in zip(group["params"], self._views(OUTER_MOMENTUM, ranges), strict=True):
                 self._optimizer.state[parameter]["momentum_buffer"] = buffer
 
-    def of(self, part: Held) -> dict[str, Tensor]:
+    def of(self, part: MasterShard) -> dict[str, Tensor]:
         """The states of one master, as large as it and flattened, by name."""
         at = next(at for at, mine in enumerate(self._parts) if mine.master is part.master)
         return {name: tensors[at] for name, tensors in self._kept.items()}

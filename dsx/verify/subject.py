@@ -22,7 +22,7 @@ from dsx.config.resolve import RunConfig, resolve
 from dsx.config.schema import OWN
 from dsx.engine.initialize import initialize
 from dsx.engine.pipeline_module import PipelineModule
-from dsx.engine.zero.held import held
+from dsx.engine.zero.master_shards import master_shards
 from dsx.models.param import ParamSpec
 from dsx.nn.documents import MicroBatch
 from dsx.nn.dropout import Dropout
@@ -118,7 +118,7 @@ class _Watch:
         loss = float(subject.engine.train_batch(batches))
         norm = subject.engine.get_global_grad_norm()
         pieces, spread = [], {}
-        for kept in held(subject.inner):
+        for kept in master_shards(subject.inner):
             before, gradient = self._given.get(id(kept.master), (_copy(kept.master), None))
             after = _copy(kept.master)
             for span in kept.spans:

@@ -28,8 +28,8 @@ from dsx.checkpoint.open import open_checkpoint
 from dsx.checkpoint.plain import as_numpy
 from dsx.checkpoint.run.names import CheckpointedRun, Names, specs_here
 from dsx.checkpoint.run.stored import ALL, Wanted, load_stored
-from dsx.engine.zero.held import held, refresh_weights
 from dsx.engine.zero.loss_scale import scaler_of
+from dsx.engine.zero.master_shards import master_shards, refresh_weights
 from dsx.errors import CheckpointError, DsxError, ModelError
 from dsx.launch.entry import AGREED
 from dsx.launch.processes import agree
@@ -155,7 +155,7 @@ def group_facts(run: CheckpointedRun) -> list[dict[str, Any]]:
         }
         for settings in optimizer.param_groups
     ]
-    for kept in held(run.deepspeed_engine):
+    for kept in master_shards(run.deepspeed_engine):
         mine = [names.of(span.parameter).name for span in kept.spans]
         groups[kept.group]["names"] += mine
         for state, number in kept.numbers().items():

@@ -16,7 +16,7 @@ from dsx.checkpoint.formats.native import StoredBlock
 from dsx.checkpoint.plain import as_numpy
 from dsx.checkpoint.read import Reader
 from dsx.checkpoint.run.names import CheckpointedRun, Names, is_cut
-from dsx.engine.zero.held import held, trained_parameters
+from dsx.engine.zero.master_shards import master_shards, trained_parameters
 from dsx.errors import CheckpointError
 from dsx.models.param import ParamSpec
 from dsx.parallel.islands import OUTER_STATES
@@ -60,7 +60,7 @@ def stored_here(run: CheckpointedRun, *, everything: bool = False) -> Iterator[S
     """
     share = _Share(run, everything)
     number = 0
-    for kept in held(run.deepspeed_engine):
+    for kept in master_shards(run.deepspeed_engine):
         same = all(span.parameter.dtype == kept.master.dtype for span in kept.spans)
         states = {
             WEIGHT if same else MASTER: kept.master.detach().view(-1),
@@ -157,7 +157,7 @@ def load_stored(run: CheckpointedRun, catalog: Catalog, wanted: Wanted = ALL) ->
     if run.outer is not None:
         run.outer.expect({entry.state for entry in catalog.entries})
     names = Names(run)
-    for kept in held(run.deepspeed_engine) if wanted.optimizer else ():
+    for kept in master_shards(run.deepspeed_engine) if wanted.optimizer else ():
         if not kept.spans:
             continue
         found: dict[str, set[float]] = defaultdict(set)

@@ -10,7 +10,7 @@ import deepspeed
 import pytest
 
 import ranks
-from dsx.engine.zero.held import held, refresh_weights
+from dsx.engine.zero.master_shards import master_shards, refresh_weights
 from often import often
 from parity import dsx_run
 from parity.dsx_run import Case
@@ -32,7 +32,7 @@ CASES = [
 def compare(engine: Any) -> tuple[list[float], int]:
     """Largest difference between master and weight, by span; and elements held."""
     worst, count = [], 0
-    for kept in held(engine.deepspeed_engine):
+    for kept in master_shards(engine.deepspeed_engine):
         flat = kept.master.detach().view(-1)
         for span in kept.spans:
             gathered = nullcontext()
@@ -51,7 +51,7 @@ def look(rank: int, world_size: int, case: Case) -> dict[str, Any]:
     for step in range(2):
         engine.train_batch(dsx_run.batches(case, step, engine.groups.dp_rank))
     trained, count = compare(engine)
-    kept = held(engine.deepspeed_engine)
+    kept = master_shards(engine.deepspeed_engine)
     moments = [sorted(one.moments()) for one in kept]
     numbers = [one.numbers() for one in kept]
     for one in kept:

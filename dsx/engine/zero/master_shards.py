@@ -21,7 +21,7 @@ from dsx.parallel.zero import ZeroPlan
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ParameterSpan:
     """Elements ``start`` to ``stop`` of a flattened local parameter, at ``offset`` in a flat tensor."""
 
     parameter: nn.Parameter
@@ -31,7 +31,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class MasterShard:
     """One fp32 tensor that the optimizer updates.
 
     Attributes:
@@ -43,7 +43,7 @@ class Held:
 
     master: torch.Tensor
     group: int
-    spans: tuple[Span, ...]
+    spans: tuple[ParameterSpan, ...]
     optimizer: torch.optim.Optimizer
 
     def moments(self) -> dict[str, torch.Tensor]:
@@ -81,7 +81,7 @@ class Held:
         return found
 
 
-def held(engine: Any) -> tuple[Held, ...]:
+def master_shards(engine: Any) -> tuple[MasterShard, ...]:
     """Every master of this rank, in the optimizer's order; none without an optimizer."""
     wrapper = engine.optimizer
     if wrapper is None:
@@ -124,7 +124,7 @@ def refresh_weights(engine: Any) -> None:
 def adopt_weights(engine: Any) -> None:
     """Make the masters what the model's weights are, which somebody has changed. Not at ZeRO-3."""
     with torch.no_grad():
-        for part in held(engine):
+        for part in master_shards(engine):
             flat = part.master.view(-1)
             for span in part.spans:
                 weights = span.parameter.detach().view(-1)[span.start : span.stop]
@@ -144,7 +144,7 @@ def _refresh_partitions(wrapper: Any) -> None:
 
 def _spans(
     groups: Sequence[Sequence[nn.Parameter]], stage: int, process_group: Any = None, **options: Any
-) -> list[tuple[Span, ...]]:
+) -> list[tuple[ParameterSpan, ...]]:
     """What this rank keeps of each group (stage 0: of each parameter), as :class:`ZeroPlan` cuts them.
 
     Without a process group it keeps all.
@@ -161,7 +161,7 @@ def _spans(
     )
     return [
         tuple(
-            Span(names[piece.name], piece.start, piece.stop, piece.offset)
+            ParameterSpan(names[piece.name], piece.start, piece.stop, piece.offset)
             for piece in buffer.pieces
             if not hasattr(names[piece.name], "dsx_spare")
         )
@@ -169,7 +169,7 @@ def _spans(
     ]
 
 
-def _zero_1_and_2(wrapper: Any) -> Iterator[Held]:
+def _zero_1_and_2(wrapper: Any) -> Iterator[MasterShard]:
     groups = wrapper.bit16_groups
     element_bytes = groups[0][0].element_size()
     alignment = max(1, 16 // element_bytes) if wrapper.parameter_alignment else 1
@@ -182,40 +182,40 @@ def _zero_1_and_2(wrapper: Any) -> Iterator[Held]:
     )
     masters = wrapper.single_partition_of_fp32_groups
     for group, (master, its) in enumerate(zip(masters, spans, strict=True)):
-        yield Held(master=master, group=group, spans=its, optimizer=wrapper.optimizer)
+        yield MasterShard(master=master, group=group, spans=its, optimizer=wrapper.optimizer)
 
 
-def _bf16(wrapper: Any) -> Iterator[Held]:
+def _bf16(wrapper: Any) -> Iterator[MasterShard]:
     spans = _spans(wrapper.bf16_groups, 1, wrapper.real_dp_process_group[0])
     for group, (master, its) in enumerate(zip(wrapper.fp32_groups_flat_partition, spans, strict=True)):
-        yield Held(master=master, group=group, spans=its, optimizer=wrapper.optimizer)
+        yield MasterShard(master=master, group=group, spans=its, optimizer=wrapper.optimizer)
 
 
-def _zero_3(wrapper: Any) -> Iterator[Held]:
+def _zero_3(wrapper: Any) -> Iterator[MasterShard]:
     """Sub-groups are cut parameter by parameter, as a group that nothing closes."""
     spans = _spans(wrapper.fp16_groups, 3, wrapper.dp_process_group, sub_group_size=sys.maxsize)
     for index, (master, its) in enumerate(zip(wrapper.fp32_partitioned_groups_flat, spans, strict=True)):
         group = wrapper.sub_group_to_group_id[index]
-        yield Held(master=master, group=group, spans=its, optimizer=wrapper.optimizer)
+        yield MasterShard(master=master, group=group, spans=its, optimizer=wrapper.optimizer)
 
 
-def _flat_groups(wrapper: Any) -> Iterator[Held]:
+def _flat_groups(wrapper: Any) -> Iterator[MasterShard]:
     spans = _spans(wrapper.fp16_groups, 1)
     for group, (master, its) in enumerate(zip(wrapper.fp32_groups_flat, spans, strict=True)):
-        yield Held(master=master, group=group, spans=its, optimizer=wrapper.optimizer)
+        yield MasterShard(master=master, group=group, spans=its, optimizer=wrapper.optimizer)
 
 
-def _copies(wrapper: Any) -> Iterator[Held]:
+def _copies(wrapper: Any) -> Iterator[MasterShard]:
     for group, (parameters, masters) in enumerate(zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True)):
         for master, its in zip(masters, _spans([parameters], 0), strict=True):
-            yield Held(master=master, group=group, spans=its, optimizer=wrapper.optimizer)
+            yield MasterShard(master=master, group=group, spans=its, optimizer=wrapper.optimizer)
 
 
-def _plain(optimizer: torch.optim.Optimizer) -> Iterator[Held]:
+def _plain(optimizer: torch.optim.Optimizer) -> Iterator[MasterShard]:
     for group, settings in enumerate(optimizer.param_groups):
         trained = list(filter(_is_trained(optimizer), settings["params"]))
         for parameter, its in zip(trained, _spans([trained], 0), strict=True):
-            yield Held(master=parameter, group=group, spans=its, optimizer=optimizer)
+            yield MasterShard(master=parameter, group=group, spans=its, optimizer=optimizer)
 
 
 def _is_trained(optimizer: torch.optim.Optimizer) -> Callable[[nn.Parameter], bool]:
@@ -223,7 +223,7 @@ def _is_trained(optimizer: torch.optim.Optimizer) -> Callable[[nn.Parameter], bo
     return lambda parameter: parameter.requires_grad or parameter in optimizer.state
 
 
-_KINDS: dict[str, tuple[str, Callable[[Any], Iterator[Held]]]] = {
+_KINDS: dict[str, tuple[str, Callable[[Any], Iterator[MasterShard]]]] = {
     "DeepSpeedZeroOptimizer": ("bit16_groups", _zero_1_and_2),
     "BF16_Optimizer": ("bf16_groups", _bf16),
     "DeepSpeedZeroOptimizer_Stage3": ("fp16_groups", _zero_3),
