@@ -331,7 +331,7 @@ class States:
             free(self.take(leaf))
 
     def norm(self, largest: int) -> None:
-        """Squares are taken in fp32, gradient by gradient (dsx/engine/zero/alike.py, square)."""
+        """Squares are taken in fp32, gradient by gradient (dsx/engine/zero/replica_check.py, square)."""
         self.passing("gradient in float32", largest, 4)
 
     # The update

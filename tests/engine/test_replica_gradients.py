@@ -13,7 +13,7 @@ from torch import nn
 
 import ranks
 from dsx import nn as parallel
-from dsx.engine.zero.alike import GradientPart, ReplicaGradients, _projection
+from dsx.engine.zero.replica_check import GradientPart, ReplicaGradients, _projection
 from dsx.errors import ModelError
 
 WIDTH, STEPS = 8, 6

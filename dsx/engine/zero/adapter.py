@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from dsx.engine.chunks import Tie
-from dsx.engine.zero.alike import Parts
 from dsx.engine.zero.loss_scale import LossScale
 from dsx.engine.zero.norm import NormScope, Refuses
 from dsx.engine.zero.reduction import LeftToDeepSpeed, Reduction
+from dsx.engine.zero.replica_check import Parts
 
 
 class ZeroAdapter:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dsx.engine.zero.alike import Parts, ReplicaGradients, sum_of_squares
+from dsx.engine.zero.replica_check import Parts, ReplicaGradients, sum_of_squares
 from dsx.parallel.groups import Groups
 
 Refuses = Callable[[torch.Tensor], bool]

@@ -11,9 +11,9 @@ from torch import nn
 
 from dsx.engine.chunks import Tie
 from dsx.engine.zero.adapter import ZeroAdapter
-from dsx.engine.zero.alike import GradientPart
 from dsx.engine.zero.calls import GradientHooks
 from dsx.engine.zero.held import held
+from dsx.engine.zero.replica_check import GradientPart
 from dsx.errors import ConfigError
 
 

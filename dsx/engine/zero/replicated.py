@@ -16,8 +16,8 @@ from torch import nn
 
 from dsx.engine.chunks import Tie
 from dsx.engine.zero.adapter import ZeroAdapter
-from dsx.engine.zero.alike import GradientPart
 from dsx.engine.zero.norm import Refuses
+from dsx.engine.zero.replica_check import GradientPart
 
 
 class ReplicatedAdapter(ZeroAdapter):

@@ -36,9 +36,9 @@ from torch import nn
 
 from dsx.engine.chunks import Tie, TiedUse
 from dsx.engine.zero.adapter import ZeroAdapter
-from dsx.engine.zero.alike import GradientPart
 from dsx.engine.zero.calls import GradientHooks
 from dsx.engine.zero.reduction import LeftToDeepSpeed
+from dsx.engine.zero.replica_check import GradientPart
 from dsx.errors import ConfigError, LayoutError
 from dsx.parallel.groups import Groups
 from dsx.schedules.gathers import ChunkHolds, GatherPlan, StepTrace
