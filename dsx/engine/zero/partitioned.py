@@ -12,7 +12,7 @@ from torch import nn
 from dsx.engine.chunks import Tie
 from dsx.engine.zero.adapter import ZeroAdapter
 from dsx.engine.zero.calls import GradientHooks
-from dsx.engine.zero.held import held
+from dsx.engine.zero.master_shards import master_shards
 from dsx.engine.zero.replica_check import GradientPart
 from dsx.errors import ConfigError
 
@@ -38,7 +38,7 @@ class PartitionedAdapter(ZeroAdapter):
         optimizer = self._optimizer
         # Sums in another precision than the parameters' are kept by hooks.
         self.needs_backward = optimizer.use_separate_grad_accum or optimizer.use_grad_accum_attribute
-        self._spans = [each.spans for each in held(self._engine)]
+        self._spans = [each.spans for each in master_shards(self._engine)]
         self._places = {id(span.parameter): (at, span) for at, its in enumerate(self._spans) for span in its}
         self._flat: dict[int, torch.Tensor] = {}
         tied = [(tie, index) for tie in self._ties for index in self._groups_of(tie)]
