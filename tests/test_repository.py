@@ -98,10 +98,11 @@ def test_what_needs_no_tensors_loads_nothing_heavy():
 
 
 # Of dsx, by a recipe up to its first step, without what records layers that no cache knows yet.
-MOST_MODULES = 148
+MOST_MODULES = 149
 RECORDING = {
     "hub",
     "hub.anatomy",
+    "hub.on_meta",
     "hub.values",
     "memory.module_gathers",
     "memory.device",

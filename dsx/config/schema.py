@@ -642,16 +642,11 @@ class OuterOptimizerConfig(SchemaBlock):
     DiLoCo (arXiv:2311.08105) has lr 0.7 and momentum 0.9, for weights that one job has trained before.
     """
 
-    warmup: float = Field(
+    warmup: Annotated[float, Field(ge=0, lt=1)] = Field(
         default=0.25,
-        ge=0,
-        lt=1,
-        description="Part of the run's steps, from the first one on, whose rounds take the mean as it is. "
-        "Movements of fresh weights point every way, and momentum would carry them on.",
+        description="Part of the run's steps, the first ones, whose rounds take the mean as it is.",
     )
-    lr: Annotated[float, Field(gt=0)] = Field(
-        default=0.7, description="Rate after that; 1 takes the mean as it is."
-    )
+    lr: Annotated[float, Field(gt=0)] = Field(default=0.7, description="Rate after that; 1 is the mean.")
     momentum: float = Field(default=0.7, ge=0, lt=1, description="Momentum after that, over rounds.")
     nesterov: bool = Field(default=True, description="Nesterov's momentum, if there is any.")
 

@@ -262,7 +262,7 @@ class _Shuffle:
             del self.begins[block]
 
 
-class Stream:
+class SampleStream:
     """Streamed training sequences by global number; the numbers asked of a lane must not fall.
 
     Thread-safe: one thread may take samples while another asks for the state.

@@ -20,7 +20,7 @@ from dsx.data.packs import Windows
 from dsx.errors import DataError
 
 if TYPE_CHECKING:  # loaded where text is streamed
-    from dsx.data.lanes import Stream, StreamedSource, StreamState
+    from dsx.data.lanes import SampleStream, StreamedSource, StreamState
 
 
 def prepare_text(
@@ -76,7 +76,7 @@ class Text:
             TextPart(name=part.called, share=float(share), corpus=corpus)
             for part, share, corpus in zip(parts, self._shares.shares, corpora, strict=True)
         )
-        self._stream: Stream | None = None
+        self._stream: SampleStream | None = None
         self._stream_state: StreamState = {}
 
     @classmethod
@@ -133,10 +133,10 @@ class Text:
             in_flight: Global samples that may be taken ahead of training.
         """
         if self._data.streaming:
-            from dsx.data.lanes import Stream
+            from dsx.data.lanes import SampleStream
 
             self._stream_state = self.together([self.state(cursor)])
-            self._stream = Stream(
+            self._stream = SampleStream(
                 [part.name for part in self.parts],
                 self._open_stream,
                 self._shares,

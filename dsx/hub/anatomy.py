@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from dsx.errors import ModelError
-from dsx.hub.on_meta import parameters_on_meta
+from dsx.hub.on_meta import copied, parameters_on_meta, put_plain_modules
 from dsx.models.config_values import at
 from dsx.models.quiet_transformers import quiet_transformers, torch_forms
 from dsx.nn.documents import PerMicroBatch, Places
@@ -136,8 +136,6 @@ def without_weights(config: Mapping[str, Any]) -> nn.Module:
         ModelError: transformers has no such family or no causal language model of it, or refuses the config.
     """
     from transformers import AutoModelForCausalLM
-    from transformers.activations import FastGELUActivation, NewGELUActivation
-    from transformers.pytorch_utils import Conv1D
 
     described = hf_config_of(config)
     check_one_stack(described)
@@ -152,13 +150,7 @@ def without_weights(config: Mapping[str, Any]) -> nn.Module:
             f"transformers cannot make its causal language model ({_told(error)})",
             "give the config of one that AutoModelForCausalLM makes",
         ) from None
-    for path, module in list(model.named_modules()):
-        if isinstance(module, Conv1D):  # a linear by another name, which dsx cuts, adapts and defers as one
-            linear: Any = nn.Linear(module.nx, module.nf, device="meta")
-            linear.turned = True
-            model.set_submodule(path, linear)
-        elif isinstance(module, NewGELUActivation | FastGELUActivation):  # torch has it in one operator
-            model.set_submodule(path, nn.GELU(approximate="tanh"))
+    put_plain_modules(model)
     return model.train()
 
 
@@ -188,26 +180,6 @@ def check_one_stack(described: Any) -> None:
             "it has an encoder and a decoder, and dsx trains language models that are one stack of blocks",
             "use a decoder-only model",
         )
-
-
-def copied(module: nn.Module, memo: dict[int, Any] | None = None) -> Any:
-    """A copy of a module of the model, its parameters on the meta device those of the model.
-
-    Buffers are copied by an operator, which tensors without storage have too.
-
-    Args:
-        module: Of the model.
-        memo: What stands for objects inside, by their ids, as ``copy.deepcopy`` takes it.
-    """
-    memo = {} if memo is None else memo
-    waiting = [module]
-    while waiting:
-        inner = waiting.pop()
-        for value in (*vars(inner).values(), *inner._parameters.values(), *inner._buffers.values()):  # noqa: SLF001
-            if isinstance(value, Tensor):
-                memo.setdefault(id(value), value if value.is_meta else value.clone())
-        waiting += [child for child in inner.children() if id(child) not in memo]
-    return copy.deepcopy(module, memo)
 
 
 class Placeholder(nn.Module):

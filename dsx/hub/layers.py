@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from dsx.hub import values
-from dsx.hub.anatomy import BlockCall, Trunk, anatomy_of, copied
+from dsx.hub.anatomy import BlockCall, Trunk, anatomy_of
 from dsx.hub.balance import Routers, fresh_sums, sums_of
+from dsx.hub.on_meta import copied
 from dsx.hub.read import block_plan
 from dsx.hub.tensor_plan import apply_plan, set_dropouts, sum_gradients
 from dsx.models.spec import HubModel, Recompute

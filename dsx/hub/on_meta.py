@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -61,3 +62,37 @@ def made_with(parameter: nn.Parameter) -> Tensor | None:
 def forget(parameter: nn.Parameter) -> None:
     """Let go of what a parameter's module made it with: its fresh values come from elsewhere."""
     vars(parameter).pop("made_with", None)
+
+
+def put_plain_modules(model: nn.Module) -> None:
+    """Put torch's modules in the place of transformers' that do the same; such linears are ``turned``."""
+    from transformers.activations import FastGELUActivation, NewGELUActivation
+    from transformers.pytorch_utils import Conv1D
+
+    for path, module in list(model.named_modules()):
+        if isinstance(module, Conv1D):  # a linear, which dsx cuts, adapts and defers as one
+            linear: Any = nn.Linear(module.nx, module.nf, device="meta")
+            linear.turned = True
+            model.set_submodule(path, linear)
+        elif isinstance(module, NewGELUActivation | FastGELUActivation):  # torch has it in one operator
+            model.set_submodule(path, nn.GELU(approximate="tanh"))
+
+
+def copied(module: nn.Module, memo: dict[int, Any] | None = None) -> Any:
+    """A copy of a module of the model, its parameters on the meta device those of the model.
+
+    Buffers are copied by an operator, which tensors without storage have too.
+
+    Args:
+        module: Of the model.
+        memo: What stands for objects inside, by their ids, as ``copy.deepcopy`` takes it.
+    """
+    memo = {} if memo is None else memo
+    waiting = [module]
+    while waiting:
+        inner = waiting.pop()
+        for value in (*vars(inner).values(), *inner._parameters.values(), *inner._buffers.values()):  # noqa: SLF001
+            if isinstance(value, Tensor):
+                memo.setdefault(id(value), value if value.is_meta else value.clone())
+        waiting += [child for child in inner.children() if id(child) not in memo]
+    return copy.deepcopy(module, memo)

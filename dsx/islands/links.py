@@ -45,7 +45,7 @@ def own_address(towards: str) -> str:
     return socket.gethostname()
 
 
-class Link:
+class PeerLink:
     """One connection, on which whole messages are sent and received.
 
     Args:
@@ -78,7 +78,7 @@ class Link:
         patience_seconds: float,
         connect_seconds: float,
         moved: Moved = lambda _: None,
-    ) -> Link:
+    ) -> PeerLink:
         """Connect with the first island. Raises LinkError."""
         try:
             async with asyncio.timeout(connect_seconds):
@@ -210,7 +210,7 @@ class Listener:
         host: The address at which to listen.
         port: 0 for any free one.
         keys: With which both ends show who they are; None for nobody to be asked.
-        patience_seconds: As for :class:`Link`.
+        patience_seconds: As for :class:`PeerLink`.
         moved: As for it.
 
     Raises:
@@ -221,8 +221,8 @@ class Listener:
         self, host: str, port: int, keys: ssl.SSLContext | None, patience_seconds: float, moved: Moved
     ) -> None:
         self._keys, self._patience, self._moved = keys, patience_seconds, moved
-        self._strangers: dict[Link, None] = {}
-        self._links: set[Link] = set()
+        self._strangers: dict[PeerLink, None] = {}
+        self._links: set[PeerLink] = set()
         self._server: asyncio.Server | None = None
         try:
             self._socket = socket.create_server((host, port), family=_family(host), backlog=128)
@@ -235,7 +235,7 @@ class Listener:
         port = int(self._socket.getsockname()[1])
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
-    async def start(self, serve: Callable[[Link, Header], Awaitable[None]]) -> None:
+    async def start(self, serve: Callable[[PeerLink, Header], Awaitable[None]]) -> None:
         """Begin to take connections.
 
         Args:
@@ -243,7 +243,7 @@ class Listener:
         """
 
         async def come(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            link = Link(reader, writer, self._patience, self._moved)
+            link = PeerLink(reader, writer, self._patience, self._moved)
             self._links.add(link)
             self._strangers[link] = None
             if len(self._strangers) > _MOST_STRANGERS:

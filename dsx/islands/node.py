@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from dsx.errors import ConfigError
 from dsx.islands.keys import context_of
-from dsx.islands.links import Header, Link, Listener, own_address
+from dsx.islands.links import Header, Listener, PeerLink, own_address
 from dsx.launch.entry import local_world_size
 from dsx.parallel.islands import Islands, is_loopback, place_of
 
@@ -89,14 +89,14 @@ class IslandNode:
         """Have something done in the loop, and do not wait for it."""
         self._loop.call_soon_threadsafe(action)
 
-    def serve(self, served: Callable[[Link, Header], Awaitable[None]]) -> None:
+    def serve(self, served: Callable[[PeerLink, Header], Awaitable[None]]) -> None:
         """Begin to take connections, on a rank of the first island."""
         assert self._listener is not None, "it is of the first island"
         self.call(self._listener.start(served))
 
-    async def linked(self, address: str) -> Link:
+    async def linked(self, address: str) -> PeerLink:
         """A new link with a rank of the first island. Raises LinkError."""
-        return await Link.to(
+        return await PeerLink.to(
             address,
             self._keys,
             patience_seconds=self.islands.patience_seconds,

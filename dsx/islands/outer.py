@@ -27,7 +27,7 @@ from dsx.errors import RunError
 from dsx.islands.node import IslandNode
 from dsx.islands.ranks import IslandRanks
 from dsx.islands.standing import OuterReport, Ready, Standing
-from dsx.islands.star import First, Other, Outcome, Share, State
+from dsx.islands.star import First, Other, RoundOutcome, Share, State
 from dsx.islands.state import OuterState
 from dsx.parallel.groups import Groups
 from dsx.parallel.islands import OUTER_STATES, OUTER_WEIGHTS, Rounds
@@ -78,7 +78,7 @@ class _Flight:
     began: float
     stood_seconds: float = 0.0
     thread: threading.Thread = field(init=False)
-    outcome: Outcome | None = None
+    outcome: RoundOutcome | None = None
     error: Exception | None = None
 
 

@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from dsx.errors import RunError
-from dsx.islands.links import Header, Link, LinkError
+from dsx.islands.links import Header, LinkError, PeerLink
 from dsx.islands.membership import Membership
 from dsx.islands.node import CONNECT_SECONDS, IslandNode
 from dsx.islands.ranks import IslandRanks
@@ -43,7 +43,7 @@ sizes), and what rounding kept back of each before; nothing for wires that carry
 
 
 @dataclass(slots=True, kw_only=True)
-class Outcome:
+class RoundOutcome:
     """A round that counts.
 
     Attributes:
@@ -112,7 +112,7 @@ class Star:
         limits = {"last_step": self._last_step, "shares": self._shares}
         return ready.standing.impossible(**limits) or Standing(facts=ready.facts).impossible(**limits)
 
-    async def _beat(self, link: Link, said: Callable[[], Header]) -> None:
+    async def _beat(self, link: PeerLink, said: Callable[[], Header]) -> None:
         """Say now and then that this island is there."""
         with suppress(LinkError):
             while True:
@@ -120,7 +120,7 @@ class Star:
                 await link.send(said())
         link.shut()
 
-    async def _adoptable(self, link: Link) -> State:
+    async def _adoptable(self, link: PeerLink) -> State:
         """A state that is to come next. Raises LinkError."""
         whole = [(0, 0, self._elements())]
         header, data = await link.receive(bytes_due(whole, "fp32"))
@@ -132,7 +132,7 @@ class Star:
             raise LinkError("its weights are not finite")
         return standing, flat
 
-    async def _give(self, link: Link, state: State | None) -> int:
+    async def _give(self, link: PeerLink, state: State | None) -> int:
         """Send this rank's part of a state; the bytes. Raises LinkError."""
         if state is None:
             raise LinkError("there is no state yet")
@@ -156,7 +156,7 @@ class _Meeting:
         self.links = {island: asyncio.get_running_loop().create_future() for island in found.members[1:]}
         self.over, self.end = asyncio.Event(), Header()
 
-    async def each(self, islands: Iterable[int], work: Callable[[Link], Awaitable[T]]) -> dict[int, T]:
+    async def each(self, islands: Iterable[int], work: Callable[[PeerLink], Awaitable[T]]) -> dict[int, T]:
         """What comes of work with the links of islands, at once; those where it fails are left out."""
 
         async def one(island: int) -> T | None:
@@ -187,11 +187,11 @@ class First(Star):
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self._membership = Membership(self.node.islands.count, self._patience)
-        self._lives: dict[int, tuple[str, Link]] = {}
+        self._lives: dict[int, tuple[str, PeerLink]] = {}
         self._meeting: _Meeting | None = None
         self.node.serve(self._serve)
 
-    def go_through(self, ready: Ready, share_of: Callable[[int], Share]) -> Outcome | None:
+    def go_through(self, ready: Ready, share_of: Callable[[int], Share]) -> RoundOutcome | None:
         """A round; None if this island is to end. Collective.
 
         Args:
@@ -227,7 +227,7 @@ class First(Star):
         finally:
             self.node.soon(meeting.over.set)
 
-    async def _serve(self, link: Link, header: Header) -> None:
+    async def _serve(self, link: PeerLink, header: Header) -> None:
         """Answer a link to its end. Raises LinkError."""
         island, kind = header.get("island"), header.get("kind")
         others = range(1, self.node.islands.count)
@@ -243,7 +243,7 @@ class First(Star):
         else:
             raise LinkError("what came is no message of dsx's")
 
-    async def _converse(self, link: Link, island: int, hello: Header) -> None:
+    async def _converse(self, link: PeerLink, island: int, hello: Header) -> None:
         life, known = str(hello.get("life")), self._lives.get(island)
         twin = known is not None and known[0] != life
         if why := "twin" if twin else "layout" if hello.get("layout") != self._layout else "":
@@ -294,7 +294,7 @@ class First(Star):
         self._meeting = _Meeting(found, self._patience)
         return self._meeting
 
-    async def _meet(self, link: Link, island: int, name: Any) -> None:
+    async def _meet(self, link: PeerLink, island: int, name: Any) -> None:
         """Have a link in the round of this name, once this rank has come to it, until that is over."""
         deadline = time.monotonic() + self._patience
         while self._meeting is None or self._meeting.round.name != name:
@@ -324,7 +324,7 @@ class First(Star):
         found = meeting.round
         if found.source:
 
-            async def given(link: Link) -> State:
+            async def given(link: PeerLink) -> State:
                 came = await self._adoptable(link)
                 _require_told(found, came)
                 return came
@@ -340,15 +340,15 @@ class First(Star):
         self, meeting: _Meeting, due: Sequence[int], mean: bytearray | None
     ) -> tuple[dict[int, tuple[Header, bytearray]], int]:
         """Send a mean while the next segment of every movement comes: that, and to how many it has gone."""
-        tells = partial(Link.send, header={"kind": "mean"}, payload=mean or b"")
+        tells = partial(PeerLink.send, header={"kind": "mean"}, payload=mean or b"")
         sending = asyncio.ensure_future(meeting.each(() if mean is None else meeting.links, tells))
         came: dict[int, tuple[Header, bytearray]] = {}
         for size in due:
             movers = (island for island in meeting.round.moved if island)
-            came = await meeting.each(movers, partial(Link.receive, due=size))
+            came = await meeting.each(movers, partial(PeerLink.receive, due=size))
         return came, len(await sending)
 
-    def _averaged(self, meeting: _Meeting, pieces: list[Tensor], kept: list[Tensor]) -> Outcome | None:
+    def _averaged(self, meeting: _Meeting, pieces: list[Tensor], kept: list[Tensor]) -> RoundOutcome | None:
         """The mean of the movements that come; None if that is not finite."""
         call, wire, found = self.node.call, self._wire, meeting.round
         moved, means = 0 in found.moved, [torch.empty_like(piece) for piece in pieces]
@@ -381,7 +381,7 @@ class First(Star):
             came, sent = call(self._turn(meeting, dues[number + 1 : number + 2], data))
             sent_bytes += sent * len(data)
             self.node.moved(1)
-        return Outcome(means=means, errors=left, sent_bytes=sent_bytes)
+        return RoundOutcome(means=means, errors=left, sent_bytes=sent_bytes)
 
 
 class Other(Star):
@@ -391,7 +391,7 @@ class Other(Star):
         super().__init__(*arguments, **settings)
         self._life, self._refused, self._trouble = secrets.token_hex(8), "", ""
         self._tried, self._met = threading.Event(), False
-        self._link: Link | None = None
+        self._link: PeerLink | None = None
         self._first: tuple[Standing, list[str]] = Standing(), []
         self._answer: asyncio.Future[Round | None] | None = None
         self._waits_since = 0.0
@@ -422,7 +422,7 @@ class Other(Star):
         names = self._ranks.told(None if found is None else found[0].name)
         return found if len(set(names)) == 1 else None
 
-    def go_through(self, ready: Ready, share_of: Callable[[int], Share]) -> Outcome | None:
+    def go_through(self, ready: Ready, share_of: Callable[[int], Share]) -> RoundOutcome | None:
         """As the first island does; None as well if the round was without this one.
 
         Raises:
@@ -433,7 +433,7 @@ class Other(Star):
         if told is None:
             return None
         found, self._first = told
-        outcome: Outcome | None = None
+        outcome: RoundOutcome | None = None
         try:
             self._require_possible(found, ready)
             outcome = self.node.call(self._come(found, share_of(found.standing.version % self._shares)))
@@ -478,7 +478,7 @@ class Other(Star):
                     return
             await asyncio.sleep(self._beat_seconds)
 
-    async def _converse(self, link: Link) -> str:
+    async def _converse(self, link: PeerLink) -> str:
         """Until it breaks off, which is a LinkError, or the first island refuses this one: why."""
         beats = asyncio.ensure_future(self._beat(link, lambda: {"kind": "here"}))
         try:
@@ -531,7 +531,7 @@ class Other(Star):
             self.news.append(f"the first island is not there: {self._trouble}")
         return None if found is None else (found, self._first)
 
-    async def _opened(self, header: Header) -> Link:
+    async def _opened(self, header: Header) -> PeerLink:
         """A link with this rank's peer in the first island, and a first word. Raises LinkError."""
         addresses = self._first[1]
         if len(addresses) != self._ranks.size:
@@ -547,10 +547,10 @@ class Other(Star):
         finally:
             link.close()
 
-    async def _come(self, found: Round, mine: Share) -> Outcome:
+    async def _come(self, found: Round, mine: Share) -> RoundOutcome:
         """Send this rank's part, and take the mean. Raises LinkError."""
         (pieces, kept), wire, me = mine, self._wire, self._me
-        outcome = Outcome(means=[torch.empty_like(piece) for piece in pieces], errors=kept)
+        outcome = RoundOutcome(means=[torch.empty_like(piece) for piece in pieces], errors=kept)
         cuts = segments([piece.numel() for piece in pieces])
         link = await self._opened({"kind": "round", "round": found.name})
         sending = asyncio.ensure_future(self._send(link, found, mine, cuts, outcome))
@@ -578,7 +578,7 @@ class Other(Star):
         return outcome
 
     async def _send(
-        self, link: Link, found: Round, mine: Share, cuts: Sequence[Segment], outcome: Outcome
+        self, link: PeerLink, found: Round, mine: Share, cuts: Sequence[Segment], outcome: RoundOutcome
     ) -> None:
         (pieces, kept), me = mine, self._me
         if me == found.source:

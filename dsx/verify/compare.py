@@ -138,7 +138,7 @@ def shares_of(seen: Tensor, parts: Tensor, dp: int) -> tuple[diagnosis.Shares | 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
+class TensorPlaces:
     """Where a layout has its tensors.
 
     Attributes:
@@ -169,7 +169,7 @@ class Places:
 
 
 def gradient_facts(
-    places: Places,
+    places: TensorPlaces,
     name: str,
     step: ObservedStep,
     each: Sequence[Mapping[str, Tensor]],
@@ -209,7 +209,7 @@ def gradient_facts(
 
 
 def norm_facts(
-    places: Places, seen: float | None, norm: float, squares: Mapping[str, float], expected: Evaluation
+    places: TensorPlaces, seen: float | None, norm: float, squares: Mapping[str, float], expected: Evaluation
 ) -> diagnosis.NormFacts:
     """A norm against the reference's, with the sums of squares that make it up."""
     return diagnosis.NormFacts(
@@ -382,7 +382,7 @@ class TrainingComparison:
         self._run, self._bench = run, bench
         mesh = run.mesh
         self._degrees = diagnosis.AxisSizes(mesh=mesh, micro_batches=run.micro_batches)
-        self._places = Places(
+        self._places = TensorPlaces(
             known=observation.tensor_infos(run), holders=observation.holders(run), degrees=self._degrees
         )
         self._updates = bench.updates()

@@ -26,7 +26,7 @@ import torch
 from dsx.errors import ConfigError, DataError
 from dsx.islands import links
 from dsx.islands.keys import context_of, key_file, write_keys
-from dsx.islands.links import Link, LinkError
+from dsx.islands.links import LinkError, PeerLink
 from dsx.islands.node import IslandNode
 from dsx.islands.standing import Ready, Round, Standing
 from dsx.islands.star import First, Other
@@ -146,9 +146,9 @@ class Talk:
         return data
 
 
-async def linked(first: Site, keys: Path | None, island: int = 1) -> Link:
+async def linked(first: Site, keys: Path | None, island: int = 1) -> PeerLink:
     context = None if keys is None else context_of(keys, island, serves=False)
-    return await Link.to(first.node.address, context, patience_seconds=PATIENCE, connect_seconds=PATIENCE)
+    return await PeerLink.to(first.node.address, context, patience_seconds=PATIENCE, connect_seconds=PATIENCE)
 
 
 def plain(first: Site) -> socket.socket:
@@ -272,7 +272,7 @@ def test_what_is_no_message_takes_no_memory(data: bytes, what: str) -> None:
     near, far = socket.socketpair()
 
     async def read() -> None:
-        await Link(*await asyncio.open_connection(sock=far), PATIENCE).receive()
+        await PeerLink(*await asyncio.open_connection(sock=far), PATIENCE).receive()
 
     tracemalloc.start()
     near.sendall(data)
@@ -289,7 +289,9 @@ def test_messages_come_whole_in_order_and_counted() -> None:
     payloads = [b"", b"x", bytes(range(256)) * 4000]  # the last one is more than a socket's buffers hold
 
     async def sent_and_received() -> list[int]:
-        sender, receiver = [Link(*await asyncio.open_connection(sock=end), PATIENCE) for end in (near, far)]
+        sender, receiver = [
+            PeerLink(*await asyncio.open_connection(sock=end), PATIENCE) for end in (near, far)
+        ]
 
         async def send() -> list[int]:
             return [await sender.send({"who": "île"}, payload) for payload in payloads]
@@ -514,7 +516,7 @@ LIES = {
 def test_an_island_holds_the_first_one_to_what_is_due(
     first: Site, keys: Path, monkeypatch: pytest.MonkeyPatch, mean: bytes, why: str
 ) -> None:
-    async def meet(self: First, link: Link, island: int, name: Any) -> None:
+    async def meet(self: First, link: PeerLink, island: int, name: Any) -> None:
         await link.send({"kind": "mean"}, mean)
         await link.send({"kind": "end", "members": [0, 1], "moved": [0, 1]})
         await link.ended()
