@@ -101,7 +101,7 @@ def test_what_needs_no_tensors_loads_nothing_heavy():
 MOST_MODULES = 149
 RECORDING = {
     "hub",
-    "hub.anatomy",
+    "hub.model_structure",
     "hub.on_meta",
     "hub.values",
     "memory.module_gathers",

@@ -227,7 +227,7 @@ def _is_own(dsx: DsxConfig, family: object, place: str) -> bool:
 
 def _of_hub(config: Mapping[str, Any], plan: Mapping[str, str | None]) -> tuple[dict[str, Any], Model]:
     """The config as its family wants it, and the model that transformers makes of it."""
-    from dsx.hub.anatomy import (
+    from dsx.hub.model_structure import (
         check_keys,
         with_family_floats,
     )  # here: dsx's own families need no transformers
@@ -240,7 +240,7 @@ def _of_hub(config: Mapping[str, Any], plan: Mapping[str, str | None]) -> tuple[
 
 def _keys_of(config: Mapping[str, Any], place: str) -> set[str]:
     """Every key of a transformers family's config."""
-    from dsx.hub.anatomy import hf_config_of
+    from dsx.hub.model_structure import hf_config_of
 
     try:
         made = hf_config_of(config)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dsx.hub.anatomy import BlockCall, without_storage
+from dsx.hub.model_structure import BlockCall, without_storage
 from dsx.hub.tensor_plan import COLUMN, GATHERS, ROW, SPLITS, SUMMED, BlockPlan, children, divide, is_region
 from dsx.models.quiet_transformers import torch_forms
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from dsx.hub import values
-from dsx.hub.anatomy import BlockCall, Trunk, anatomy_of
 from dsx.hub.balance import Routers, fresh_sums, sums_of
+from dsx.hub.model_structure import BlockArguments, BlockCall, structure_of
 from dsx.hub.on_meta import copied
 from dsx.hub.read import block_plan
 from dsx.hub.tensor_plan import apply_plan, set_dropouts, sum_gradients
@@ -46,7 +46,7 @@ def settled(module: nn.Module, model: HubModel, weights: Weights, summed: set[st
         for name, buffer in inner.named_buffers(recurse=False):
             # Those that are stored with the weights have their dtype, as from_pretrained gives it.
             stored = name not in inner._non_persistent_buffers_set and buffer.is_floating_point()  # noqa: SLF001
-            wide = anatomy_of(model.config).keeps_wide(f"{paths[inner]}.{name}")
+            wide = structure_of(model.config).keeps_wide(f"{paths[inner]}.{name}")
             setattr(inner, name, buffer.to(weights.device, weights.dtype if stored and not wide else None))
     weights.initialise(module)
     memory = dict(model.own_values)
@@ -63,8 +63,8 @@ class HubEmbedding(nn.Module):
 
     def __init__(self, model: HubModel, weights: Weights) -> None:
         super().__init__()
-        anatomy = anatomy_of(model.config)
-        self.word: Any = copied(anatomy.model.get_submodule(anatomy.embedding))
+        structure = structure_of(model.config)
+        self.word: Any = copied(structure.model.get_submodule(structure.embedding))
         others = {f"word.{name}" for name, _ in self.word.named_parameters() if name != "weight"}
         settled(self, model, weights, others if weights.tp.size > 1 else set())
         self.num_valid, self._balance = _vocabulary(self.word, weights), model.balance
@@ -105,10 +105,10 @@ class HubStart(nn.Module):
 
     def __init__(self, model: HubModel, weights: Weights) -> None:
         super().__init__()
-        anatomy = anatomy_of(model.config)
+        structure = structure_of(model.config)
         self._tp, self._sums = weights.tp, model.balance is not None
         self._handed: Tensor | None = None
-        self.base = anatomy.stripped(anatomy.before, self._called, weights.device, weights.dtype)
+        self.base = structure.stripped(structure.before, self._called, weights.device, weights.dtype)
         set_dropouts(self.base, weights.tp, sharded=False)
         settled(self, model, weights, set())
 
@@ -139,20 +139,25 @@ class HubBlock(nn.Module):
     compiled: Callable[..., Tensor] | None = None
 
     def __init__(
-        self, model: HubModel, weights: Weights, number: int, trunk: Trunk, recompute: Recompute
+        self,
+        model: HubModel,
+        weights: Weights,
+        number: int,
+        arguments: BlockArguments,
+        recompute: Recompute,
     ) -> None:
         super().__init__()
-        anatomy = anatomy_of(model.config)
-        self.block = copied(anatomy.list_of_blocks[number])
-        self._number, self._trunk, self._recompute = number, trunk, recompute
+        structure = structure_of(model.config)
+        self.block = copied(structure.list_of_blocks[number])
+        self._number, self._arguments, self._recompute = number, arguments, recompute
         self._times = weights.tp.size if weights.tp.sequence else 1
-        self._wide = tuple(path for path, _ in self.named_buffers() if anatomy.keeps_wide(path))
-        summed = apply_plan(self.block, block_plan(model, anatomy, number), weights.tp, weights.split)
+        self._wide = tuple(path for path, _ in self.named_buffers() if structure.keeps_wide(path))
+        summed = apply_plan(self.block, block_plan(model, structure, number), weights.tp, weights.split)
         settled(self, model, weights, {f"block.{path}" for path in summed})
         for inner in filter(loops_over_children, self.block.modules()):
             inner._z3_leaf = True  # noqa: SLF001 (deepspeed/utils/z3_leaf_module.py)
-        self._balance, path = model.balance, f"{anatomy.blocks}.{number}"
-        self._routers = None if self._balance is None else Routers(anatomy.model, self.block, path)
+        self._balance, path = model.balance, f"{structure.blocks}.{number}"
+        self._routers = None if self._balance is None else Routers(structure.model, self.block, path)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Buffers that transformers keeps in float32 keep their bits when an engine casts the layer."""
@@ -167,7 +172,7 @@ class HubBlock(nn.Module):
         """[B, s, ...] to the same, and the sums of an auxiliary loss beside it."""
         x, sums, places = Stream.of(given, sums=self._balance is not None)
         length, training = x.shape[1] * self._times, self.training
-        call = self._trunk.call(self._number, x, length, places, training=training)
+        call = self._arguments.call(self._number, x, length, places, training=training)
         run = partial(self._run, call)
         if self._recompute == "full":
             run = partial(recomputed, run, random=training)
@@ -236,11 +241,11 @@ class HubEnd(nn.Module):
 
     def __init__(self, model: HubModel, weights: Weights) -> None:
         super().__init__()
-        anatomy = anatomy_of(model.config)
+        structure = structure_of(model.config)
         self._last, self._given, self._width = model.num_layers - 1, list[Tensor](), model.hidden_size
         self._times = weights.tp.size if weights.tp.sequence else 1
-        self._plain = anatomy.after[0] if anatomy.plain_end else None
-        self.base = anatomy.stripped(anatomy.after, self._called, weights.device, weights.dtype)
+        self._plain = structure.after[0] if structure.plain_end else None
+        self.base = structure.stripped(structure.after, self._called, weights.device, weights.dtype)
         if self._plain is not None:
             norm = self.base.get_submodule(self._plain)
             self.base = _only(self._plain, norm)
@@ -276,11 +281,11 @@ class Ending:
     """The family's forward after its base: scaling, output linear, soft cap."""
 
     def __init__(self, model: HubModel) -> None:
-        anatomy = anatomy_of(model.config)
-        whole = anatomy.model
+        structure = structure_of(model.config)
+        whole = structure.model
         base, head = _Base(), _HeadOf()
         memo: dict[int, Any] = {}
-        for path, place in ((anatomy.base, base), (anatomy.head, head)):
+        for path, place in ((structure.base, base), (structure.head, head)):
             module = whole.get_submodule(path)
             vars(place).update({k: v for k, v in vars(module).items() if k not in vars(place)})
             memo[id(module)] = place  # with the module's own settings, which the family's forward may read
@@ -367,8 +372,8 @@ class HubHead(nn.Module):
 
     def __init__(self, model: HubModel, weights: Weights, ending: Ending) -> None:
         super().__init__()
-        anatomy = anatomy_of(model.config)
-        self.word: Any = copied(anatomy.model.get_submodule(anatomy.head))
+        structure = structure_of(model.config)
+        self.word: Any = copied(structure.model.get_submodule(structure.head))
         settled(self, model, weights, set())
         size, rows = weights.specs["word.weight"].shape[0], self.word.weight.shape[0]
         valid = own_rows(size, rows, weights.tp)[1]
@@ -404,7 +409,7 @@ def entries(
         device: Of the parameters.
         recompute: What each block computes again in backward.
     """
-    trunk = Trunk(anatomy_of(model.config), torch.device(device or "cpu"), weights(0).dtype)
+    arguments = BlockArguments(structure_of(model.config), torch.device(device or "cpu"), weights(0).dtype)
     ending, tied, first = Ending(model), model.tied_embeddings, model.kinds.index("Block")
     for layer, kind in enumerate(model.kinds):
         own = weights(0 if tied and kind == "Head" else layer)
@@ -413,7 +418,7 @@ def entries(
         elif kind == "Positions":
             yield HubStart, (model, own), False, None
         elif kind == "Block":
-            yield HubBlock, (model, own, layer - first, trunk, recompute), False, None
+            yield HubBlock, (model, own, layer - first, arguments, recompute), False, None
         elif kind == "FinalNorm":
             yield HubEnd, (model, own), False, None
         elif tied:

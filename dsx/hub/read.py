@@ -14,10 +14,10 @@ from torch import nn
 
 from dsx.config.wording import suggest
 from dsx.errors import ModelError
-from dsx.hub.anatomy import Anatomy, anatomy_of, settings_of
 from dsx.hub.balance import balance_of
 from dsx.hub.cut_regions import completed
 from dsx.hub.disk_names import DiskForm, FolderNames, disk_forms, is_turned
+from dsx.hub.model_structure import ModelStructure, settings_of, structure_of
 from dsx.hub.tensor_plan import COLUMN, ROW, BlockPlan, check_plan, generic
 from dsx.hub.values import laws_of
 from dsx.models.config_values import at
@@ -59,19 +59,19 @@ def _hub_model(text: str, changes: tuple[tuple[str, str | None], ...]) -> HubMod
     check_plan(dict(changes), "dsx.parallel.tensor_plan")
     kind = json.loads(text).get("model_type")
     known = known_of(kind)
-    anatomy = anatomy_of(text)
-    for name, parameter in anatomy.model.named_parameters():
+    structure = structure_of(text)
+    for name, parameter in structure.model.named_parameters():
         if not parameter.numel():
             raise ModelError(
                 at("model_type", kind),
                 f"{name} has the shape {list(parameter.shape)}, no numbers at all",
                 "give the size of the config that makes it at least 1, or leave the part out (null)",
             )
-    _check_places(anatomy, changes)
-    reader = _Reader(anatomy, plan_of(anatomy, changes))
-    settings = anatomy.model.config
-    kinds = ("WordEmbedding", *(("Positions",) if anatomy.shifts else ()))
-    first, blocks = len(kinds), len(anatomy.list_of_blocks)
+    _check_places(structure, changes)
+    reader = _Reader(structure, plan_of(structure, changes))
+    settings = structure.model.config
+    kinds = ("WordEmbedding", *(("Positions",) if structure.shifts else ()))
+    first, blocks = len(kinds), len(structure.list_of_blocks)
     kinds = (*kinds, *("Block",) * blocks, "FinalNorm", "Head")
     params, buffers = tuple(reader.params(first)), tuple(reader.buffers(first))
     reader.require_all({spec.in_module for spec in (*params, *buffers)})
@@ -80,9 +80,9 @@ def _hub_model(text: str, changes: tuple[tuple[str, str | None], ...]) -> HubMod
         config=text,
         tensor_plan=changes,
         num_layers=blocks,
-        hidden_size=anatomy.model.get_submodule(anatomy.embedding).weight.shape[1],
-        stream=anatomy.stream,
-        vocab_size=anatomy.model.get_submodule(anatomy.head).weight.shape[0],
+        hidden_size=structure.model.get_submodule(structure.embedding).weight.shape[1],
+        stream=structure.stream,
+        vocab_size=structure.model.get_submodule(structure.head).weight.shape[0],
         max_positions=getattr(settings, "max_position_embeddings", None) or _MOST_POSITIONS,
         tied_embeddings=reader.tied,
         kinds=kinds,
@@ -97,23 +97,23 @@ def _hub_model(text: str, changes: tuple[tuple[str, str | None], ...]) -> HubMod
         windows=_windows(settings, blocks),
         looked_up=frozenset(reader.tables(params)),
         routed=_routed(settings),
-        balance=balance_of(anatomy.model),
+        balance=balance_of(structure.model),
         whole=tuple(reader.whole()),
         no_sequence=known.get("no_sequence"),
         no_gathering=known.get("no_gathering"),
     )
 
 
-def _check_places(anatomy: Anatomy, changes: tuple[tuple[str, str | None], ...]) -> None:
+def _check_places(structure: ModelStructure, changes: tuple[tuple[str, str | None], ...]) -> None:
     """Refuse an entry of the user's plan that would cut nothing."""
-    named: dict[str, object] = dict(anatomy.model.named_modules())
-    named |= dict(anatomy.model.named_parameters(remove_duplicate=False))
-    inside = {generic(name): each for name, each in named.items() if name.startswith(f"{anatomy.blocks}.")}
+    named: dict[str, object] = dict(structure.model.named_modules())
+    named |= dict(structure.model.named_parameters(remove_duplicate=False))
+    inside = {generic(name): each for name, each in named.items() if name.startswith(f"{structure.blocks}.")}
     for pattern, style in changes:
         where = at(f"dsx.parallel.tensor_plan.{pattern}", style)
         if pattern not in inside:
             near = suggest(pattern, inside, otherwise="use the model's names, with * for numbers")
-            raise ModelError(where, f"no block of {anatomy.blocks} has such a module or parameter", near)
+            raise ModelError(where, f"no block of {structure.blocks} has such a module or parameter", near)
         if style in COLUMN | ROW and not isinstance(inside[pattern], nn.Linear | nn.Parameter):
             what = f"it is no linear but a {type(inside[pattern]).__name__}, which dsx does not cut"
             raise ModelError(where, what, "name its linears, or its parameters")
@@ -121,33 +121,33 @@ def _check_places(anatomy: Anatomy, changes: tuple[tuple[str, str | None], ...])
 
 def folder_names(model: HubModel) -> FolderNames:
     """What tells which of a model's tensors each tensor of a folder is."""
-    empty = anatomy_of(model.config).model
+    empty = structure_of(model.config).model
     return FolderNames(empty, disk_forms(empty))
 
 
-def plan_of(anatomy: Anatomy, changes: tuple[tuple[str, str | None], ...]) -> dict[str, str | None]:
+def plan_of(structure: ModelStructure, changes: tuple[tuple[str, str | None], ...]) -> dict[str, str | None]:
     """The tensor plan: the family's, mended by dsx's table, and the user's changes."""
-    model = anatomy.model
+    model = structure.model
     plan: dict[str, str | None] = dict(getattr(model, "tp_plan", None) or {})
     # Some classes name their modules without the prefix of the causal model.
-    plan |= {f"{anatomy.base}.{key}": style for key, style in plan.items() if key.startswith("layers.")}
+    plan |= {f"{structure.base}.{key}": style for key, style in plan.items() if key.startswith("layers.")}
     known = known_of(model.config.model_type)
     own: dict[str, str] = known.get("plan", {})
     for name in known.get("cuts", ()):
         own = _overrides()["plan"][name] | own
-    plan |= {f"{anatomy.blocks}.*.{path}": style for path, style in own.items()}
+    plan |= {f"{structure.blocks}.*.{path}": style for path, style in own.items()}
     plan = {key: style or None for key, style in plan.items()}
     return plan | dict(changes)
 
 
-def block_plan(model: HubModel, anatomy: Anatomy, number: int) -> BlockPlan:
+def block_plan(model: HubModel, structure: ModelStructure, number: int) -> BlockPlan:
     """The plan of a block."""
-    return _plan_of_block(anatomy, plan_of(anatomy, model.tensor_plan), number)
+    return _plan_of_block(structure, plan_of(structure, model.tensor_plan), number)
 
 
-def _plan_of_block(anatomy: Anatomy, plan: Mapping[str, str | None], number: int) -> BlockPlan:
-    settings, prefix = anatomy.model.config, f"{anatomy.blocks}.{number}"
-    block = anatomy.list_of_blocks[number]
+def _plan_of_block(structure: ModelStructure, plan: Mapping[str, str | None], number: int) -> BlockPlan:
+    settings, prefix = structure.model.config, f"{structure.blocks}.{number}"
+    block = structure.list_of_blocks[number]
     pairs = _heads_of(block) or _number(settings, "num_key_value_heads")
     pairs = pairs or _number(settings, "num_attention_heads") or 0
     rotary = _number(settings, "qk_rope_head_dim") or 0
@@ -158,10 +158,10 @@ def _plan_of_block(anatomy: Anatomy, plan: Mapping[str, str | None], number: int
         tuple((type(module), settings_of(module)) for module in block.modules()),
         tuple((path, tuple(parameter.shape)) for path, parameter in block.named_parameters()),
     )
-    if kind not in anatomy.plans:
+    if kind not in structure.plans:
         said = BlockPlan.of(block, prefix, plan, pairs=pairs, rotary=rotary, counts=counts)
-        anatomy.plans[kind] = completed(block, said, anatomy.calls[number])
-    found: BlockPlan = anatomy.plans[kind]
+        structure.plans[kind] = completed(block, said, structure.calls[number])
+    found: BlockPlan = structure.plans[kind]
     return found
 
 
@@ -211,34 +211,34 @@ def _routed(settings: Any) -> float:
 class _Reader:
     """Reads parameters of a model in the order of the layer list."""
 
-    def __init__(self, anatomy: Anatomy, plan: Mapping[str, str | None]) -> None:
-        self.anatomy, self.plan = anatomy, plan
-        self.model = anatomy.model
+    def __init__(self, structure: ModelStructure, plan: Mapping[str, str | None]) -> None:
+        self.structure, self.plan = structure, plan
+        self.model = structure.model
         self.forms: dict[str, DiskForm] = disk_forms(self.model)
         self.laws = laws_of(self.model)
-        table = self.model.get_submodule(anatomy.embedding).weight
-        self.tied = self.model.get_submodule(anatomy.head).weight is table
-        self.plans = [_plan_of_block(anatomy, plan, n) for n in range(len(anatomy.list_of_blocks))]
+        table = self.model.get_submodule(structure.embedding).weight
+        self.tied = self.model.get_submodule(structure.head).weight is table
+        self.plans = [_plan_of_block(structure, plan, n) for n in range(len(structure.list_of_blocks))]
         self.memory: dict[str, str] = {}
         """Name in transformers' model by dsx's name."""
 
     def params(self, first: int) -> Iterator[ParamSpec]:
         """Every parameter; ``first`` is the layer of the first block."""
-        anatomy = self.anatomy
-        yield from self._table(0, anatomy.embedding, tie=TIE if self.tied else None)
-        if anatomy.shifts:
-            yield from self._around(1, anatomy.before)
-        for number, block in enumerate(anatomy.list_of_blocks):
+        structure = self.structure
+        yield from self._table(0, structure.embedding, tie=TIE if self.tied else None)
+        if structure.shifts:
+            yield from self._around(1, structure.before)
+        for number, block in enumerate(structure.list_of_blocks):
             for path, parameter in block.named_parameters():
                 cut = self.plans[number].cut(block, path, parameter)
-                name, owner = f"{anatomy.blocks}.{number}.{path}", path.rpartition(".")[0]
+                name, owner = f"{structure.blocks}.{number}.{path}", path.rpartition(".")[0]
                 linear = _is_linear(block.get_submodule(owner), path, parameter)
                 cuts = {"split": cut.split, "parts": cut.parts, "linear": linear}
                 yield self._spec(f"{first + number}.block.{path}", name, **cuts)
-        last = first + len(anatomy.list_of_blocks)
-        yield from self._around(last, anatomy.after)
+        last = first + len(structure.list_of_blocks)
+        yield from self._around(last, structure.after)
         if not self.tied:
-            yield from self._table(last + 1, anatomy.head)
+            yield from self._table(last + 1, structure.head)
 
     def _table(self, layer: int, path: str, tie: str | None = None) -> Iterator[ParamSpec]:
         for name, _ in self.model.get_submodule(path).named_parameters():
@@ -253,7 +253,7 @@ class _Reader:
 
     def _around(self, layer: int, paths: tuple[str, ...]) -> Iterator[ParamSpec]:
         """Parameters of modules before or after the blocks."""
-        base = self.anatomy.base
+        base = self.structure.base
         for path in paths:
             for name, _ in self.model.get_submodule(f"{base}.{path}").named_parameters(recurse=False):
                 yield self._spec(f"{layer}.base.{path}.{name}", f"{base}.{path}.{name}")
@@ -280,9 +280,9 @@ class _Reader:
 
     def buffers(self, first: int) -> Iterator[ParamSpec]:
         """Buffers of blocks that are stored with the weights."""
-        for number, block in enumerate(self.anatomy.list_of_blocks):
+        for number, block in enumerate(self.structure.list_of_blocks):
             for path, _ in block.named_buffers():
-                memory = f"{self.anatomy.blocks}.{number}.{path}"
+                memory = f"{self.structure.blocks}.{number}.{path}"
                 if memory in self.forms:  # transformers stores it
                     name, nothing = f"{first + number}.block.{path}", Init(kind="zeros")
                     yield self._stored(name, memory, init=nothing, buffer=True)
@@ -329,7 +329,7 @@ class _Reader:
             for path, style in plan.styles.items()
         )
         # Each block's own, where a config says one number for all, or none.
-        own = (_heads_of(block, "q_proj") for block in self.anatomy.list_of_blocks)
+        own = (_heads_of(block, "q_proj") for block in self.structure.list_of_blocks)
         queries = math.gcd(_number(self.model.config, "num_attention_heads") or 0, *own)
         pairs = min((plan.pairs for plan in self.plans), default=0)
         return (queries, pairs) if cut and queries and pairs else None
@@ -338,7 +338,7 @@ class _Reader:
         """Matrices of blocks that the plan leaves whole, with their share of all blocks' elements."""
         counts: dict[str, int] = {}
         total = 0
-        for number, block in enumerate(self.anatomy.list_of_blocks):
+        for number, block in enumerate(self.structure.list_of_blocks):
             for path, parameter in block.named_parameters():
                 total += parameter.numel()
                 if parameter.ndim > 1 and self.plans[number].cut(block, path, parameter).split is None:
@@ -358,9 +358,9 @@ def _is_linear(owner: nn.Module, path: str, parameter: nn.Parameter) -> bool:
 
 def _alike(reader: _Reader) -> Iterator[int]:
     """For each block the first that has the same modules, settings and plan."""
-    anatomy, first = reader.anatomy, dict[Any, int]()
-    kinds = getattr(anatomy.model.config, "layer_types", None) or [None] * len(anatomy.list_of_blocks)
-    for number, block in enumerate(anatomy.list_of_blocks):
+    structure, first = reader.structure, dict[Any, int]()
+    kinds = getattr(structure.model.config, "layer_types", None) or [None] * len(structure.list_of_blocks)
+    for number, block in enumerate(structure.list_of_blocks):
         key = (
             kinds[number],
             tuple(sorted(reader.plans[number].styles.items())),

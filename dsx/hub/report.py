@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dsx.errors import DsxError
-from dsx.hub.anatomy import check_one_stack
+from dsx.hub.model_structure import check_one_stack
 from dsx.hub.read import hub_model, known_of
 from dsx.models.flops import multiplied
 from dsx.models.hf_config import FAMILIES

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from dsx.errors import ModelError
-from dsx.hub.anatomy import Anatomy, anatomy_of, hf_config_of, with_weights
+from dsx.hub.model_structure import ModelStructure, hf_config_of, structure_of, with_weights
 from dsx.models.config_values import at
 from dsx.models.quiet_transformers import first_line, quiet_transformers, torch_forms
 
@@ -116,14 +116,14 @@ def shrunk(
 
 @lru_cache(maxsize=8)
 def _shrunk(text: str, layers: int, tensor: int, vocab_size: int, window: int, small_too: bool) -> str:
-    anatomy = anatomy_of(text)
-    size = sum(parameter.numel() for parameter in anatomy.model.parameters())
+    structure = structure_of(text)
+    size = sum(parameter.numel() for parameter in structure.model.parameters())
     if size <= _SMALL_ENOUGH and not small_too:
         return text
     own = json.loads(text)
     made = hf_config_of(own)
     given, named = {**{key: own.get(key) for key in _ROPES}, **made.to_dict()}, made.attribute_map
-    kinds = _kinds(anatomy)
+    kinds = _kinds(structure)
     most = {**dict.fromkeys(_VOCABULARIES, vocab_size), **dict.fromkeys(_WINDOWS, window)}
     told = "its layers are of too many kinds"
     for sizes in _attempts(given, tensor, most):
@@ -166,19 +166,19 @@ def random_model(config: Mapping[str, Any]) -> Any:
 @torch_forms()
 def _tried(small: str) -> list[Hashable]:
     """The kinds of a small model's blocks, after its forward has run once."""
-    anatomy = anatomy_of(small)
-    size = sum(parameter.numel() for parameter in anatomy.model.parameters())
+    structure = structure_of(small)
+    size = sum(parameter.numel() for parameter in structure.model.parameters())
     if size > _LARGEST:
         raise ValueError(f"{size:,} parameters are left")
     with torch.no_grad():
         random_model(json.loads(small))(input_ids=torch.zeros(1, 4, dtype=torch.int64), use_cache=False)
-    return _kinds(anatomy)
+    return _kinds(structure)
 
 
-def _kinds(anatomy: Anatomy) -> list[Hashable]:
+def _kinds(structure: ModelStructure) -> list[Hashable]:
     """What each block is made of, whatever its sizes."""
-    blocks = anatomy.list_of_blocks
-    types = getattr(anatomy.model.config, "layer_types", None) or [None] * len(blocks)
+    blocks = structure.list_of_blocks
+    types = getattr(structure.model.config, "layer_types", None) or [None] * len(blocks)
     return [
         (kind, frozenset((re.sub(r"\d+", "*", path), type(part)) for path, part in block.named_modules()))
         for kind, block in zip(types, blocks, strict=False)

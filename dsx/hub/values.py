@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsx.errors import ModelError
-from dsx.hub.anatomy import anatomy_of
+from dsx.hub.model_structure import structure_of
 from dsx.hub.on_meta import forget, made_with
 from dsx.models.config_values import at
 from dsx.models.param import Init, ParamSpec
@@ -109,7 +109,7 @@ def own_values(local: Tensor, memory: str, spec: ParamSpec, model: HubModel, wei
         model: The model.
         weights: Seed and tensor-parallel ranks.
     """
-    whole = anatomy_of(model.config).model
+    whole = structure_of(model.config).model
     owner, _, name = memory.rpartition(".")
     alone = copy.deepcopy(whole.get_submodule(owner)).to_empty(device="cpu")
     for parameter in alone.parameters():

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from dsx.errors import ModelError
-from dsx.hub.anatomy import anatomy_of
+from dsx.hub.model_structure import structure_of
 from dsx.memory import device as paper
 from dsx.memory.layer_record import (
     LOSS,
@@ -752,7 +752,7 @@ def record_request(request: LayerRequest) -> LayerRecord:
     beside: list[TensorForm] = []
     positions, places = ([tokens], [tokens, tokens]) if shape.documents else ([], [])
     if isinstance(model, HubModel):
-        anatomy_of(model.config)  # of real tensors, if it is not there yet
+        structure_of(model.config)  # of real tensors, if it is not there yet
         if model.balance is not None:
             beside = [TensorForm((_SUMS, model.balance.experts), "float32", 4, request.entered)]
     if request.kind == LOSS:

@@ -403,7 +403,7 @@ def _empty(
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
-    from dsx.hub.anatomy import hf_config_of
+    from dsx.hub.model_structure import hf_config_of
 
     try:
         # The attention that from_pretrained chooses; from_config has the same default.

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from dsx.config.resolve import resolve
 from dsx.config.run import RunConfig
 from dsx.errors import ConfigError, DsxError, ModelError
-from dsx.hub.anatomy import BlockCall, anatomy_of
 from dsx.hub.layers import hidden_of
+from dsx.hub.model_structure import BlockCall, structure_of
 from dsx.hub.read import block_plan
 from dsx.hub.tensor_plan import mixing_children, sequence_cut
 from dsx.memory.record_cache import code_version, keep
@@ -196,7 +196,7 @@ def _documents_problem(
     small: Small, config: Mapping[str, Any], tensor_plan: Mapping[str, str | None]
 ) -> str | None:
     """Why documents of a pack would not be kept apart: packs beside their documents one by one."""
-    if not anatomy_of(small.model.config).takes_positions:
+    if not structure_of(small.model.config).takes_positions:
         return "the family's forward is not told positions, so that it cannot know where documents begin"
     told = Small(config, tensor_plan, documents="apart").difference()
     if told is None or not told.startswith("they do not run"):
@@ -214,8 +214,8 @@ def _far(own: Tensor, other: Tensor) -> str | None:
 def _sequence_problem(small: Small) -> str | None:
     """Why a block may not be given a slice of the sequence; None if every kind of block may."""
     model, whole = small.model, small.whole
-    anatomy = anatomy_of(model.config)
-    blocks = whole.get_submodule(anatomy.blocks)
+    structure = structure_of(model.config)
+    blocks = whole.get_submodule(structure.blocks)
     calls: dict[int, BlockCall] = {}
     handles = [
         block.register_forward_pre_hook(
@@ -229,7 +229,7 @@ def _sequence_problem(small: Small) -> str | None:
         for handle in handles:
             handle.remove()
         for number in sorted(set(model.alike)):
-            plan = block_plan(model, anatomy, number)
+            plan = block_plan(model, structure, number)
             alone = copy.deepcopy(blocks[number])
             mixing = dict(mixing_children(alone, plan))
             try:

@@ -150,7 +150,7 @@ class Transformers:
     """The transformers model of a config of dsx's families, in float32."""
 
     def __init__(self, config: RunConfig) -> None:
-        from dsx.hub.anatomy import with_weights
+        from dsx.hub.model_structure import with_weights
 
         # They are for generation, and may be cut off.
         tokens = ("bos_token_id", "eos_token_id") if isinstance(config.model, ModelSpec) else ()

@@ -266,7 +266,10 @@ def _sequence_length(config: RunConfig) -> int:
 
 def _sizes(config: RunConfig) -> tuple[dict[str, Any], list[int]]:
     """A small config of the model's family, and the layers of every stage."""
-    from dsx.hub.anatomy import anatomy_of, hf_config_of  # here: what reads this alone needs no torch
+    from dsx.hub.model_structure import (  # here: what reads this alone needs no torch
+        hf_config_of,
+        structure_of,
+    )
     from dsx.hub.shrunk import shrunk
 
     stages, around = _layers_of_stages(config), len(layer_kinds(config.model)) - config.model.num_layers
@@ -279,7 +282,7 @@ def _sizes(config: RunConfig) -> tuple[dict[str, Any], list[int]]:
         small_too=isinstance(config.model, ModelSpec),
     )
     small |= _caps(hf_config_of(small).to_dict())
-    blocks = len(anatomy_of(json.dumps(small, sort_keys=True)).list_of_blocks)
+    blocks = len(structure_of(json.dumps(small, sort_keys=True)).list_of_blocks)
     stages[stages.index(max(stages))] += around + blocks - sum(stages)
     return small, stages
 

@@ -15,7 +15,7 @@ from dsx.config.schema import DataConfig
 from dsx.config.starter import starter
 from dsx.data.corpus import Corpus, prepare
 from dsx.errors import DsxError
-from dsx.hub.anatomy import hf_config_of
+from dsx.hub.model_structure import hf_config_of
 from dsx.models.config_values import MOST_LAYERS
 from dsx.planner.cluster import read_cluster
 from dsx.planner.profile import Profile

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dsx.hub.anatomy import BlockCall
 from dsx.hub.cut_regions import completed
+from dsx.hub.model_structure import BlockCall
 from dsx.hub.read import hub_model
 from dsx.hub.tensor_plan import SUMMED, BlockPlan
 

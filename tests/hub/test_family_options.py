@@ -12,8 +12,8 @@ from all_families.crew import Case
 from transformers import AutoModelForCausalLM
 
 from dsx.errors import ModelError
-from dsx.hub.anatomy import hf_config_of
 from dsx.hub.layers import HubHead, entries, loops_over_children
+from dsx.hub.model_structure import hf_config_of
 from dsx.hub.read import hub_model
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.parameters import Weights

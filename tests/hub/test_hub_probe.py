@@ -19,7 +19,7 @@ from transformers.models.falcon_mamba import modeling_falcon_mamba
 
 from dsx.config.resolve import resolve
 from dsx.errors import ConfigError, ModelError
-from dsx.hub.anatomy import BlockCall
+from dsx.hub.model_structure import BlockCall
 from dsx.hub.read import hub_model
 from dsx.hub.shrunk import random_model, shrunk
 from dsx.verify import alone

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from dsx.errors import ModelError
-from dsx.hub.anatomy import check_keys
+from dsx.hub.model_structure import check_keys
 from dsx.models.hf_config import model_spec
 from dsx.models.presets import find_preset
 from dsx.models.spec import Family

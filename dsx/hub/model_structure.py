@@ -254,7 +254,7 @@ def leaves(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 @dataclass
-class Anatomy:
+class ModelStructure:
     """A family's model without weights, and where its parts are.
 
     Attributes:
@@ -377,21 +377,21 @@ def _with_positions(make: Callable[..., Any], positions: Tensor, *arguments: Any
     return make(*given.args, **given.kwargs)
 
 
-class Trunk:
+class BlockArguments:
     """The family's forward without weights: what it gives to every block, kept for the last shapes.
 
     All blocks of a model share one. It takes no memory before the first of them runs.
 
     Args:
-        anatomy: The model.
+        structure: The model.
         device: Where the arguments are wanted.
         dtype: Of the hidden states.
     """
 
-    def __init__(self, anatomy: Anatomy, device: torch.device, dtype: torch.dtype) -> None:
-        self._anatomy, self._device, self._dtype = anatomy, device, dtype
+    def __init__(self, structure: ModelStructure, device: torch.device, dtype: torch.dtype) -> None:
+        self._structure, self._device, self._dtype = structure, device, dtype
         self._calls: list[BlockCall] = []
-        self._width = anatomy.width
+        self._width = structure.width
         self._base: nn.Module | None = None
         self._last = PerMicroBatch()
         self.kept: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
@@ -399,12 +399,12 @@ class Trunk:
     def __repr__(self) -> str:
         return "the family's own masks and positions"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Trunk:
+    def __deepcopy__(self, memo: dict[int, Any]) -> BlockArguments:
         """Itself, which all layers share."""
         return self
 
     def _made(self) -> nn.Module:
-        base = self._anatomy.stripped((), self._note, self._device, self._dtype)
+        base = self._structure.stripped((), self._note, self._device, self._dtype)
         for module in base.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(self._device))
@@ -461,8 +461,8 @@ _MOST_SHAPES = 4
 
 
 @lru_cache(maxsize=8)
-def anatomy_of(config: str) -> Anatomy:
-    """The anatomy of the model of a config.json's text.
+def structure_of(config: str) -> ModelStructure:
+    """The structure of the model of a config.json's text.
 
     Raises:
         ModelError: transformers cannot make it, or it cannot be cut into layers; names the reason.
@@ -502,7 +502,7 @@ def _require_all_blocks(model: Any) -> None:
             )
 
 
-def _found(model: Any) -> Anatomy:
+def _found(model: Any) -> ModelStructure:
     paths = {id(module): path for path, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None or id(head) not in paths:
@@ -518,10 +518,10 @@ def _found(model: Any) -> Anatomy:
         base = base.rpartition(".")[0]
     if not base:
         raise _refusal(model, "no module holds both its word embedding and its blocks")
-    return Anatomy(model=model, base=base, blocks=blocks, embedding=inside, head=paths[id(head)])
+    return ModelStructure(model=model, base=base, blocks=blocks, embedding=inside, head=paths[id(head)])
 
 
-def _require_apart(model: Any, found: Anatomy) -> None:
+def _require_apart(model: Any, found: ModelStructure) -> None:
     """Refuse blocks that share parameters."""
     owners: dict[int, int] = {}
     for number, block in enumerate(found.list_of_blocks):
@@ -531,7 +531,7 @@ def _require_apart(model: Any, found: Anatomy) -> None:
                 raise _refusal(model, f"blocks {first} and {number} share the parameter {name}")
 
 
-def _looked_at(found: Anatomy) -> None:
+def _looked_at(found: ModelStructure) -> None:
     """Run the family's forward around placeholders and note what happens."""
     model, order = found.model, list[Any]()
     tried: dict[Any, tuple[int | None, list[str]]] = {}
@@ -675,7 +675,7 @@ class _Carried:
         raise _CarriedError
 
 
-def _calls(found: Anatomy, beside: Any, **given: Any) -> list[BlockCall]:
+def _calls(found: ModelStructure, beside: Any, **given: Any) -> list[BlockCall]:
     """What blocks are called with in a forward, as far as it runs, and what they give beside that."""
     calls: list[BlockCall] = []
 
@@ -692,7 +692,7 @@ def _calls(found: Anatomy, beside: Any, **given: Any) -> list[BlockCall]:
     return calls
 
 
-def _require_own(found: Anatomy) -> None:
+def _require_own(found: ModelStructure) -> None:
     """Refuse a family whose blocks use what blocks before them gave beside the hidden states.
 
     Their forward may be given it and not use it, as configs of `glm_moe_dsa` without shared layers have it.
@@ -717,7 +717,7 @@ def _uses_carried(block: nn.Module, call: BlockCall) -> bool:
     return False
 
 
-def _require_no_tokens(found: Anatomy) -> None:
+def _require_no_tokens(found: ModelStructure) -> None:
     """Refuse a family whose blocks use the tokens, which stages and layers do not hand on.
 
     Its forward may give them to blocks that do not look at them, as `deepseek_v4` does without hash routers.
@@ -761,7 +761,7 @@ def without_storage(tensor: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tens
     return tensor.to("meta", dtype if tensor.is_floating_point() else tensor.dtype)
 
 
-def _require_stateless(found: Anatomy) -> None:
+def _require_stateless(found: ModelStructure) -> None:
     """Refuse a family whose blocks get more from blocks before them than the hidden states."""
     seen: list[list[BlockCall]] = []
     for value in (0.5, -1.5):
