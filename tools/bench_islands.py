@@ -84,14 +84,14 @@ def losses(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _losses(arguments: argparse.Namespace, training: Training) -> list[dict[str, Any]]:
-    print("| islands | every | wire | outer lr, momentum, warm-up | held-out loss | from one job | seconds |")
+    print("| islands | every | wire | outer lr, momentum | held-out loss | from one job | seconds |")
     print("|---|---|---|---|---|---|---|", flush=True)
     outers = [
-        Outer(islands=islands, every=every, wire=wire, lr=lr, momentum=momentum, warmup=warmup)
+        Outer(islands=islands, every=every, wire=wire, lr=lr, momentum=momentum)
         for islands in arguments.islands
         for every in arguments.every
         for wire in arguments.wires
-        for lr, momentum, warmup in arguments.outer
+        for lr, momentum in arguments.outer
     ]
     found: list[dict[str, Any]] = []
     for outer in [None, *outers]:
@@ -100,8 +100,7 @@ def _losses(arguments: argparse.Namespace, training: Training) -> list[dict[str,
         row["from_one_job"] = row["loss"] / (found[0] if found else row)["loss"] - 1
         how = ("one job", "", "", "")
         if outer is not None:
-            rule = f"{outer.lr:g}, {outer.momentum:g}, {outer.warmup:g}"
-            how = (f"{outer.islands}", f"{outer.every}", outer.wire, rule)
+            how = (f"{outer.islands}", f"{outer.every}", outer.wire, f"{outer.lr:g}, {outer.momentum:g}")
         figures = f"{row['loss']:.4f} | {row['from_one_job']:+.2%} | {row['seconds']:.0f}"
         print(f"| {' | '.join(how)} | {figures} |", flush=True)
         found.append(row | {"outer": None if outer is None else asdict(outer)})
@@ -165,15 +164,15 @@ def _arguments() -> argparse.Namespace:
     def numbers(text: str) -> list[int]:
         return [int(word) for word in text.split(",")]
 
-    def three(text: str) -> tuple[float, float, float]:
-        lr, momentum, warmup = text.split(",")
-        return float(lr), float(momentum), float(warmup)
+    def pair(text: str) -> tuple[float, float]:
+        lr, momentum = text.split(",")
+        return float(lr), float(momentum)
 
     add = (one := parts.add_parser("losses", help="held-out loss beside one job")).add_argument
     add("--islands", type=numbers, default=[2, 4], metavar="N,...", help="how many (default 2,4)")
     add("--every", type=numbers, default=[10, 50], metavar="N,...", help="steps between rounds")
     add("--wires", type=lambda text: text.split(","), default=["fp32", "int8"], metavar="WIRE,...")
-    add("--outer", type=three, nargs="+", default=[(0.7, 0.7, 0.25)], metavar="LR,MOMENTUM,WARMUP")
+    add("--outer", type=pair, nargs="+", default=[(1.0, 0.0)], metavar="LR,MOMENTUM")
     add("--steps", type=int, default=1000, metavar="N", help="steps in all (default 1000)")
     add("--before", type=int, metavar="N", help="of these, steps of one job first (default a quarter)")
     add("--batch", type=int, default=32, metavar="N", help="samples of a step of all islands (default 32)")

@@ -578,10 +578,10 @@ def _outer_notes(run: RunConfig) -> Iterator[str]:
         key = at("dsx.outer.every", outer.every)
         yield f"{key}: with dsx.train.steps = {train.steps} islands average after the last step alone"
     momentum = outer.optimizer.momentum
-    if momentum and not outer.optimizer.warmup and run.weights is None and train.resume in ("auto", "never"):
+    if momentum and run.weights is None and train.resume in ("auto", "never"):
         yield (
             f"{at('dsx.outer.optimizer.momentum', momentum)} carries the first movements of fresh weights "
-            "too far: go on from one job's checkpoint (dsx.train.resume), or set optimizer.warmup"
+            "too far: go on from one job's checkpoint (dsx.train.resume), or begin with lr 1 and momentum 0"
         )
 
 

@@ -637,17 +637,13 @@ class ElasticConfig(SchemaBlock):
 
 
 class OuterOptimizerConfig(SchemaBlock):
-    """What moves the weights that islands share: to the mean of the islands' at first, then torch's SGD.
+    """What moves the weights that islands share: torch's SGD, by default to the mean of the islands'.
 
     DiLoCo (arXiv:2311.08105) has lr 0.7 and momentum 0.9, for weights that one job has trained before.
     """
 
-    warmup: Annotated[float, Field(ge=0, lt=1)] = Field(
-        default=0.25,
-        description="Part of the run's steps, the first ones, whose rounds take the mean as it is.",
-    )
-    lr: Annotated[float, Field(gt=0)] = Field(default=0.7, description="Rate after that; 1 is the mean.")
-    momentum: float = Field(default=0.7, ge=0, lt=1, description="Momentum after that, over rounds.")
+    lr: Annotated[float, Field(gt=0)] = Field(default=1.0, description="Rate; 1 takes the mean as it is.")
+    momentum: float = Field(default=0.0, ge=0, lt=1, description="Momentum, over rounds.")
     nesterov: bool = Field(default=True, description="Nesterov's momentum, if there is any.")
 
 

@@ -472,7 +472,7 @@ def _decoded(data: Mapping[str, Any]) -> RankState:
 _TRANSFERS = ("send", "recv", "isend", "irecv")
 _DISTRIBUTED = "torch.distributed.distributed_c10d"
 _POINT_TO_POINT = ("dsx.engine.p2p", "threading")
-_DATA = ("dsx.engine.micro_batches", "_pull")
+_DATA = ("dsx.engine.micro_batches", "_next")
 
 
 @dataclass(frozen=True, slots=True)

@@ -448,11 +448,13 @@ class BlockArguments:
             self._base = self._made()
         self._base.train(training)
         like = hidden.new_zeros(1).expand(hidden.shape[0], length, self._width)
-        if places is None:
-            self._base(inputs_embeds=like, use_cache=False)
-        else:
-            with _masks_of(places.positions, self._base):
-                self._base(inputs_embeds=like, use_cache=False, position_ids=places.positions)
+        # Dropout of the embeddings drops nothing here; how often this is called must not move other masks.
+        with torch.random.fork_rng(devices=[hidden.device] if hidden.is_cuda else []):
+            if places is None:
+                self._base(inputs_embeds=like, use_cache=False)
+            else:
+                with _masks_of(places.positions, self._base):
+                    self._base(inputs_embeds=like, use_cache=False, position_ids=places.positions)
         calls, self._calls = self._calls, []
         return [(call.arguments, call.named, call.by_name) for call in calls]
 
@@ -467,14 +469,15 @@ def structure_of(config: str) -> ModelStructure:
     Raises:
         ModelError: transformers cannot make it, or it cannot be cut into layers; names the reason.
     """
-    model: Any = without_weights(json.loads(config))
-    _require_all_blocks(model)
-    found = _found(model)
-    _require_apart(model, found)
-    _looked_at(found)
-    if any(found.extras.values()):
-        _require_own(found)
-    _require_no_tokens(found)
+    with torch.random.fork_rng(devices=[]):  # the family's forward may drop out; ranks draw alike after it
+        model: Any = without_weights(json.loads(config))
+        _require_all_blocks(model)
+        found = _found(model)
+        _require_apart(model, found)
+        _looked_at(found)
+        if any(found.extras.values()):
+            _require_own(found)
+        _require_no_tokens(found)
     return found
 
 

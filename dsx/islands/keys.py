@@ -5,7 +5,6 @@ from __future__ import annotations
 import ssl
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 from dsx.errors import ConfigError, DataError
 
@@ -112,7 +111,8 @@ def context_of(folder: Path, island: int, *, serves: bool) -> ssl.SSLContext:
     return context
 
 
-def island_of(certificate: dict[str, Any] | None) -> int:
+def island_of(connection: ssl.SSLSocket) -> int:
     """Which island the other end has shown that it is. Raises ValueError."""
-    names = dict(pair for part in (certificate or {}).get("subject", ()) for pair in part)
+    shown = connection.getpeercert() or {}
+    names = dict(pair for part in shown.get("subject", ()) for pair in part)  # type: ignore[misc]
     return int(str(names.get("commonName", "")).removeprefix(_NAME))

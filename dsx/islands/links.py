@@ -1,17 +1,19 @@
 """Messages between islands: a JSON header and bytes over TCP, with TLS where there are keys.
 
-A process group of torch ends with its first lost member; these links come and go one by one. Nothing is read
-beyond what is due. All of it runs in one thread's loop, so that a link is used in both directions at once.
+A process group of torch ends with its first lost member; these connections come and go one by one. Nothing
+is read beyond what is due, and one thread at an end uses a connection at a time, as OpenSSL wants it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
+import select
 import socket
 import ssl
 import struct
-from collections.abc import Awaitable, Callable
+import threading
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -19,21 +21,21 @@ from dsx.errors import ConfigError
 from dsx.islands.keys import island_of
 from dsx.parallel.islands import place_of
 
-_MARK = b"dsx3"
+_MARK = b"dsx2"
 _SIZES = struct.Struct("!4sIQ")
-_PIECE = 1 << 17
-"""Bytes that go or come before it is looked whether any do; and that a buffer holds."""
+_PIECE = 1 << 14  # a record of TLS
 _LONGEST_HEADER = 1 << 20
 _STRANGER_SECONDS = 10.0
 _MOST_STRANGERS = 64
+_SWEEP_SECONDS = 0.5
 
 Header = dict[str, Any]
 Moved = Callable[[int], None]
-"""Told of bytes that have just come or gone."""
+"""Told of bytes that have just been sent or received."""
 
 
 class LinkError(Exception):
-    """A link broke, could not be made, was silent for too long, or something came that was not due."""
+    """A connection broke, could not be made, was silent for too long, or something came that was not due."""
 
 
 def own_address(towards: str) -> str:
@@ -45,163 +47,152 @@ def own_address(towards: str) -> str:
     return socket.gethostname()
 
 
-class PeerLink:
+class Connection:
     """One connection, on which whole messages are sent and received.
 
     Args:
-        reader: What comes.
-        writer: What goes.
+        connection: The connected socket.
         patience_seconds: How long nothing may come through while a message is under way.
-        moved: Told of the bytes of payloads.
 
     Attributes:
+        patience_seconds: The same; None waits for ever.
+        since: When it was made (``time.monotonic``).
         island: Which island the other end has shown that it is; None without keys.
     """
 
-    def __init__(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        patience_seconds: float,
-        moved: Moved = lambda _: None,
-    ) -> None:
+    def __init__(self, connection: socket.socket, patience_seconds: float) -> None:
+        self.since = time.monotonic()
         self.island: int | None = None
-        self._reader, self._writer, self._moved = reader, writer, moved
-        self._patience, self._wire, self._sending = patience_seconds, writer.transport, asyncio.Lock()
+        self.patience_seconds: float | None = patience_seconds
+        self._socket = connection
 
     @classmethod
-    async def to(
-        cls,
-        address: str,
-        keys: ssl.SSLContext | None,
-        *,
-        patience_seconds: float,
-        connect_seconds: float,
-        moved: Moved = lambda _: None,
-    ) -> PeerLink:
+    def to(
+        cls, address: str, keys: ssl.SSLContext | None, *, patience_seconds: float, connect_seconds: float
+    ) -> Connection:
         """Connect with the first island. Raises LinkError."""
         try:
-            async with asyncio.timeout(connect_seconds):
-                link = cls(
-                    *await asyncio.open_connection(*place_of(address), limit=_PIECE), patience_seconds, moved
-                )
+            link = cls(socket.create_connection(place_of(address), timeout=connect_seconds), patience_seconds)
         except (OSError, ValueError) as error:
-            why = str(error) or f"it does not answer for {connect_seconds:g} s"
-            raise LinkError(f"{address} cannot be connected: {why}") from error
+            raise LinkError(f"{address} cannot be connected: {error}") from error
         try:
-            await link.secure(keys, within_seconds=connect_seconds)
-        except BaseException:
-            link.shut()
+            link.secure(keys, serves=False, within_seconds=connect_seconds)
+        except LinkError:
+            link.close()
             raise
         if link.island:
-            link.shut()
+            link.close()
             raise LinkError(f"{address} is island {link.island}, not the first one")
         return link
 
-    async def secure(self, keys: ssl.SSLContext | None, *, within_seconds: float) -> None:
+    def secure(self, keys: ssl.SSLContext | None, *, serves: bool, within_seconds: float) -> None:
         """Encrypt it, and learn who the other end is. Raises LinkError."""
-        if keys is None:
-            return
         try:
-            await self._writer.start_tls(keys, ssl_handshake_timeout=within_seconds)
-            self.island = island_of(self._writer.get_extra_info("peercert"))
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if keys is None:
+                return
+            wrapped = keys.wrap_socket(self._socket, server_side=serves, do_handshake_on_connect=False)
+            self._socket = wrapped
+            wrapped.settimeout(within_seconds)
+            wrapped.do_handshake()
+            self.island = island_of(wrapped)
         except (OSError, ValueError) as error:
             raise LinkError(f"the other side shows no key that is known: {error}") from error
-        self._writer.transport.set_write_buffer_limits(high=_PIECE)
 
-    async def send(self, header: Header, payload: bytes | bytearray = b"") -> int:
+    def send(self, header: Header, payload: bytes | bytearray = b"", moved: Moved | None = None) -> int:
         """Send a message; the bytes on the wire. Raises LinkError."""
         head = json.dumps(header).encode()
-        parts = _SIZES.pack(_MARK, len(head), len(payload)) + head, payload
+        data = [_SIZES.pack(_MARK, len(head), len(payload)) + head, payload]
         try:
-            async with self._sending:
-                for part in parts:
-                    view = memoryview(part)
-                    for at in range(0, len(view), _PIECE):
-                        self._writer.write(view[at : at + _PIECE])
-                        await self._gone()
-        except (OSError, RuntimeError) as error:
+            self._socket.settimeout(self.patience_seconds)
+            for part in data:
+                view = memoryview(part)
+                while view:
+                    sent = self._socket.send(view[:_PIECE])
+                    view = view[sent:]
+                    if moved is not None:
+                        moved(sent)
+        except (OSError, ValueError) as error:  # a closed socket has no descriptor to be asked
             raise LinkError(f"sending broke off: {error}") from error
-        return sum(map(len, parts))
+        return sum(map(len, data))
 
-    async def receive(self, due: int = 0, *, within_seconds: float | None = None) -> tuple[Header, bytearray]:
-        """The next message that says something.
+    def receive(self, *, within_seconds: float | None = None) -> tuple[Header, int]:
+        """The next message's header, and the size of the payload, which is yet to be read.
 
         Args:
-            due: Bytes that its payload is to have. Nothing else is read, nor memory taken for it.
             within_seconds: How long it may take to begin, in place of the usual patience.
 
         Raises:
-            LinkError: The link is closed, it has taken too long, or what came is not what is due.
+            LinkError: The connection is closed, it has taken too long, or what came is no message.
         """
-        while True:
-            mark, head_size, size = _SIZES.unpack(await self._read(_SIZES.size, within_seconds))
-            if mark != _MARK or head_size > _LONGEST_HEADER:
-                raise LinkError("what came is no message of dsx's")
-            try:
-                header = json.loads(await self._read(head_size))
-            except (ValueError, RecursionError) as error:
-                raise LinkError("what came is no message of dsx's") from error
-            if not isinstance(header, dict):
-                raise LinkError("what came is no message of dsx's")
-            if header.get("kind") == "wait" and not size:
-                self._moved(1)
-                continue
-            if size != due:
-                raise LinkError(f"{size} bytes were to come, and {due} are due")
-            return header, await self._read(size, moved=self._moved)
+        seconds = self.patience_seconds if within_seconds is None else within_seconds
+        mark, head_size, size = _SIZES.unpack(self._read(_SIZES.size, seconds))
+        if mark != _MARK or head_size > _LONGEST_HEADER:
+            raise LinkError("what came is no message of dsx's")
+        try:
+            header = json.loads(self._read(head_size, self.patience_seconds))
+        except (ValueError, RecursionError) as error:
+            raise LinkError("what came is no message of dsx's") from error
+        if not isinstance(header, dict):
+            raise LinkError("what came is no message of dsx's")
+        return header, size
 
-    async def ended(self) -> None:
-        """Until the other side has closed it, for all that has been sent to be read."""
-        with suppress(LinkError):
-            await self.receive()
+    def word(self, *, within_seconds: float | None = None) -> Header:
+        """The next message, which is to have no payload. Raises LinkError."""
+        header, size = self.receive(within_seconds=within_seconds)
+        self.payload(size, 0)
+        return header
 
-    def close(self) -> None:
-        """End it, once what was sent has gone."""
-        with suppress(OSError, RuntimeError):
-            self._writer.close()
+    def payload(self, size: int, due: int, moved: Moved | None = None) -> bytearray:
+        """The bytes of a message that has ``size``, as it says, where ``due`` are due. Raises LinkError."""
+        if size != due:
+            raise LinkError(f"{size} bytes were to come, and {due} are due")
+        return self._read(size, self.patience_seconds, moved)
 
     def shut(self) -> None:
-        """End it at once."""
-        self._writer.transport.abort()
+        """End it from another thread than the one that uses it, which gets a LinkError.
 
-    async def _gone(self) -> None:
-        """Until there is room for more; as long as bytes go, however slowly."""
-        left = self._wire.get_write_buffer_size() + 1
-        while left:
-            try:
-                async with asyncio.timeout(self._patience):
-                    await self._writer.drain()
-                left = 0
-            except TimeoutError:
-                before, left = left, self._wire.get_write_buffer_size()
-                if left >= before:
-                    raise LinkError(f"nothing was taken for {self._patience:g} s") from None
-                self._moved(before - left)
+        Its descriptor stays: once closed it is the next connection's, on which that thread would go on.
+        """
+        with suppress(OSError):  # ssl's own way lets the other thread read on without decrypting
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
-    async def _read(
-        self, size: int, within_seconds: float | None = None, moved: Moved = lambda _: None
-    ) -> bytearray:
-        data, at = bytearray(size), 0
-        seconds = self._patience if within_seconds is None else within_seconds
+    def close(self) -> None:
+        """End it, when no other thread uses it."""
+        self.shut()
+        self._socket.close()
+
+    @property
+    def stirs(self) -> bool:
+        """Whether something has come, or the other side has closed it."""
+        poll = select.poll()
+        with suppress(OSError, ValueError):
+            poll.register(self._socket, select.POLLIN)
+            return bool(poll.poll(0))
+        return True
+
+    def _read(self, size: int, within_seconds: float | None, moved: Moved | None = None) -> bytearray:
+        data = bytearray(size)
+        view = memoryview(data)
         try:
-            while at < size:
-                async with asyncio.timeout(seconds):
-                    piece = await self._reader.read(min(size - at, 2 * _PIECE))
-                if not piece:
+            self._socket.settimeout(within_seconds)
+            while view:
+                count = self._socket.recv_into(view[:_PIECE])
+                if not count:
                     raise LinkError("the other side has closed the connection")
-                data[at : at + len(piece)] = piece
-                at, seconds = at + len(piece), self._patience
-                moved(len(piece))
+                self._socket.settimeout(self.patience_seconds)
+                view = view[count:]
+                if moved is not None:
+                    moved(count)
         except TimeoutError:
-            raise LinkError(f"nothing came for {seconds:g} s") from None
-        except OSError as error:
+            raise LinkError(f"nothing came for {within_seconds:g} s") from None
+        except (OSError, ValueError) as error:
             raise LinkError(f"receiving broke off: {error}") from error
         return data
 
 
 class Listener:
-    """Takes connections, and serves each.
+    """Takes connections, and serves each in a thread of its own.
 
     Whoever has said no whole message so many seconds after it has connected is a stranger, and loses its
     connection; so does the oldest of too many.
@@ -210,20 +201,18 @@ class Listener:
         host: The address at which to listen.
         port: 0 for any free one.
         keys: With which both ends show who they are; None for nobody to be asked.
-        patience_seconds: As for :class:`PeerLink`.
-        moved: As for it.
+        patience_seconds: As for :class:`Connection`.
 
     Raises:
         ConfigError: It cannot be had.
     """
 
-    def __init__(
-        self, host: str, port: int, keys: ssl.SSLContext | None, patience_seconds: float, moved: Moved
-    ) -> None:
-        self._keys, self._patience, self._moved = keys, patience_seconds, moved
-        self._strangers: dict[PeerLink, None] = {}
-        self._links: set[PeerLink] = set()
-        self._server: asyncio.Server | None = None
+    def __init__(self, host: str, port: int, keys: ssl.SSLContext | None, patience_seconds: float) -> None:
+        self._keys, self._patience = keys, patience_seconds
+        self._strangers: dict[Connection, None] = {}
+        self._links: set[Connection] = set()
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._thread: threading.Thread | None = None
         try:
             self._socket = socket.create_server((host, port), family=_family(host), backlog=128)
         except OSError as error:
@@ -232,41 +221,28 @@ class Listener:
                 f"it cannot be had: {error.strerror or error}",
                 "give an address of the first island's own machine and a free port, in every island's config",
             ) from None
-        port = int(self._socket.getsockname()[1])
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._socket.settimeout(_SWEEP_SECONDS)
+        self.port = int(self._socket.getsockname()[1])
 
-    async def start(self, serve: Callable[[PeerLink, Header], Awaitable[None]]) -> None:
+    def start(self, serve: Callable[[Connection, Header, int], None]) -> None:
         """Begin to take connections.
 
         Args:
-            serve: Given each with its first message. At its end, and with what it raises, it is closed.
+            serve: Given each with its first message, and the size of that one's payload. At its end, and with
+                what it raises, the connection is closed.
         """
-
-        async def come(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            link = PeerLink(reader, writer, self._patience, self._moved)
-            self._links.add(link)
-            self._strangers[link] = None
-            if len(self._strangers) > _MOST_STRANGERS:
-                next(iter(self._strangers)).shut()
-            try:
-                async with asyncio.timeout(_STRANGER_SECONDS):
-                    await link.secure(self._keys, within_seconds=_STRANGER_SECONDS)
-                    header, _ = await link.receive()
-                del self._strangers[link]
-                await serve(link, header)
-            except (LinkError, TimeoutError, asyncio.CancelledError):
-                link.shut()
-            finally:
-                self._strangers.pop(link, None)
-                self._links.discard(link)
-                link.close()
-
-        self._server = await asyncio.start_server(come, sock=self._socket, limit=_PIECE)
+        self._thread = threading.Thread(
+            target=self._accept, args=(serve,), name="islands listen", daemon=True
+        )
+        self._thread.start()
 
     def close(self) -> None:
         """End all connections."""
-        if self._server is not None:
-            self._server.close()
+        self._closed.set()
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        if self._thread is not None:
+            self._thread.join()
         self._socket.close()
         for link in [*self._links]:
             link.shut()
@@ -275,6 +251,56 @@ class Listener:
     def connected(self) -> int:
         """Connections at the moment."""
         return len(self._links)
+
+    def _accept(self, serve: Callable[[Connection, Header, int], None]) -> None:
+        while not self._closed.is_set():
+            connection = None
+            try:
+                connection, _ = self._socket.accept()
+            except TimeoutError:
+                pass
+            except OSError:  # as where descriptors have run out: some may be free again
+                self._closed.wait(_SWEEP_SECONDS)
+            self._sweep()
+            if connection is not None:
+                self._take(Connection(connection, self._patience), serve)
+
+    def _sweep(self) -> None:
+        with self._lock:
+            strangers = [*self._strangers]
+        late = time.monotonic() - _STRANGER_SECONDS
+        for place, link in enumerate(strangers):
+            if link.since < late or place < len(strangers) - _MOST_STRANGERS:
+                link.shut()
+
+    def _take(self, link: Connection, serve: Callable[[Connection, Header, int], None]) -> None:
+        with self._lock:
+            self._strangers[link] = None
+            self._links.add(link)
+        try:
+            threading.Thread(
+                target=self._serve, args=(link, serve), name="islands serve", daemon=True
+            ).start()
+        except RuntimeError:  # no further thread can be had
+            self._end(link)
+
+    def _serve(self, link: Connection, serve: Callable[[Connection, Header, int], None]) -> None:
+        try:
+            link.secure(self._keys, serves=True, within_seconds=_STRANGER_SECONDS)
+            first = link.receive(within_seconds=_STRANGER_SECONDS)
+            with self._lock:
+                self._strangers.pop(link, None)
+            serve(link, *first)
+        except LinkError:
+            pass
+        finally:
+            self._end(link)
+
+    def _end(self, link: Connection) -> None:
+        with self._lock:
+            self._strangers.pop(link, None)
+            self._links.discard(link)
+        link.close()
 
 
 def _family(host: str) -> socket.AddressFamily:

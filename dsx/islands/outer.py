@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -24,10 +24,10 @@ from dsx.config.schema import OuterConfig
 from dsx.engine.rank_progress import RankProgress
 from dsx.engine.zero.master_shards import MasterShard, refresh_weights
 from dsx.errors import RunError
-from dsx.islands.node import IslandNode
+from dsx.islands.coordinator import IslandNode
 from dsx.islands.ranks import IslandRanks
+from dsx.islands.rounds import PendingRound, RoundProtocol, Share, State
 from dsx.islands.standing import OuterReport, Ready, Standing
-from dsx.islands.star import First, Other, RoundOutcome, Share, State
 from dsx.islands.state import OuterState
 from dsx.parallel.groups import Groups
 from dsx.parallel.islands import OUTER_STATES, OUTER_WEIGHTS, Rounds
@@ -51,35 +51,6 @@ class OuterRun(Protocol):
     @property
     def step_control(self) -> Stops:
         """What its training steps ask."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Flight:
-    """A round under way.
-
-    Attributes:
-        step: The inner step after which it began.
-        share: The share of the model that this island thinks it is about.
-        sent: This rank's weights then, fp32 on the host, by piece.
-        movement: What they have moved since the last round.
-        ready: What is said of it.
-        began: When.
-        stood_seconds: How long training stood still until its thread went on by itself.
-        thread: What carries it on.
-        outcome: What came of it; None if this island was left out.
-        error: What went wrong in the thread.
-    """
-
-    step: int
-    share: int
-    sent: list[Tensor]
-    movement: list[Tensor]
-    ready: Ready
-    began: float
-    stood_seconds: float = 0.0
-    thread: threading.Thread = field(init=False)
-    outcome: RoundOutcome | None = None
-    error: Exception | None = None
 
 
 class Outer:
@@ -113,11 +84,11 @@ class Outer:
         whole = self._engine.zero_optimization_stage() == 0 and mesh.num_replicas > 1
         self._ranks = IslandRanks(run.groups, replicated=whole)
         self._members: Sequence[int] = range(node.islands.count)
-        self._pending: _Flight | None = None
+        self._pending: PendingRound | None = None
         self._joined = False
         self._saved = frozenset(OUTER_STATES)
         self._steps_since = [0] * settings.shares
-        self._star: First | Other = (Other if node.islands.index else First)(
+        self._protocol = RoundProtocol(
             node,
             self._ranks,
             layout=self._ranks.digest(fingerprint),
@@ -133,7 +104,10 @@ class Outer:
     @property
     def called(self) -> bool:
         """Whether the other islands wait for this one's next round; known on rank 0."""
-        return self._star.called
+        server, client = self._node.server, self._node.client
+        if server is not None:
+            return server.called
+        return client is not None and client.called.is_set()
 
     def join(self) -> None:
         """Take the weights of the first island, if as much training is in them. Collective.
@@ -154,13 +128,11 @@ class Outer:
             # first island gives its own to the others.
             self.standing = replace(self.standing, name=self._ranks.digest(state.digest()))
             self.state = state
-        if isinstance(self._star, First):
+        newest = self._protocol.newest()
+        if newest is None or newest[0].name in ("", self.standing.name):
             return
-        newest = self._star.newest()
-        if newest is None or newest.name in ("", self.standing.name):
-            return
-        behind = newest.progress >= self.standing.progress
-        if behind and (taken := self._star.fetched()) is not None:
+        behind = newest[0].progress >= self.standing.progress
+        if behind and (taken := self._protocol.fetched(newest[1])) is not None:
             self._adopt(taken)
             self._go_to_common_weights(range(self._settings.shares))
             self._follow(self.standing.facts)
@@ -264,7 +236,7 @@ class Outer:
         sent = state.read(share)
         movement = [before - now for before, now in zip(state.weights(share), sent, strict=True)]
         sound = self._ranks.everybody(all(bool(piece.isfinite().all()) for piece in movement))
-        pending = _Flight(
+        pending = PendingRound(
             step=step,
             share=share,
             sent=sent,
@@ -291,7 +263,7 @@ class Outer:
 
         def fly() -> None:
             try:
-                pending.outcome = self._star.go_through(pending.ready, share_of)
+                pending.outcome = self._protocol.go_through(pending, share_of)
             except Exception as error:  # noqa: BLE001 - raised where the round is settled
                 pending.error = error
 
@@ -299,7 +271,7 @@ class Outer:
         pending.thread.start()
         self._pending = pending
 
-    def _land(self, pending: _Flight, waited_since: float) -> None:
+    def _land(self, pending: PendingRound, waited_since: float) -> None:
         """Let the weights move, if the round counts, and report. Collective."""
         outcome, state, length, drift = pending.outcome, self._state, 0.0, None
         if outcome is not None:
@@ -311,8 +283,7 @@ class Outer:
             elif pending.ready.moved:
                 length, drift = self._distances(means, pending, share)
             with state.lock:
-                until = self._settings.optimizer.warmup * self.rounds.last
-                state.step(share, means, warms_up=int(outcome.standing.facts["step"]) <= until)
+                state.step(share, means)
                 for kept, error in zip(state.errors(share), errors, strict=True):
                     kept.copy_(error)
                 self.standing = outcome.standing
@@ -344,7 +315,9 @@ class Outer:
             saved = plain.decode(facts["lr_scheduler"], "the islands' schedule")
             set_schedule(engine.lr_scheduler, engine.optimizer, saved)
 
-    def _distances(self, means: Sequence[Tensor], pending: _Flight, share: int) -> tuple[float, float | None]:
+    def _distances(
+        self, means: Sequence[Tensor], pending: PendingRound, share: int
+    ) -> tuple[float, float | None]:
         """Length of the mean movement over the whole share, and this island's distance from it over that."""
         squares, apart = 0.0, 0.0
         for mean, movement, counts in zip(means, pending.movement, self._counted(share), strict=True):
@@ -364,7 +337,7 @@ class Outer:
             for r in self._state.ranges[share]
         ]
 
-    def _report(self, pending: _Flight, waited_since: float, length: float, drift: float | None) -> None:
+    def _report(self, pending: PendingRound, waited_since: float, length: float, drift: float | None) -> None:
         """Tell of a round, and for people who has come and gone since the last one."""
         outcome, now = pending.outcome, time.perf_counter()
         (sent_bytes,) = self._ranks.sums(0 if outcome is None else outcome.sent_bytes)
@@ -385,8 +358,8 @@ class Outer:
                 caught_up=outcome is not None and outcome.adopted is not None,
             )
         )
-        self.news += self._star.news
-        self._star.news.clear()
+        self.news += self._protocol.news
+        self._protocol.news.clear()
         if outcome is None:
             self.news.append(f"this island was left out of the round after step {pending.step}")
             return

@@ -114,19 +114,13 @@ class OuterState:
         """What rounding has kept back: views; empty if nothing is carried on."""
         return self._views(OUTER_ERROR, self.ranges[share]) if OUTER_ERROR in self._kept else []
 
-    @torch.no_grad()
-    def step(self, share: int, gradients: Sequence[Tensor], *, warms_up: bool) -> None:
+    def step(self, share: int, gradients: Sequence[Tensor]) -> None:
         """Move the common weights of a share by the outer optimizer.
 
         Args:
             share: Which.
             gradients: Weights before minus weights after, the mean over islands.
-            warms_up: Whether to take the mean as it is, and keep no momentum of it.
         """
-        if warms_up:
-            for weights, gradient in zip(self.weights(share), gradients, strict=True):
-                weights.sub_(gradient)
-            return
         parameters = self._optimizer.param_groups[share]["params"]
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient

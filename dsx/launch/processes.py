@@ -34,7 +34,7 @@ from dsx.parallel.islands import Islands
 from dsx.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
-    from dsx.islands.node import IslandNode
+    from dsx.islands.coordinator import IslandNode
 
 _LOOK_SECONDS = 1.0
 _ASK_SECONDS = 0.05
@@ -288,7 +288,7 @@ def _island_node(islands: Islands | None, place: int, shared: Any) -> Iterator[I
     if islands is None:
         yield None
         return
-    from dsx.islands.node import IslandNode  # here: other runs have no islands
+    from dsx.islands.coordinator import IslandNode  # here: other runs have no islands
 
     launcher = f"{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{os.environ.get('MASTER_PORT', '29500')}"
     node = IslandNode(islands, place, shared=shared, launcher=launcher)

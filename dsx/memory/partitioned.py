@@ -328,7 +328,7 @@ class PartitionedOffload(Bucketed):
         """ZeRO-1: whole gradients until the step, in the precision of sums."""
         self.set_up()
         if self.separate:  # _fill_param_grad_accum_attribute
-            narrow, gradient = gradient, self.new("gradients", "sums", leaf.numel, 4)
+            narrow, gradient = gradient, self.new("gradients", "sums", leaf.numel, self.settings.accumulate)
             free(narrow)
         if leaf.grad is None:
             leaf.grad = gradient

@@ -20,7 +20,7 @@ from dsx.parallel.mesh import Coordinates, Mesh
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from dsx.islands.node import IslandNode
+    from dsx.islands.coordinator import IslandNode
 
 CHANNELS = ("F_up", "F_down", "B_up", "B_down")
 """Transfer kind x direction: activations (F) or gradients (B), to a higher or a lower rank."""

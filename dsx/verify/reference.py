@@ -131,6 +131,10 @@ class Evaluation:
     outputs: dict[str, Tensor] = field(default_factory=dict)
 
 
+class ReferenceFailedError(ModelError):
+    """transformers itself does not run the model that a layout was to be compared with."""
+
+
 @contextmanager
 def _of_transformers(family: str) -> Iterator[None]:
     """Whatever fails inside is said to be transformers' own failure, in which no layout has a part."""
@@ -139,10 +143,10 @@ def _of_transformers(family: str) -> Iterator[None]:
     except DsxError:
         raise
     except Exception as error:
-        raise ModelError(
+        raise ReferenceFailedError(
             at("model_type", family),
-            f"transformers itself does not run a small model of it ({first_line(error)})",
-            "use its own size",
+            f"transformers itself does not run what it is compared with ({first_line(error)})",
+            "look at the config beside what transformers documents of this family",
         ) from error
 
 

@@ -283,6 +283,8 @@ def _sizes(config: RunConfig) -> tuple[dict[str, Any], list[int]]:
     )
     small |= _caps(hf_config_of(small).to_dict())
     blocks = len(structure_of(json.dumps(small, sort_keys=True)).list_of_blocks)
+    if isinstance(config.model, ModelSpec):  # of whose family transformers' modules serve for nothing else
+        structure_of.cache_clear()
     stages[stages.index(max(stages))] += around + blocks - sum(stages)
     return small, stages
 

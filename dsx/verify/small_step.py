@@ -37,6 +37,7 @@ from dsx.train.proof import Proof, keep_proof, layout_words
 from dsx.verify.diagnosis import UNKNOWN, ParityFinding
 from dsx.verify.entry_point import user_model
 from dsx.verify.observation import Observations
+from dsx.verify.reference import ReferenceFailedError
 from dsx.verify.run import VerifyPlan, family_plan, judge, user_job, user_plan
 from dsx.verify.shrunk import trial
 from dsx.verify.subject import VerifyJob, observe_pass
@@ -100,15 +101,15 @@ def prove(config: RunConfig, groups: Groups, *, quiet: bool) -> Proof:
             and the way out.
     """
     began = time.perf_counter()
-    with Waiting("proving the layout on a small model", quiet=quiet, at_once=True):
+    with Waiting("proving the layout on a small model", quiet=quiet, at_once=True), _undisturbed():
         found = _tried(config, groups)
         if isinstance(found, ParityFinding):
             # A router's tie may fall either way; a mistake shows with any weights and tokens.
             found = _tried(config, groups, seed=config.dsx.train.seed + 1)
-    if isinstance(found, ParityFinding):
-        where = f"{config.model.family} over {layout_words(config.mesh)}"
-        what = "a small model of this config does not train here as one process of transformers does"
-        raise _way_out(config, partial(_refusal, where, found, what, _OUT))
+        if isinstance(found, ParityFinding):
+            where = f"{config.model.family} over {layout_words(config.mesh)}"
+            what = "a small model of this config does not train here as one process of transformers does"
+            raise _way_out(config, partial(_refusal, where, found, what, _OUT))
     if not found.why_not:
         adapter = config.model.adapter  # what takes another way through the code, and the small model lacks
         quantized = adapter is not None and adapter.quantization != "none"
@@ -222,6 +223,8 @@ def _steps(where: str, what: str, plan: Callable[[], VerifyPlan] | None = None) 
     """End the run with one error for what a model's code raises; by the reference's, if that fails too."""
     try:
         yield
+    except ReferenceFailedError as error:
+        raise ReferenceFailedError(error.where, error.what, _OUT) from error
     except DsxError:
         raise
     except Exception as error:

@@ -113,9 +113,8 @@ def test_a_run_without_a_round_before_its_end_says_so():
     ("edits", "says"),
     [
         ({}, False),
-        ({"dsx.outer.optimizer": {"momentum": 0.9, "warmup": 0}}, True),
-        ({"dsx.outer.optimizer": {"momentum": 0.9}}, False),
-        ({"dsx.outer.optimizer": {"momentum": 0.9, "warmup": 0}, "dsx.train.resume": "one-job"}, False),
+        ({"dsx.outer.optimizer": {"lr": 0.7, "momentum": 0.9}}, True),
+        ({"dsx.outer.optimizer": {"lr": 0.7, "momentum": 0.9}, "dsx.train.resume": "one-job"}, False),
     ],
 )
 def test_momentum_on_fresh_weights_is_noted(edits, says, tmp_path, monkeypatch):

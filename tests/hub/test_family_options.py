@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from dsx.errors import ModelError
 from dsx.hub.layers import HubHead, entries, loops_over_children
-from dsx.hub.model_structure import hf_config_of
+from dsx.hub.model_structure import hf_config_of, structure_of
 from dsx.hub.read import hub_model
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.parameters import Weights
@@ -106,6 +106,14 @@ def test_values_that_torchs_own_modules_give_are_there_after_a_fresh_start() -> 
     layer, arguments, *_ = [*builder][1]
     slope = layer(*arguments).get_parameter("block.mlp.activation_fn.weight")
     assert torch.equal(slope, theirs.get_parameter("model.layers.0.mlp.activation_fn.weight"))
+
+
+def test_reading_a_family_moves_no_random_generator() -> None:
+    """One rank alone reads the small model of a proof: ranks would drop out apart after it."""
+    config = tiny.tiny_config("gpt2", {"embd_pdrop": 0.5, "n_embd": 48})
+    before = torch.get_rng_state()
+    structure_of(config.to_json_string())
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 class _ManyExperts(torch.nn.Module):

@@ -74,8 +74,7 @@ def config_of(
             "proof": "off",  # islands that start late have no time for it
             "outer": {
                 "islands": islands, "every": every, "meet": meet,
-                # A momentum of 0.9 is for runs of more than twelve rounds.
-                "optimizer": {"lr": 0.7, "momentum": 0.5, "warmup": 0},
+                "optimizer": {"lr": 0.7, "momentum": 0.5},  # 0.9 is for runs of more than twelve rounds
                 "patience_seconds": PATIENCE_SECONDS, **outer,
             },
         },

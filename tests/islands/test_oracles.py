@@ -29,7 +29,7 @@ LAYOUTS = {
 # With a small eps, rounding of a gradient that is all but zero becomes a part of a step.
 ADAMW = {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-3}
 
-NESTEROV = {"lr": 0.7, "momentum": 0.9, "warmup": 0}
+NESTEROV = {"lr": 0.7, "momentum": 0.9}
 
 HF = {
     "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32,
@@ -145,7 +145,7 @@ def inner_step(model, optimizer, micro_batches):
 
 
 def diloco(  # noqa: C901 - one loop, to be read at once
-    model, batches, *, every, shares=1, delay=0, lr=0.7, momentum=0.9, warmup=0.0, steps=STEPS
+    model, batches, *, every, shares=1, delay=0, lr=0.7, momentum=0.9, steps=STEPS
 ):
     """Copies of ``model`` in this process, each with its own AdamW, and torch's SGD over what they share.
 
@@ -168,13 +168,9 @@ def diloco(  # noqa: C901 - one loop, to be read at once
             for p, (low, high) in zip(m.parameters(), bounds[share], strict=True)
         ]
 
-    def land(begun, share, sent):
+    def land(share, sent):
         for place, view in enumerate(views[share]):
-            mean = sum(its[place] for its in sent) / len(sent)
-            if begun <= warmup * steps:
-                view.copy_(mean)
-            else:
-                view.grad = view - mean
+            view.grad = sum(view - its[place] for its in sent) / len(sent)
         outer.step()
         outer.zero_grad()
         for m, its in zip(copies, sent, strict=True):
@@ -188,13 +184,13 @@ def diloco(  # noqa: C901 - one loop, to be read at once
             told.append(inner_step(m, optimizer, its[step - 1]))
         due = rounds.after(step)
         if flying and (due or step - flying[0] >= delay):
-            land(*flying)
+            land(*flying[1:])
             flying = []
         for _ in range(due):
             share, turn = turn % shares, turn + 1
             sent = [read(m, share) for m in copies]
             if delay == 0 or step >= steps:
-                land(step, share, sent)
+                land(share, sent)
             else:
                 flying = [step, share, sent]
     return losses, copies
@@ -225,10 +221,9 @@ def saved_model(folder, **changes):
     return model
 
 
-def check_beside_copies(layout, tmp_path, *, islands=2, tied=True, steps=STEPS, warmup=0, **outer):
+def check_beside_copies(layout, tmp_path, *, islands=2, tied=True, steps=STEPS, **outer):
     parallel, stage, world = LAYOUTS[layout]
     model = saved_model(tmp_path / "start", tie_word_embeddings=tied)
-    outer["optimizer"] = {**NESTEROV, "warmup": warmup}
     content = config_of(parallel, stage, outer={"islands": islands, **outer}, steps=steps)
     # Shares cut every parameter: the copies' are transformers'.
     kind = "transformers" if outer.get("shares", 1) > 1 else "auto"
@@ -246,9 +241,7 @@ def check_beside_copies(layout, tmp_path, *, islands=2, tied=True, steps=STEPS, 
     seen = [tuple(x.flatten().tolist()) for its in batches for step in its for x, _ in step]
     assert len(set(seen)) == len(seen) == islands * steps * ROWS
     every, shares, delay = outer["every"], outer.get("shares", 1), outer.get("delay", 0)
-    losses, copies = diloco(
-        model, batches, every=every, shares=shares, delay=delay, warmup=warmup, steps=steps
-    )
+    losses, copies = diloco(model, batches, every=every, shares=shares, delay=delay, steps=steps)
     for island in range(islands):
         assert results[island * world][0] == pytest.approx(losses[island], abs=2e-6)
         got = transformers.LlamaForCausalLM.from_pretrained(tmp_path / str(island)).state_dict()
@@ -268,10 +261,6 @@ def test_adamw_is_a_loop_over_copies(layout, tmp_path):
 @pytest.mark.parametrize(("shares", "delay"), often([(2, 1), (2, 0), (1, 1), (3, 0)], 4))
 def test_shares_and_delay_are_a_loop_over_copies(shares, delay, tmp_path):
     check_beside_copies("one rank", tmp_path, every=4, shares=shares, delay=delay, steps=9, tied=False)
-
-
-def test_the_first_rounds_take_the_mean_as_it_is_and_leave_no_momentum(tmp_path):
-    check_beside_copies("one rank", tmp_path, every=1, warmup=0.5)
 
 
 def test_three_islands_and_a_last_step_that_is_no_multiple(tmp_path):

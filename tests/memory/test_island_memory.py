@@ -53,7 +53,7 @@ def counted(rank, world_size, sets):
         with meter:
             engine = dsx.initialize(model=dsx.recipe.build_model(config, groups), config=config)[0]
             announce(signatures(config), engine)
-            talk = engine.outer._star
+            talk = engine.outer._protocol
             go_through = talk.go_through
 
             def metered(*arguments):

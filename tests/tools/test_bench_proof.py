@@ -28,7 +28,7 @@ def test_draws_are_proved_and_counted(capsys, monkeypatch) -> None:
     found = bench_proof.proved({**drawn, 4: (2, broken)})
     refused = found.pop(4)
     assert refused["result"] == "refused"
-    assert "transformers itself does not run a small model of it (RuntimeError" in refused["said"]
+    assert "transformers itself does not run what it is compared with (RuntimeError" in refused["said"]
     assert {row["result"] for row in found.values()} == {"proved"}
     text = bench_proof.as_text(drawn, found)
     assert text.startswith("4 proved\n")

@@ -232,7 +232,7 @@ def test_end() -> None:
         ("wandb", "runs/x/wandb"),
     ]
     bare = end_rows(steps=1, tokens=1, elapsed_seconds=0.01, evaluation=None, written={})
-    assert bare == [("trained", "1 steps, 1 tokens, 10 ms")]
+    assert bare == [("trained", "1 step, 1 tokens, 10 ms")]
     again = end_rows(steps=12, tokens=12, elapsed_seconds=2.0, resumed_after=8, evaluation=None, written={})
     assert again == [("trained", "12 steps, 12 tokens, those after 8 in 2.00 s")]
 

@@ -65,9 +65,8 @@ class Outer:
     islands: int
     every: int
     wire: str = "fp32"
-    lr: float = 0.7
-    momentum: float = 0.7
-    warmup: float = 0.25
+    lr: float = 1.0
+    momentum: float = 0.0
 
 
 def held_out_loss(
@@ -86,7 +85,7 @@ def held_out_loss(
             "islands": outer.islands,
             "every": outer.every,
             "wire": outer.wire,
-            "optimizer": {"lr": outer.lr, "momentum": outer.momentum, "warmup": outer.warmup},
+            "optimizer": {"lr": outer.lr, "momentum": outer.momentum},
             "meet": f"127.0.0.1:{_PORT}",
             "patience_seconds": 600,
         }

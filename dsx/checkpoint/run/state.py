@@ -375,8 +375,8 @@ def _opened(run: CheckpointedRun, path: Path) -> Catalog:
     catalog = open_checkpoint(path)
     specs = _stored(run)
     here, there = ({name for spec in held for name in spec.hf} for held in (specs, catalog.specs))
-    is_renamed = {spec.name for spec in specs} != {spec.name for spec in catalog.specs}
-    return as_dsx(catalog, specs) if here and here == there and is_renamed else catalog
+    mine, theirs = ({(spec.name, spec.hf_transposed) for spec in held} for held in (specs, catalog.specs))
+    return as_dsx(catalog, specs) if here and here == there and mine != theirs else catalog
 
 
 def _stored(run: CheckpointedRun, *, left_out: bool = False) -> tuple[ParamSpec, ...]:

@@ -143,7 +143,9 @@ def as_dsx(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:
         CheckpointError: It lacks a tensor of the model, has another, or one of another shape; it has two
             that differ where the model has one that is tied.
     """
-    if {spec.name for spec in specs} <= {entry.name for entry in source.entries}:
+    turned = {spec.name: spec.hf_transposed for spec in source.specs}
+    same = all(turned.get(spec.name, spec.hf_transposed) == spec.hf_transposed for spec in specs)
+    if same and {spec.name for spec in specs} <= {entry.name for entry in source.entries}:
         return replace(source, specs=tuple(specs))
     if is_dsx(source):
         source = as_hf(source, source.specs)
