@@ -57,6 +57,7 @@ def claimed(final: Path, known: Callable[[str], bool]) -> FileLock:
     lock = FileLock(aside / _LOCK, timeout=0, thread_local=False, fallback_to_soft=False)
     with blamed(aside, "the folder", "making", _ELSEWHERE):
         aside.mkdir(parents=True, exist_ok=True)
+        _require_free(aside)
         strange = sorted(path.name for path in aside.iterdir() if path.name != _LOCK and not known(path.name))
         if strange:
             raise CheckpointError(
@@ -76,6 +77,20 @@ def claimed(final: Path, known: Callable[[str], bool]) -> FileLock:
             if error.errno not in _NO_LOCKS:
                 raise
     return lock
+
+
+def _require_free(aside: Path) -> None:
+    """Raise CheckpointError if an export or a conversion holds the lock that is in this folder."""
+    if not (aside / _LOCK).exists():
+        return
+    try:
+        FileLock(aside / _LOCK, timeout=0, fallback_to_soft=False).acquire().lock.release()
+    except Timeout:
+        raise CheckpointError(
+            str(aside), "another process is writing this folder now", "wait for it, or choose another target"
+        ) from None
+    except OSError:  # no locks here, or none that this user may take
+        return
 
 
 class Staging:
@@ -230,6 +245,7 @@ class Staging:
             names = {path.name for path in self._partial.iterdir()} if is_folder else {""}
         strange = any(name != _LOCK and name.split(".")[0] != _DATA for name in names)
         if names and (_LOCK not in names or strange):
+            _require_free(self._partial)
             raise CheckpointError(
                 str(self._partial),
                 "it is in the way: no conversion of this version of dsx left it",

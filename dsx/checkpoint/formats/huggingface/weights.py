@@ -160,7 +160,8 @@ def join(spec: ParamSpec, get: Callable[[str], Tensor | None]) -> Tensor | None:
 def may_be_left(name: str) -> bool:
     """Whether a file of this name may be one of an export that was killed, which the next one removes."""
     plain = name.removeprefix(".").removesuffix(".partial")
-    return plain.endswith(".safetensors") or plain in (INDEX, CONFIG, ADAPTER_SETTINGS)
+    of_systems = name == ".DS_Store" or name.startswith(".nfs")  # NFS: an open file that was removed
+    return of_systems or plain.endswith(".safetensors") or plain in (INDEX, CONFIG, ADAPTER_SETTINGS)
 
 
 def write_shard(folder: str | Path, index: int, count: int, tensors: Mapping[str, Tensor]) -> dict[str, str]:
