@@ -341,7 +341,7 @@ def test_one_export_at_a_time_makes_a_folder_and_removes_nothing_of_others(tmp_p
     first = claimed(out, hf.may_be_left)
     with pytest.raises(CheckpointError, match="another process is writing this folder now"):
         claimed(out, hf.may_be_left)
-    (partial_of(out) / "data.vm.1.of-a-conversion").mkdir()
+    (aside / "data.vm.1.of-a-conversion").mkdir()
     with pytest.raises(CheckpointError, match="another process is writing"):
         claimed(out, hf.may_be_left)
     (aside / "data.vm.1.of-a-conversion").rmdir()
