@@ -430,7 +430,7 @@ def plan_search(
     }
     decided = {name: (value,) for name, value in given.items() if value is not None}
     space = Space.of(inputs.gpus, **inputs.decided | decided)
-    _check_space(task, space)
+    _check_space(task, space, own="micro_batches" in inputs.decided)
     cap = None if pinned.gpu_memory is None else gpu_memory(pinned.gpu_memory, rates.cluster).usable_bytes
     search = Search(
         task=task,
@@ -445,16 +445,19 @@ def plan_search(
     return replace(search, memory=memory, least=memory.least)
 
 
-def _check_space(task: Task, space: Space) -> None:
-    """Raise unless there is something to search."""
+def _check_space(task: Task, space: Space, *, own: bool) -> None:
+    """Raise unless there is something to search; ``own``: layers of one's own say their micro-batch."""
     found = tuple(meshes(task, space))
     if any(True for mesh in found for _ in variants(task, space, mesh)):
         return
     shares = sorted({task.global_batch // mesh.data for mesh in found})
+    size, told = either(space.micro_batches or ()), either(shares[:6])
     raise ConfigError(
-        f"--micro-batch {either(space.micro_batches or ())}",
-        f"it divides no rank's share of the global batch ({either(shares[:6])} sequences)",
-        "use a divisor of one of these",
+        f"the layers' micro-batch = {size}" if own else f"--micro-batch {size}",
+        f"it divides no rank's share of the global batch ({told} {'samples' if own else 'sequences'})",
+        "use a multiple of it for every rank as --global-batch, or more --pipeline ranks"
+        if own
+        else "use a divisor of one of these",
     )
 
 
