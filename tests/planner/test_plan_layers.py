@@ -111,7 +111,10 @@ def test_the_call_gives_what_the_command_prints(dsx, tmp_path):
     [
         (("--zero", 2), "use 1 or 3"),
         (("--global-batch", 7), "use a multiple of 2"),
-        (("--global-batch", 8, "--pipeline", 1), "the layers' micro-batch = 2: it divides no rank's share of the global batch (1 samples"),
+        (
+            ("--global-batch", 8, "--pipeline", 1),
+            "the layers' micro-batch = 2: it divides no rank's share of the global batch (1 samples",
+        ),
         (("--pipeline", 3), "pipeline = 3"),
         (("--tensor", 2), "--tensor: it does not go with"),
         (("--micro-batch", 4), "--micro-batch: it does not go with"),
