@@ -58,7 +58,7 @@ def in_and_out(rank: int, world_size: int, folder: Path) -> None:
     dsx.export_hf(engine, folder / "unchanged")
     export_weights(engine.pipeline, folder / "sharded", engine.run_config.hf_config, shard_bytes=20000)
     (folder / "not a folder").touch()
-    with pytest.raises(CheckpointError, match=r"not a folder.*cannot be written"):
+    with pytest.raises(CheckpointError, match=r"not a folder.*the system answers Not a directory"):
         export_weights(engine.pipeline, folder / "not a folder" / "in it", engine.run_config.hf_config)
     engine.train_batch(dsx_run.batches(CASE, 0, engine.groups.dp_rank))
     engine.save_checkpoint(str(folder / "run"))
