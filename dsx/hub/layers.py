@@ -21,7 +21,7 @@ from dsx.hub.tensor_plan import apply_plan, set_dropouts, sum_gradients
 from dsx.models.spec import HubModel, Recompute
 from dsx.nn import collectives
 from dsx.nn.block import recomputed
-from dsx.nn.documents import Given, Places, Stream, carried
+from dsx.nn.documents import Given, Places, Stream, carried, hidden_of
 from dsx.nn.embedding import looked_up, own_rows
 from dsx.nn.linear import column_linear
 from dsx.nn.parameters import Weights
@@ -202,23 +202,23 @@ def loops_over_children(module: nn.Module) -> bool:
     How often such a child is called may depend on the data, and so differ from replica to replica. ZeRO-3
     must then gather the parameters of the whole module before it runs, and nothing inside of it.
     """
-    named = {name for kind in type(module).__mro__ for name in _used_in_loops(kind)}
-    return any(
-        any(True for _ in inner.parameters()) for name, inner in module.named_children() if name in named
-    )
+    held = {name for name, inner in module.named_children() if any(True for _ in inner.parameters())}
+    return bool(held) and any(held & _used_in_loops(kind) for kind in type(module).__mro__)
 
 
 @cache
 def _used_in_loops(kind: type) -> frozenset[str]:
-    """Attributes that loops in a class's own code call, take items of or go over; none without its source."""
-    if kind is nn.Module or not issubclass(kind, nn.Module):
+    """Attributes that loops in a class's own methods call, take items of or go over; none without source."""
+    if kind is nn.Module or not issubclass(kind, nn.Module):  # which loops over all children; a mixin
         return frozenset()
+    methods = [inspect.unwrap(each) for each in vars(kind).values() if inspect.isfunction(each)]
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+        trees = [ast.parse(textwrap.dedent(inspect.getsource(each))) for each in methods]
     except (OSError, TypeError, SyntaxError):
         return frozenset()
-    loops = (ast.For, ast.While, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-    inside = [node for loop in ast.walk(tree) if isinstance(loop, loops) for node in ast.walk(loop)]
+    kinds = (ast.For, ast.While, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+    loops = (node for tree in trees for node in ast.walk(tree) if isinstance(node, kinds))
+    inside = [node for loop in loops for node in ast.walk(loop)]
     called = (node.func for node in inside if isinstance(node, ast.Call))
     items = (node.value for node in inside if isinstance(node, ast.Subscript))
     over = (each.iter for each in inside if isinstance(each, ast.For | ast.comprehension))
@@ -228,12 +228,6 @@ def _used_in_loops(kind: type) -> frozenset[str]:
         for node in (*called, *items, *gone_over)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
     )
-
-
-def hidden_of(gave: Any) -> Tensor:
-    """The hidden states among a block's outputs."""
-    y: Tensor = gave[0] if isinstance(gave, tuple) else gave
-    return y
 
 
 class HubEnd(nn.Module):

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from dsx.config.resolve import resolve
 from dsx.config.run import RunConfig
 from dsx.errors import ConfigError, DsxError, ModelError
-from dsx.hub.layers import hidden_of
 from dsx.hub.model_structure import BlockCall, structure_of
 from dsx.hub.read import block_plan
 from dsx.hub.tensor_plan import mixing_children, sequence_cut
@@ -32,6 +31,7 @@ from dsx.memory.record_cache import code_version, keep
 from dsx.models.config_values import at
 from dsx.models.quiet_transformers import first_line, quiet_transformers, torch_forms
 from dsx.models.spec import HubModel
+from dsx.nn.documents import hidden_of
 from dsx.verify.compare import relative, unlike
 from dsx.verify.reference import Transformers
 from dsx.verify.run import EXACT, family_plan
