@@ -54,7 +54,7 @@ def claimed(final: Path, known: Callable[[str], bool]) -> FileLock:
     """
     check_absent(final)
     aside = partial_of(final)
-    lock = FileLock(aside / _LOCK, timeout=0, thread_local=False, fallback_to_soft=False)
+    lock = _lock_of(aside)
     with blamed(aside, "the folder", "making", _ELSEWHERE):
         aside.mkdir(parents=True, exist_ok=True)
         _require_free(aside)
@@ -66,31 +66,34 @@ def claimed(final: Path, known: Callable[[str], bool]) -> FileLock:
                 "remove it, or choose another target",
             )
         try:
-            lock.acquire()
-        except Timeout:
-            raise CheckpointError(
-                str(aside),
-                "another process is writing this folder now",
-                "wait for it, or choose another target",
-            ) from None
+            _take(lock, aside, "folder")
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
     return lock
 
 
-def _require_free(aside: Path) -> None:
-    """Raise CheckpointError if an export or a conversion holds the lock that is in this folder."""
-    if not (aside / _LOCK).exists():
-        return
+def _lock_of(aside: Path) -> FileLock:
+    return FileLock(aside / _LOCK, timeout=0, thread_local=False, fallback_to_soft=False)
+
+
+def _take(lock: FileLock, aside: Path, what: str) -> None:
+    """Take a lock. Raises CheckpointError if somebody has it, and OSError where there are none."""
     try:
-        FileLock(aside / _LOCK, timeout=0, fallback_to_soft=False).acquire().lock.release()
+        lock.acquire()
     except Timeout:
         raise CheckpointError(
-            str(aside), "another process is writing this folder now", "wait for it, or choose another target"
+            str(aside), f"another process is writing this {what} now", "wait for it, or choose another target"
         ) from None
-    except OSError:  # no locks here, or none that this user may take
-        return
+
+
+def _require_free(aside: Path) -> None:
+    """Raise CheckpointError if an export or a conversion holds the lock that is in this folder."""
+    if (aside / _LOCK).exists():
+        lock = _lock_of(aside)
+        with suppress(OSError):  # no locks here, or none that this user may take
+            _take(lock, aside, "folder")
+        lock.release()
 
 
 class Staging:
@@ -124,7 +127,7 @@ class Staging:
                 "do not trust this checkpoint",
             )
         self._check_leftover()
-        self._lock = FileLock(self._lock_path, timeout=0, thread_local=False, fallback_to_soft=False)
+        self._lock = _lock_of(self._partial)
         try:
             with blamed(self._partial, "the folder", "making", _ELSEWHERE):
                 self._partial.mkdir(parents=True, exist_ok=True)
@@ -191,13 +194,7 @@ class Staging:
 
     def _acquire(self) -> None:
         try:
-            self._lock.acquire()
-        except Timeout:
-            raise CheckpointError(
-                str(self._partial),
-                "another process is writing this checkpoint now",
-                "wait for it, or choose another target",
-            ) from None
+            _take(self._lock, self._partial, "checkpoint")
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 if self._holder() is None:
