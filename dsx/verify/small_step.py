@@ -156,7 +156,8 @@ def prove_layers(
             "give groups of that layout, or none; layers with tensor parallelism cannot be proved",
         )
     began, where = time.perf_counter(), f"the layers over {layout_words(mesh)}"
-    found = _compared(job, groups, where, lambda: user_plan(job, user_model(make)))
+    with _undisturbed():
+        found = _compared(job, groups, where, lambda: user_plan(job, user_model(make)))
     if isinstance(found, ParityFinding):
         what = "the layers do not train here as in one process"
         raise _agreed(_refusal(where, found, what, _OUT_OF_LAYERS))
@@ -194,13 +195,13 @@ def _compared(
     thorough: Callable[[], VerifyPlan] | None = None,
 ) -> Proof | ParityFinding:
     """Compare a job's step with ``plan``, then, if it differs, with ``thorough``, which tells more."""
-    with _undisturbed(), _steps(where, "a small model of it does not take a step", plan):
+    with _steps(where, "a small model of it does not take a step", plan):
         seen = observe_pass(job, replace(groups, island=None, silent=True), 0.0)  # one island by itself
 
     def judged() -> Proof | ParityFinding:
         assert seen is not None, "this is rank 0"
         observed = Observations(passes=[seen])
-        with _steps(where, _NOT_ALONE), torch.random.fork_rng(devices=[]):
+        with _steps(where, _NOT_ALONE):
             verdict = judge(plan(), observed)
             if not verdict.equal:
                 return (judge(thorough(), observed) if thorough else verdict).findings[0]
