@@ -22,7 +22,7 @@ from dsx.checkpoint.catalog import NO_SETTINGS, Catalog, Checksum, model_fact, u
 from dsx.checkpoint.claims import reading
 from dsx.checkpoint.file_io import digest
 from dsx.checkpoint.formats import native
-from dsx.checkpoint.formats.huggingface.catalog import as_dsx
+from dsx.checkpoint.formats.huggingface.catalog import as_dsx, transposes
 from dsx.checkpoint.formats.native import random_file
 from dsx.checkpoint.open import open_checkpoint
 from dsx.checkpoint.plain import as_numpy
@@ -375,8 +375,9 @@ def _opened(run: CheckpointedRun, path: Path) -> Catalog:
     catalog = open_checkpoint(path)
     specs = _stored(run)
     here, there = ({name for spec in held for name in spec.hf} for held in (specs, catalog.specs))
-    mine, theirs = ({(spec.name, spec.hf_transposed) for spec in held} for held in (specs, catalog.specs))
-    return as_dsx(catalog, specs) if here and here == there and mine != theirs else catalog
+    is_renamed = {spec.name for spec in specs} != {spec.name for spec in catalog.specs}
+    other = here and here == there and (is_renamed or transposes(catalog, specs))
+    return as_dsx(catalog, specs) if other else catalog
 
 
 def _stored(run: CheckpointedRun, *, left_out: bool = False) -> tuple[ParamSpec, ...]:

@@ -87,6 +87,29 @@ def test_folder_of_transformers(name: str, shard: str, tmp_path: Path) -> None:
         assert torch.equal(read_entry(back, entry), expected[entry.name])
 
 
+def test_matrices_the_other_way_round_are_turned(tmp_path: Path) -> None:
+    """As checkpoints have them that were written when GPT-2 kept transformers' Conv1D."""
+    model_of("gpt2").save_pretrained(tmp_path)
+    specs, files = specs_of("gpt2"), hf_catalog.catalog_of(tmp_path)
+    earlier = [
+        replace(
+            spec,
+            hf_transposed=False,
+            shape=spec.shape[::-1],
+            split=None if spec.split is None else 1 - spec.split,
+        )
+        if spec.hf_transposed
+        else spec
+        for spec in specs
+    ]
+    before, now = (hf_catalog.as_dsx(files, of) for of in (earlier, specs))
+    assert [hf_catalog.transposes(each, specs) for each in (before, now)] == [True, False]
+    turned = hf_catalog.as_dsx(before, specs)
+    for spec in specs:
+        key = spec.name, "weight"
+        assert torch.equal(read_entry(turned, turned.by_key[key]), read_entry(now, now.by_key[key]))
+
+
 @NAMES
 @pytest.mark.parametrize(("precision", "shard_bytes"), [(None, 5 << 30), ("bf16", 9000)])
 def test_transformers_loads_what_is_written(

@@ -133,6 +133,12 @@ def _bin_contents(root: Path, name: str) -> tuple[list[Entry], Sequence[Checksum
     ], file.checksums
 
 
+def transposes(source: Catalog, specs: Sequence[ParamSpec]) -> bool:
+    """Whether a tensor of the same name has its last two dims the other way round in a checkpoint."""
+    there = {spec.name: spec.hf_transposed for spec in source.specs}
+    return any(there.get(spec.name, spec.hf_transposed) != spec.hf_transposed for spec in specs)
+
+
 def as_dsx(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:
     """The same checkpoint under dsx's names; one that has them already stays as it is.
 
@@ -143,9 +149,8 @@ def as_dsx(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:
         CheckpointError: It lacks a tensor of the model, has another, or one of another shape; it has two
             that differ where the model has one that is tied.
     """
-    turned = {spec.name: spec.hf_transposed for spec in source.specs}
-    same = all(turned.get(spec.name, spec.hf_transposed) == spec.hf_transposed for spec in specs)
-    if same and {spec.name for spec in specs} <= {entry.name for entry in source.entries}:
+    known = {spec.name for spec in specs} <= {entry.name for entry in source.entries}
+    if known and not transposes(source, specs):
         return replace(source, specs=tuple(specs))
     if is_dsx(source):
         source = as_hf(source, source.specs)
