@@ -134,6 +134,14 @@ class PlanInputs(ABC):
         """What of a :class:`~dsx.planner.layout.Space` is not to be chosen, whatever a user pins."""
         return {"zero_stages": tuple(range(self.lowest_zero_stage, 4))}
 
+    def no_share(self, micro_batch: str, shares: str) -> ConfigError:
+        """The error where no rank's share of the global batch is of whole micro-batches."""
+        return ConfigError(
+            f"--micro-batch {micro_batch}",
+            f"it divides no rank's share of the global batch ({shares} sequences)",
+            "use a divisor of one of these",
+        )
+
     def check(self, pinned: PinnedChoices) -> None:
         """Raise ConfigError for a value that cannot be."""
         for name, value in (("--tensor", pinned.tensor), ("--pipeline", pinned.pipeline)):
@@ -430,7 +438,10 @@ def plan_search(
     }
     decided = {name: (value,) for name, value in given.items() if value is not None}
     space = Space.of(inputs.gpus, **inputs.decided | decided)
-    _check_space(task, space, own="micro_batches" in inputs.decided)
+    found = tuple(meshes(task, space))
+    if not any(True for mesh in found for _ in variants(task, space, mesh)):
+        shares = sorted({task.global_batch // mesh.data for mesh in found})
+        raise inputs.no_share(either(space.micro_batches or ()), either(shares[:6]))
     cap = None if pinned.gpu_memory is None else gpu_memory(pinned.gpu_memory, rates.cluster).usable_bytes
     search = Search(
         task=task,
@@ -443,22 +454,6 @@ def plan_search(
     )
     memory = LayoutMemory(inputs, search.predictor, search.cap)
     return replace(search, memory=memory, least=memory.least)
-
-
-def _check_space(task: Task, space: Space, *, own: bool) -> None:
-    """Raise unless there is something to search; ``own``: layers of one's own say their micro-batch."""
-    found = tuple(meshes(task, space))
-    if any(True for mesh in found for _ in variants(task, space, mesh)):
-        return
-    shares = sorted({task.global_batch // mesh.data for mesh in found})
-    size, told = either(space.micro_batches or ()), either(shares[:6])
-    raise ConfigError(
-        f"the layers' micro-batch = {size}" if own else f"--micro-batch {size}",
-        f"it divides no rank's share of the global batch ({told} {'samples' if own else 'sequences'})",
-        "use a multiple of it for every rank as --global-batch, or more --pipeline ranks"
-        if own
-        else "use a divisor of one of these",
-    )
 
 
 def update_bytes(content: Mapping[str, Any]) -> int:

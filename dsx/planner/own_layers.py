@@ -86,6 +86,13 @@ class OwnInputs(PlanInputs):
             self.recorded[hooked] = record_list(self.make, self.precision, self.device, hooked=hooked)
         return self.recorded[hooked]
 
+    def no_share(self, micro_batch: str, shares: str) -> ConfigError:
+        return ConfigError(
+            f"the layers' micro-batch = {micro_batch}",
+            f"it divides no rank's share of the global batch ({shares} samples)",
+            "use a multiple of it for every rank as --global-batch, or more --pipeline ranks",
+        )
+
     def check(self, pinned: PinnedChoices) -> None:
         super(OwnInputs, self).check(pinned)
         if pinned.zero == 2:
