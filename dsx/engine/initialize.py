@@ -8,10 +8,12 @@ deepspeed/runtime/pipe/engine.py reads besides. Stock DeepSpeed silently ignores
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -341,6 +343,7 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
         Waiting("making the engine", quiet=model.groups.mute) as waiting,
         builds_said(waiting),
         given_optimizer_kept(),
+        _uncollected(),
     ):
         engine, wrapped, _, scheduler = deepspeed.initialize(
             model=model.chunks,
@@ -367,6 +370,18 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
     if loader is not None:
         pipeline.set_dataloader(loader)
     return pipeline, wrapped, loader, scheduler
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """An engine of before, which imports as it ends, must not end amid an import: Python 3.11 fails there."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _say_once(model: PipelineModule, settings: Settings, run: RunConfig | None) -> None:

@@ -6,6 +6,7 @@ import re
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -177,10 +178,14 @@ def _buckets(rank: int, world_size: int, case: Case) -> tuple[list[Any], int, in
         real, before_action = dist.all_reduce, made._adapter.hooks.before_action
 
         def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("group") is made.groups.data:
-                alive.append(weakref.ref(tensor))
-                most[0] = max(most[0], sum(ref() is not None for ref in alive))
-            return real(tensor, *args, **kwargs)
+            if kwargs.get("group") is not made.groups.data:
+                return real(tensor, *args, **kwargs)
+            alive.append(weakref.ref(tensor))
+            most[0] = max(most[0], sum(ref() is not None for ref in alive))
+            summed = tensor.clone()  # gloo's thread may hold what it was given a little beyond wait()
+            real(summed, *args, **kwargs | {"async_op": False})
+            tensor.copy_(summed)
+            return SimpleNamespace(wait=lambda: None)
 
         def look(position: int) -> None:
             gradients[0] += sum(p.grad is not None for p in made.module.parameters())
