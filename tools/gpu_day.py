@@ -51,7 +51,8 @@ Json = dict[str, Any]
 
 SECTIONS = ("machine", "correctness", "ranks", "precision", "memory", "speed", "kernels")
 WHEELS = (
-    "annotated-types", "datasets", "deepspeed", "dill", "hjson", "multiprocess", "pydantic", "pydantic_core",
+    "annotated-types", "cffi", "cryptography", "datasets", "deepspeed", "dill", "hjson", "multiprocess", "pycparser",
+    "pydantic", "pydantic_core",
 )  # fmt: skip
 """What dsx and DeepSpeed need and such a machine lacks; constraints.txt says which versions."""
 
