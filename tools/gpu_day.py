@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -40,6 +39,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from packaging.requirements import Requirement
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
@@ -51,8 +52,8 @@ Json = dict[str, Any]
 
 SECTIONS = ("machine", "correctness", "ranks", "precision", "memory", "speed", "kernels")
 WHEELS = (
-    "annotated-types", "cffi", "cryptography", "datasets", "deepspeed", "dill", "hjson", "multiprocess", "pycparser",
-    "pydantic", "pydantic_core",
+    "annotated-types", "cffi", "cryptography", "datasets", "deepspeed", "dill", "hjson", "multiprocess",
+    "pycparser", "pydantic", "pydantic_core", "typing_inspection",
 )  # fmt: skip
 """What dsx and DeepSpeed need and such a machine lacks; constraints.txt says which versions."""
 
@@ -139,15 +140,24 @@ def _chosen(cases: Sequence[Case], sections: Sequence[str]) -> list[Case]:
 
 
 def missing() -> list[str]:
-    """What dsx needs and this Python lacks, of what the cases use: all but W&B. Others check versions."""
+    """What dsx needs and this Python lacks, of what the cases use: all but W&B. Others check versions.
+
+    What comes as a wheel comes without what it needs, so that it is asked for that as well.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    found = []
-    for requirement in project["dependencies"]:
-        name = re.split(r"[<>=!~ ]", requirement)[0]
+    waiting, seen, found = list(project["dependencies"]), {"wandb"}, []
+    brought = {name.replace("-", "_") for name in WHEELS}
+    while waiting:
+        needed = Requirement(waiting.pop(0))
+        if needed.name in seen or (needed.marker is not None and not needed.marker.evaluate({"extra": ""})):
+            continue
+        seen.add(needed.name)
         try:
-            metadata.version(name)
+            needs = metadata.requires(needed.name) or ()
         except metadata.PackageNotFoundError:
-            found += [requirement] * (name != "wandb")
+            found.append(str(needed))
+        else:
+            waiting += needs if needed.name.replace("-", "_") in brought else ()
     return found
 
 
