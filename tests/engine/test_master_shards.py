@@ -8,9 +8,10 @@ from typing import Any
 
 import deepspeed
 import pytest
+import torch
 
 import ranks
-from dsx.engine.zero.master_shards import master_shards, refresh_weights
+from dsx.engine.zero.master_shards import MasterShard, master_shards, refresh_weights
 from often import often
 from parity import dsx_run
 from parity.dsx_run import Case
@@ -84,3 +85,21 @@ def test_masters_are_the_weights(case: Case) -> None:
         replicas = [fact for fact in found if fact["at"] == place]
         held_in_all = sum(fact["count"] for fact in replicas)
         assert held_in_all == replicas[0]["total"] * (len(replicas) if case.zero == 0 else 1)
+
+
+@pytest.mark.parametrize("setting", ["capturable", "fused"])
+def test_the_count_of_steps_is_where_its_optimizer_reads_it(setting: str) -> None:
+    """As torch's own optimizer puts it when it loads a state: beside the weights for kernels that read it."""
+    weight = torch.nn.Parameter(torch.ones(4, device="meta"))
+    optimizer = torch.optim.AdamW([weight])
+    kept = MasterShard(master=weight, group=0, spans=(), optimizer=optimizer)
+    moments = {name: torch.zeros(4) for name in ("exp_avg", "exp_avg_sq")}
+    for on in (False, True):
+        optimizer.param_groups[0][setting] = on
+        saved = {"step": torch.tensor(3.0), **moments}
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: saved}})
+        there = optimizer.state[weight]["step"].device
+        optimizer.state.clear()
+        kept.make(sorted(moments), {"step": 3.0})
+        assert optimizer.state[weight]["step"].device == there
+        assert (there.type == "meta") == on

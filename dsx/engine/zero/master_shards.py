@@ -68,10 +68,12 @@ class MasterShard:
         for name in moments:
             if name not in state:
                 state[name] = torch.zeros_like(self.master, memory_format=torch.preserve_format)
+        group = self.optimizer.param_groups[self.group]
+        # torch.optim makes it on the host, unless kernels read it (adam.py, _init_group).
+        device = self.master.device if group.get("capturable") or group.get("fused") else torch.device("cpu")
         for name, number in numbers.items():
             if name not in state or isinstance(state[name], torch.Tensor):
-                # A tensor on the host, as torch.optim makes it (adam.py, _init_group).
-                state[name] = torch.tensor(number, dtype=torch.float32)
+                state[name] = torch.tensor(number, dtype=torch.float32, device=device)
             else:
                 state[name] = type(state[name])(number)
 
