@@ -11,7 +11,7 @@ from pathlib import Path
 
 import gpu_day
 import pytest
-from gpu_sections import worker
+from gpu_sections import measured, worker
 from gpu_sections.report import as_markdown
 
 TOOL = Path(__file__).parents[2] / "tools" / "gpu_day.py"
@@ -53,6 +53,28 @@ def test_every_section_has_figures_and_nothing_failed(day):
     half = cases(day, "precision")["fp16, ZeRO-1"]
     assert half["scales"][0] == half["scales"][1]
     assert half["skipped"][0] == half["skipped"][1] > 0
+
+
+def test_each_engine_of_the_speed_section_is_the_one_that_its_case_names(monkeypatch, tmp_path):
+    asked = []
+
+    def noted(who):
+        def make(*_):
+            asked.append(who)
+            raise InterruptedError
+
+        return make
+
+    for who in ("ours", "stock"):
+        monkeypatch.setattr(measured, who, noted(who))
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    (config,) = (case.arguments["config"] for case in gpu_day.all_cases(dry=True) if case.name == "tiny: dsx")
+    real = [case for case in gpu_day.all_cases(dry=False) if case.call.endswith("measured:speed")]
+    for engine in dict.fromkeys(case.arguments["engine"] for case in real):
+        place = worker.Place(dry=True, rank=0, ranks=1, backend="gloo", folder=tmp_path)
+        with pytest.raises(InterruptedError):
+            measured.speed(place, config=config, engine=engine, warm_up=1, steps=1)
+        assert asked.pop() == ("ours" if engine.startswith("dsx") else "stock")
 
 
 def test_the_report_has_every_figure_beside_its_peer(day):

@@ -124,7 +124,8 @@ def speed(
     content = settings(**config, optimizer=_adam(place))
     run = resolved(content)
     found: Json = {"engine": engine, "published": publishes}
-    if engine != STOCK:
+    peer = engine.startswith(STOCK)
+    if not peer:
         kind = "cpu" if place.dry else "cuda"
         found["estimated_peak"] = estimate_run(
             job_of(run, device=kind, capacity_bytes=_room(place))
@@ -132,7 +133,7 @@ def speed(
         found["predicted_seconds"] = predicted_step(run, preset(cluster_name(place))).seconds
     if not place.dry:
         torch.cuda.reset_peak_memory_stats()
-    made = stock(content, place) if engine == STOCK else ours(content)
+    made = stock(content, place) if peer else ours(content)
     items = batches(content, run.model.vocab_size, place)
     seconds, losses = step_seconds(made, items, place, warm_up=warm_up, steps=steps)
     tokens = run.accumulation * run.micro_batch_size * run.sequence_length
