@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -34,6 +35,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dsx.errors import DsxError, LayoutError
 from dsx.launch.entry import AGREED
 from dsx.launch.local_ranks import RankError, run_ranks
+from dsx.parallel.groups import Groups, make_groups
+from dsx.parallel.mesh import Mesh
 
 LAYOUTS = {
     "tp2": Layout(tp=2, zero=0),
@@ -337,11 +340,16 @@ def _transformers(config: Json, ops: _Operators) -> Any:
     return model
 
 
+@cache
+def _groups(mesh: Mesh, *, sequence_parallel: bool) -> Groups:
+    """Groups that a layout's cases share: each group has threads of its own for as long as its rank lives."""
+    return make_groups(mesh, sequence_parallel=sequence_parallel)
+
+
 def _engine(resolved: Any) -> Json:
-    from dsx.parallel.groups import make_groups
     from dsx.verify import small_step
 
-    groups = make_groups(resolved.mesh, sequence_parallel=resolved.dsx.parallel.sequence_parallel)
+    groups = _groups(resolved.mesh, sequence_parallel=resolved.dsx.parallel.sequence_parallel)
     try:
         proof = small_step.prove(resolved, groups, quiet=True)
     except DsxError as error:
