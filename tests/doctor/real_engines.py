@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-ADAM = {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}}  # torch's: nothing to compile
-SGD = {"type": "SGD", "params": {"lr": 1.0}}
-BATCH = {"train_micro_batch_size_per_gpu": 1}
+from evidence import ENGINES, TIMED
+
+Config = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,227 +25,21 @@ class Outcome:
     saw: dict[str, Any] = field(default_factory=dict)
 
 
-# Name -> config, and whatever else the experiment needs. The doctor is asked about the same configs.
-CONFIGS: dict[str, dict[str, Any]] = {
-    # First: later, process groups of other degrees exist already, and hide it.
-    "AutoTP over 3 of 2 ranks": {**BATCH, "tensor_parallel": {"autotp_size": 3}, "optimizer": ADAM},
-    "Muon at ZeRO-3": {
-        **BATCH,
-        "zero_optimization": {"stage": 3},
-        "optimizer": {"type": "Muon", "params": {"lr": 0.1, "torch_adam": True}},
-    },
-    "two sizes of AutoTP": {
-        **BATCH,
-        "tensor_parallel": {"autotp_size": 2, "tp": {"tp_size": 4}},
-        "optimizer": ADAM,
-    },
-    "ZenFlow without offload": {
-        **BATCH,
-        "zero_optimization": {"stage": 2, "zenflow": {"select_strategy": "auto"}},
-        "optimizer": ADAM,
-    },
-    "ZenFlow offload without overlap": {
-        **BATCH,
-        "zero_optimization": {
-            "stage": 2,
-            "zenflow": {"select_strategy": "auto", "offload": True},
-            "offload_optimizer": {"device": "cpu", "pin_memory": False},
-        },
-        "optimizer": ADAM,
-    },
-    "torch's Adam for 16-bit master weights": {
-        **BATCH,
-        "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": False}},
-        "optimizer": ADAM,
-    },
-    "no norm for ZenFlow": {
-        **BATCH,
-        "gradient_clipping": 0,
-        "zero_optimization": {"stage": 2, "compute_grad_norm": False, "zenflow": {}},
-        "optimizer": ADAM,
-    },
-    "no norm in bf16 with fp32 sums": {
-        **BATCH,
-        "gradient_clipping": 0,
-        "bf16": {"enabled": True},
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "zero_optimization": {"stage": 1, "compute_grad_norm": False},
-        "optimizer": ADAM,
-    },
-    "own accumulation under DeepCompile": {
-        **BATCH,
-        "managed_gradient_accumulation": False,
-        "compile": {"deepcompile": True},
-        "optimizer": ADAM,
-    },
-    "clipping auto": {**BATCH, "gradient_clipping": "auto", "optimizer": ADAM},
-    "quoted learning rate": {
-        **BATCH,
-        "optimizer": {"type": "AdamW", "params": {"lr": "0.1", "torch_adam": True}},
-    },
-    "pipeline block without stages": {
-        **BATCH,
-        "pipeline": {"stages": 2, "partition": "uniform"},
-        "optimizer": ADAM,
-    },
-    "clipping left out": {**BATCH, "optimizer": SGD},
-    "max_grad_norm": {**BATCH, "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "max_grad_norm": 1.0}}},
-    "offload_param below stage 3": {
-        **BATCH,
-        "zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}},
-        "optimizer": ADAM,
-    },
-    "offload_optimizer at stage 0": {
-        **BATCH,
-        "zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu", "pin_memory": False}},
-        "optimizer": ADAM,
-    },
-    "client AdamW with offload": {
-        **BATCH,
-        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "pin_memory": False}},
-    },
-    "two optimizers": {**BATCH, "optimizer": ADAM},
-    "Adam": {
-        **BATCH,
-        "optimizer": {"type": "Adam", "params": {"lr": 0.1, "weight_decay": 0.1, "torch_adam": True}},
-    },
-    "SGD under ZeRO": {**BATCH, "zero_optimization": {"stage": 1}, "optimizer": SGD},
-    "OneBitAdam": {**BATCH, "optimizer": {"type": "OneBitAdam", "params": {"lr": 0.1}}},
-    "unknown optimizer parameter": {
-        **BATCH,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True, "weight_decy": 0.1}},
-    },
-    "unknown scheduler parameter": {
-        **BATCH,
-        "optimizer": ADAM,
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 5}},
-    },
-    "unknown scheduler": {**BATCH, "optimizer": ADAM, "scheduler": {"type": "WarmupCosine", "params": {}}},
-    "torch's scheduler": {
-        **BATCH,
-        "zero_optimization": {"stage": 1},
-        "optimizer": ADAM,
-        "scheduler": {"type": "StepLR", "params": {"step_size": 2}},
-    },
-    "scheduler without params": {**BATCH, "optimizer": ADAM, "scheduler": {"type": "WarmupLR"}},
-    "steps_per_print 0": {**BATCH, "steps_per_print": 0, "optimizer": ADAM},
-    "quoted steps_per_print": {**BATCH, "steps_per_print": "1", "optimizer": ADAM},
-    "quoted clipping": {**BATCH, "gradient_clipping": "1.0", "optimizer": ADAM},
-    "quoted warm-up": {
-        **BATCH,
-        "optimizer": ADAM,
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "5"}},
-    },
-    "optimizer in another spelling": {**BATCH, "optimizer": {"type": "Adam_W", "params": {"lr": 0.1}}},
-    "dtype in another spelling": {
-        **BATCH,
-        "data_types": {"grad_accum_dtype": "FP32"},
-        "optimizer": ADAM,
-    },
-    "clamped hpz": {
-        **BATCH,
-        "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8},
-        "optimizer": ADAM,
-    },
-    "tp_size without autotp_size": {
-        **BATCH,
-        "tensor_parallel": {"tensor_parallel": {"tp_size": 2}},
-        "optimizer": ADAM,
-    },
-    "profiler with timers off": {
-        **BATCH,
-        "wall_clock_breakdown": False,
-        "flops_profiler": {"enabled": True, "profile_step": 1000},
-        "optimizer": ADAM,
-    },
-    "former name of bf16": {**BATCH, "bfloat16": {"enabled": True}, "optimizer": ADAM},
-    "fixed scale": {
-        **BATCH,
-        "fp16": {"enabled": True, "loss_scale": 2**32},
-        "zero_optimization": {"stage": 1},
-        "optimizer": ADAM,
-    },
-    "fixed scale that fits": {
-        **BATCH,
-        "fp16": {"enabled": True, "loss_scale": 8},
-        "zero_optimization": {"stage": 1},
-        "optimizer": ADAM,
-    },
-    # A norm that no dictionary of JSON's has, and Accelerate's way to print nothing.
-    "Infinity of Python's": {
-        **BATCH,
-        "steps_per_print": float("inf"),
-        "gradient_clipping": float("inf"),
-        "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
-    },
-    "schedule without an optimizer": {**BATCH, "scheduler": {"type": "WarmupLR", "params": {}}},
-    "fp16 Adam without ZeRO": {
-        **BATCH,
-        "gradient_clipping": 0,
-        "fp16": {"enabled": True, "loss_scale": 8},
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": 0.1, "eps": 1.0, "weight_decay": 0, "torch_adam": True},
-        },
-    },
-    "fp16 without ZeRO": {
-        **BATCH,
-        "gradient_clipping": 20,
-        "fp16": {"enabled": True, "loss_scale": 8},
-        "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
-    },
-    "torch's Adam with offload": {
-        **BATCH,
-        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "pin_memory": False}},
-        "optimizer": ADAM,
-    },
-    "pipeline under ZeRO-2": {**BATCH, "zero_optimization": {"stage": 2}, "optimizer": ADAM},
-    "pipeline in fp32 without ZeRO": {**BATCH, "gradient_clipping": 0.5, "optimizer": SGD},
-    "AutoTP with a pipeline": {**BATCH, "tensor_parallel": {"autotp_size": 2}, "optimizer": ADAM},
-}
-
-
-TIMED: dict[str, dict[str, Any]] = {
-    "wall_clock_breakdown": {**BATCH, "wall_clock_breakdown": True, "optimizer": ADAM},
-    "flops_profiler.enabled": {**BATCH, "flops_profiler": {"enabled": True}, "optimizer": ADAM},
-    "autotuning.enabled": {**BATCH, "autotuning": {"enabled": True}, "optimizer": ADAM},
-}
-
-
 def everything(rank: int, world_size: int) -> dict[str, Outcome]:
     """Every experiment's outcome on this rank."""
     import torch
 
     out = {}
-    for name in CONFIGS:
+    for name, case in ENGINES.items():
         torch.manual_seed(0)
         try:
-            out[name] = Outcome(saw=_experiment(name)(name))
+            out[name] = Outcome(saw=_MADE[case.made](case.config))
         except Exception as error:  # noqa: BLE001 (what it raises is the result)
             out[name] = Outcome(type(error).__name__, str(error))
     return out
 
 
-def _experiment(name: str) -> Callable[[str], dict[str, Any]]:
-    special = {
-        "fixed scale": _in_fp16,
-        "fp16 without ZeRO": _in_fp16,
-        "fp16 Adam without ZeRO": _in_fp16,
-        "schedule without an optimizer": _made,
-        "fixed scale that fits": _in_fp16,
-        "client AdamW with offload": _client,
-        "two optimizers": _client,
-        "pipeline under ZeRO-2": _pipeline,
-        "pipeline in fp32 without ZeRO": _pipeline,
-        "AutoTP with a pipeline": _pipeline,
-        "AutoTP over 3 of 2 ranks": _llama,
-        "two sizes of AutoTP": _llama,
-    }
-    return special.get(name, _plain)
-
-
-def _plain(name: str, optimizer: Any = None) -> dict[str, Any]:
+def _plain(config: Config, optimizer: Any = None) -> dict[str, Any]:
     """One step of a linear layer whose gradient has a norm of 100 in either rank."""
     import deepspeed
     import torch
@@ -254,7 +49,7 @@ def _plain(name: str, optimizer: Any = None) -> dict[str, Any]:
     before = model.weight.detach().clone()
     made = optimizer(model.parameters()) if optimizer else None
     engine, *_ = deepspeed.initialize(
-        model=model, optimizer=made, model_parameters=model.parameters(), config=CONFIGS[name] | {}
+        model=model, optimizer=made, model_parameters=model.parameters(), config=config | {}
     )
     inputs = torch.full((1, 4), 50.0, dtype=engine.module.weight.dtype)
     engine.backward(engine(inputs).sum())
@@ -278,15 +73,13 @@ def _plain(name: str, optimizer: Any = None) -> dict[str, Any]:
     }
 
 
-def _made(name: str) -> dict[str, Any]:
+def _made(config: Config) -> dict[str, Any]:
     """What an engine is made of, without a step."""
     import deepspeed
     import torch
 
     model = torch.nn.Linear(4, 1)
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=CONFIGS[name] | {}
-    )
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config | {})
     return {"schedule": engine.lr_scheduler, "optimizer": engine.optimizer}
 
 
@@ -295,10 +88,10 @@ def timed_pipeline(rank: int, world_size: int, name: str) -> dict[str, Any]:
     import deepspeed
 
     deepspeed.init_distributed("gloo")
-    return _pipeline(name)
+    return _pipeline(TIMED[name])
 
 
-def _in_fp16(name: str) -> dict[str, Any]:
+def _in_fp16(config: Config) -> dict[str, Any]:
     """The same in fp16, which torch's CPU kernels know and DeepSpeed's CPU accelerator denies."""
     from deepspeed.accelerator import get_accelerator
 
@@ -306,19 +99,18 @@ def _in_fp16(name: str) -> dict[str, Any]:
     asked = kind.is_fp16_supported
     kind.is_fp16_supported = lambda self: True
     try:
-        return _plain(name)
+        return _plain(config)
     finally:
         kind.is_fp16_supported = asked
 
 
-def _client(name: str) -> dict[str, Any]:
+def _client(config: Config, kind: str) -> dict[str, Any]:
     import torch
 
-    kind = torch.optim.AdamW if name == "client AdamW with offload" else torch.optim.SGD
-    return _plain(name, lambda parameters: kind(parameters, lr=1.0))
+    return _plain(config, lambda parameters: getattr(torch.optim, kind)(parameters, lr=1.0))
 
 
-def _pipeline(name: str) -> dict[str, Any]:
+def _pipeline(config: Config) -> dict[str, Any]:
     """One step of two linear layers on two stages."""
     import deepspeed
     import torch
@@ -330,7 +122,7 @@ def _pipeline(name: str) -> dict[str, Any]:
     )
     before = [parameter.detach().clone() for parameter in model.parameters()]
     engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=list(model.parameters()), config=(CONFIGS | TIMED)[name] | {}
+        model=model, model_parameters=list(model.parameters()), config=config | {}
     )
     batch = (torch.full((1, 4), 3.0), torch.full((1, 4), 9.0))
     engine.train_batch(iter([batch] * engine.micro_batches))
@@ -341,7 +133,7 @@ def _pipeline(name: str) -> dict[str, Any]:
     }
 
 
-def _llama(name: str) -> dict[str, Any]:
+def _llama(config: Config) -> dict[str, Any]:
     """An engine around a tiny Llama of Hugging Face, which AutoTP knows."""
     import deepspeed
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -351,5 +143,16 @@ def _llama(name: str) -> dict[str, Any]:
             vocab_size=32, hidden_size=12, intermediate_size=12, num_hidden_layers=1, num_attention_heads=6
         )
     )
-    deepspeed.initialize(model=model, model_parameters=model.parameters(), config=CONFIGS[name] | {})
+    deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config | {})
     return {}
+
+
+_MADE: dict[str, Callable[[Config], dict[str, Any]]] = {
+    "plain": _plain,
+    "made": _made,
+    "in_fp16": _in_fp16,
+    "client_adamw": partial(_client, kind="AdamW"),
+    "client_sgd": partial(_client, kind="SGD"),
+    "pipeline": _pipeline,
+    "llama": _llama,
+}

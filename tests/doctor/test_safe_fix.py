@@ -12,8 +12,8 @@ import logging
 import random
 
 import pytest
+from evidence import VALID
 from test_evidence_mutations import mutants, typo
-from test_evidence_valid import VALID
 from test_mend import BASE, MISTAKES
 
 from dsx.config.document import from_text
