@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import ranks
+from dsx.checkpoint import store
 from dsx.checkpoint.run import saver, state
 from dsx.engine.executor import StepRun
 from dsx.errors import RunError
@@ -36,11 +37,16 @@ KILLS = {
     "optimizer step": (torch.optim.AdamW, "step", 3, 4),
     "evaluation": (Run, "evaluate", 1, 2),
     "load": (state, "load_stored", 1, 1),
+    "share of a save": (saver, "write_share", 1, 2),
+    "part of a share": (saver, "write_from", 3, 3),
+    "commit": (store, "commit", 1, 2),
+    "naming of the latest": (store, "point_latest", 1, 2),
 }
 """What a rank dies in, at which of its calls of this start, from and to.
 
-Saves are in test_kill_during_save, forwards in test_fault_detection.
+Every operation on files of a save is in tests/checkpoint/test_store.py, forwards in test_fault_detection.
 """
+FIRST_RANKS = {"_send_output", "commit", "point_latest"}  # the last stage sends none, and one rank commits
 
 
 def train_on(rank: int, world_size: int, folder: Path, name: str, victim: int, nth: int) -> int:
@@ -105,7 +111,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One run, killed in one thing after the other and started again each time."""
     folder, chance, found = tmp_path_factory.mktemp("killed"), random.Random(7), {}
     for name, (_, call, low, high) in KILLS.items():
-        victim = 0 if call == "_send_output" else chance.randrange(2)  # the last stage sends none
+        victim = 0 if call in FIRST_RANKS else chance.randrange(2)
         nth = chance.randint(low, high)
         with crew.started(train_on, 2, folder, name, victim, nth) as team:
             ended = team.end()
