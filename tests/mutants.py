@@ -38,7 +38,7 @@ VALUES: tuple[Any, ...] = (
 """Values to put where another was in a pickle."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Raw:
     """A JSON text that stands for itself."""
 
@@ -107,10 +107,12 @@ def mutated_bytes(data: bytes, rng: random.Random) -> bytes:
     return bytes(out)
 
 
-def mutated_json(data: bytes, rng: random.Random) -> tuple[bytes, str]:
-    """JSON with one value, key or element that is not what it was."""
-    root = [json.loads(data)]
-    how = _spoil(*_descend(root, rng), rng, [_Raw(text) for text in JSON_VALUES])
+def mutated_json(
+    data: bytes, rng: random.Random, times: int = 1, values: Sequence[str] = JSON_VALUES
+) -> tuple[bytes, str]:
+    """JSON with one value, key or element, or so many, that are not what they were."""
+    root, texts = [json.loads(data)], [_Raw(text) for text in values]
+    how = ", ".join(_spoil(*_descend(root, rng), rng, texts) for _ in range(times))
     return json_text(root[0]).encode("utf-8", "surrogatepass"), how
 
 

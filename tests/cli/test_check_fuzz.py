@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import random
 import time
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import mutants
 from dsx.doctor import examine
 from dsx.errors import ConfigError
 from often import often
@@ -46,121 +46,32 @@ DSX = {
     "train": {"steps": 10, "output": "runs/a", "seed": 1},
     "recompute": "full",
 }
-VALUES = [
-    None,
-    True,
-    False,
-    0,
-    -1,
-    1,
-    2**31,
-    2**63,
-    2**64,
-    10**30,
-    10**300,
-    -(10**300),
-    0.0,
-    -0.0,
-    1e-320,
-    1e308,
-    -1e308,
-    0.1,
-    "",
-    " ",
-    "auto",
-    "AUTO",
-    "none",
-    "3",
-    "1e9",
-    "true",
-    "inf",
-    "nan",
-    "\u0000",
-    "\u202e",
-    "é" * 50,
-    "x" * 5000,
-    [],
-    {},
-    [[]],
-    {"": ""},
-    [None],
-    ["auto"],
-    {"enabled": "maybe"},
-    {"type": []},
-    {"stage": {}},
-    [1, "2", {}],
-    [0.9, 0.999, 0.9],
-    {"a": {"b": {"c": []}}},
-    {"*": 1},
-    {".": 1},
-    {"a.b": 1},
-    {"[0]": 1},
-]
-TEXTS = [
-    "1e999",
-    "-1e999",
-    "9" * 5000,
-    "9" * 400,
-    "NaN",
-    "Infinity",
-    "-Infinity",
-    '"\\ud800"',
-    '"\\udfff\\ud800"',
-    "'''",
-    '"',
-    "{",
-    "}",
-    "]",
-    "[",
-    ",",
-    ":",
-    "//",
-    "/*",
-    "#",
-    "\x00",
-    "\ufeff",
-    "True",
-    "None",
-    "0x10",
-    "1_000",
-    "01",
-    ".5",
-    "5.",
-    "+1",
-    "1e",
-    "'a'",
-    "\u2028",
-    "\\",
-    "[" * 400,
-    '{"a":' * 400,
-    "1e-400",
-    '"' + "x" * 20000 + '"',
-    "a " * 500,
-]
-
-
-def places(node, path=()):
-    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
-    for key, value in list(items):
-        yield node, key
-        yield from places(value, (*path, key))
+VALUES = (  # of configs, beside those of any file
+    *mutants.JSON_VALUES,
+    *("false", "-0.0", "1e-320", "1e308", "-1e308", "0.1", "2147483648", "18446744073709551616", "[1,{}]"),
+    *('"auto"', '"AUTO"', '"none"', '"1e9"', '"true"', '"inf"', '"nan"', '" "', r'"\u0000"', r'"\u202e"'),
+    *('{"enabled": "maybe"}', '{"type": []}', '{"stage": {}}', '[1, "2"]', "[0.9, 0.999, 0.9]", '["auto"]'),
+    *('{"a": {"b": {"c": []}}}', '{"*": 1}', '{".": 1}', '{"a.b": 1}', '{"[0]": 1}', json.dumps("é" * 50)),
+    *("1" + "0" * 30, "1" + "0" * 300, "-1" + "0" * 300),
+)
+TEXTS = (  # that are no JSON, or hardly
+    *("1e999", "-1e999", "NaN", "Infinity", "-Infinity", r'"\ud800"', r'"\udfff\ud800"', "'''", '"', "\x00"),
+    *("{", "}", "]", "[", ",", ":", "//", "/*", "#", "True", "None", "0x10", "1_000", "01", ".5", "5.", "+1"),
+    *("1e", "'a'", "\\", "1e-400", "9" * 5000, "9" * 400, "\ufeff", "\u2028", "[" * 400, '{"a":' * 400),
+    *('"' + "x" * 20000 + '"', "a " * 500),
+)
 
 
 def absurd(rng):
-    """A config with up to four values of VALUES somewhere, or keys in the wrong object."""
-    config = copy.deepcopy(BASE | ({"dsx": DSX} if rng.random() < 0.4 else {}))
-    for _ in range(rng.randint(1, 4)):
-        node, key = rng.choice(list(places(config)))
-        if rng.random() < 0.8 or not isinstance(node, dict):
-            node[key] = copy.deepcopy(rng.choice(VALUES))
-        else:
-            node[rng.choice(["", "dsx", "stage", "type", "a.b", key.upper(), key[::-1]])] = node.pop(key)
-    return config
+    """The text of a config of which one to four values, keys or elements are not what they were."""
+    config = json.dumps(BASE | ({"dsx": DSX} if rng.random() < 0.4 else {}))
+    text, _ = mutants.mutated_json(config.encode(), rng, rng.randint(1, 4), VALUES)
+    return text.decode().replace(", ", rng.choice([", ", ",\n  "]))
 
 
 def torn(rng):
-    """The text of such a config with pieces lost, doubled, swapped or put in."""
-    text = json.dumps(absurd(rng), indent=rng.choice([None, 2]), ensure_ascii=rng.random() < 0.5)
+    """Such a text with pieces lost, doubled, swapped or put in."""
+    text = absurd(rng)
     for _ in range(rng.randint(1, 5)):
         at, end = sorted(rng.randrange(len(text) + 1) for _ in range(2))
         end = min(end, at + 20)
@@ -209,7 +120,7 @@ OPTIONS = [
 def test_absurd_values_and_torn_texts(checked, seed):
     rng = random.Random(seed)
     for _ in range(40):
-        checked(json.dumps(absurd(rng)), *rng.choice(OPTIONS))
+        checked(absurd(rng), *rng.choice(OPTIONS))
         checked(torn(rng), *rng.choice(OPTIONS))
 
 

@@ -1,5 +1,8 @@
-"""The planner's search against trying everything."""
+"""The planner's search, and the one search below it, against trying everything."""
 
+from __future__ import annotations
+
+import random
 from dataclasses import replace
 
 import pytest
@@ -13,6 +16,7 @@ from dsx.models.params import param_specs
 from dsx.models.presets import presets
 from dsx.parallel.layout import Layout
 from dsx.parallel.mesh import Mesh
+from dsx.planner.best_first import best_first
 from dsx.planner.cluster import preset
 from dsx.planner.costs import Efficiency, Network, Software
 from dsx.planner.inputs import PinnedChoices, plan_inputs, plan_search
@@ -191,3 +195,31 @@ def test_floor_is_below_the_ledger(model, zero, recompute):
     )
     peaks = [estimate(job, layout.mesh.rank(pp=rank)).peak.peak_bytes for rank in (0, 1)]
     assert MemoryFloor(predictor).of(layout) <= max(peaks)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_it_finds_all_in_order_and_the_first_with_little_work(seed):
+    """Numbers are found digit by digit; a number with digits open is bounded by its smallest completion."""
+    draw = random.Random(seed)
+    wanted = sorted(draw.sample(range(10**6), 40))
+    grown = []
+
+    def bound(digits: str) -> int:
+        return int(digits.ljust(6, "0"))
+
+    def grow(digits: str) -> list[str] | None:
+        if len(digits) == 6:
+            return None
+        grown.append(digits)
+        return [digits + d for d in "9876543210" if any(f"{n:06}".startswith(digits + d) for n in wanted)]
+
+    assert int(next(best_first([""], cost=bound, grow=grow))) == wanted[0]
+    assert len(grown) <= 12  # six down to the first, and what is bounded below it
+    assert [int(digits) for digits in best_first([""], cost=bound, grow=grow)] == wanted
+
+
+def test_of_equals_the_first_comes_first_and_nothing_is_no_error():
+    names = ["b", "a", "c"]
+    assert list(best_first(names, cost=lambda _: 0, grow=lambda _: None)) == names
+    assert list(best_first(names, cost=lambda _: 0, grow=lambda name: [] if name != "a" else None)) == ["a"]
+    assert list(best_first([], cost=lambda _: 0, grow=lambda _: None)) == []

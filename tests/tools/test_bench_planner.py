@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import bench_planner
+import pytest
 from planner_bench import fit
 from planner_bench.fit import rows
 
@@ -15,6 +16,7 @@ def some_rows(generation):
     return [next(row for row in rows(generation) if row.is_fitted), *held[:2]]
 
 
+@pytest.mark.slow
 def test_prints_checks_and_writes(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(fit, "rows", some_rows)
     file = tmp_path / "figures.json"
