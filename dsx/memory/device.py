@@ -184,6 +184,8 @@ def swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
 @contextmanager
 def without_storage(device: str = "paper") -> Iterator[None]:
     """Inside, no new tensor on ``device`` has storage: a FakeTensor, or on ``meta`` what that device has."""
+    with torch.device("cpu"):
+        torch.empty(0)  # at the first such call torch notes for good which functions make tensors: its own
     with ExitStack() as stack:
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(swapped(dropout, "_scale", _scale))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -130,3 +132,11 @@ def test_what_cannot_be_is_one_error(options, said, dsx, tmp_path):
     assert code
     assert not out
     assert said in " ".join(err.split())
+
+
+def test_torch_makes_tensors_on_a_device_as_before():
+    """Else ``from_pretrained`` in the same process would leave rotary frequencies what the memory held."""
+    code = "import dsx, sys, torch; from dsx.memory.device import without_storage"
+    code += "\nwith without_storage('meta'), torch.device('cpu'): torch.empty(1)"
+    code += "\nwith torch.device('meta'): sys.exit(not torch.tensor([]).is_meta)"
+    subprocess.run([sys.executable, "-c", code], check=True)
