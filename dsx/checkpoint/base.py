@@ -49,9 +49,6 @@ def digest_of(folder: Path) -> str:
     """Of a model folder's weights: the names and sizes of their files, and the ends of each.
 
     Weights that were trained from the same start differ there, and reading all would take as long as loading.
-
-    Raises:
-        CheckpointError: The folder has no weights, or cannot be read.
     """
     content = hashlib.sha256()
     for name in sorted(hugging_face.catalog_of(folder).files):
@@ -93,9 +90,6 @@ def completed(source: Catalog, folder: Path | None = None) -> Catalog:
     Args:
         source: A checkpoint.
         folder: The model folder that it was built from; where it says by default.
-
-    Raises:
-        CheckpointError: It was built from a seed, or the folder is gone or another.
     """
     fact = source.facts.get("base")
     if fact is None:
@@ -163,11 +157,7 @@ _BASE = "base"
 
 
 def under_known_names(source: Catalog, model: Model | None) -> Catalog:
-    """A checkpoint with the names that its model knows, whatever wrote the folder that it is.
-
-    Raises:
-        CheckpointError: The folder has a tensor in a form that dsx does not read.
-    """
+    """A checkpoint with the names that its model knows, whatever wrote the folder that it is."""
     if source.format != hugging_face.FORMAT or not isinstance(model, HubModel):
         return source
     from dsx.hub.read import folder_names  # here: dsx's own families need neither torch nor transformers

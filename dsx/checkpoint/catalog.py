@@ -316,12 +316,7 @@ class Catalog:
 
 
 def check_files(catalog: Catalog) -> None:
-    """Prove, from names and sizes alone, that every piece lies within a file of the checkpoint's folder.
-
-    Raises:
-        CheckpointError: A path that leads out of the folder, a missing file, or one that ends before a
-            piece does; with the file and the tensor.
-    """
+    """Prove, from names and sizes alone, that every piece lies within a file of the checkpoint's folder."""
     sizes = {name: locate(catalog, name, str(entry)).stat().st_size for name, entry in catalog.files.items()}
     for checksum in catalog.checksums:
         if checksum.file not in sizes:  # random states, say: a file without tensors
@@ -360,9 +355,6 @@ def locate(catalog: Catalog, file: str, tensor: str) -> Path:
         catalog: The checkpoint.
         file: Its name as in :class:`Piece`.
         tensor: What is wanted from it, for messages.
-
-    Raises:
-        CheckpointError: It leads out of the folder, is missing or is no file.
     """
     first, _, rest = file.partition("/")
     if first in catalog.others:

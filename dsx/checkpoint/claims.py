@@ -139,11 +139,7 @@ def reading(what: str) -> Iterator[None]:
 
 
 def check_claims(catalog: Catalog) -> None:
-    """Prove that nothing in a catalog is larger than what its files hold, and that facts are of their types.
-
-    Raises:
-        CheckpointError: With the fact or the tensor.
-    """
+    """Prove that nothing in a catalog is larger than its files hold, and that facts are of their types."""
     sizes: dict[str, int] = {}
     for entry in catalog.entries:
         _check_entry(catalog, entry, sizes)
@@ -183,9 +179,6 @@ def check_layers(catalog: Catalog, claimed: Mapping[str, int]) -> None:
     Args:
         catalog: The checkpoint.
         claimed: The largest layer number, by the fact that claims it.
-
-    Raises:
-        CheckpointError: With the fact that claims it.
     """
     held = len(catalog.by_name)
     most = _SPARE_LAYERS + 4 * held
@@ -203,9 +196,6 @@ def check_num_layers(catalog: Catalog, config: Mapping[str, Any], where: str, fi
             parts, as a model for text and more has.
         where: Where that was read, for the message.
         fix: What to do about it.
-
-    Raises:
-        CheckpointError: With the key.
     """
     # What is left out has layers too.
     held = len(catalog.by_name) + (_SPARE_LAYERS if catalog.facts.get("base") else 0)
@@ -264,11 +254,7 @@ def forms_of(config: Mapping[str, Any]) -> Iterator[tuple[ParamSpec, ...]]:
 
 
 def specs_of_model(catalog: Catalog, model: Model) -> tuple[ParamSpec, ...]:
-    """Every tensor of a model that a checkpoint, or the config beside it, says it is of.
-
-    Raises:
-        CheckpointError: It would have more layers than the files have tensors.
-    """
+    """Every tensor of a model that a checkpoint, or the config beside it, says it is of."""
     check_num_layers(catalog, {"num_layers": model.num_layers}, f"{catalog.root}: model")
     return stored_specs(model)
 

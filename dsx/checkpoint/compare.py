@@ -67,9 +67,6 @@ def compare(
         a: One checkpoint.
         b: The other.
         progress: Called with the elements compared since the last call.
-
-    Raises:
-        CheckpointError: One is incomplete or damaged.
     """
     size = a.tile_elements or b.tile_elements or TILE_ELEMENTS
     others = b.by_key

@@ -102,10 +102,6 @@ def plan(source: Catalog, target: Catalog) -> CopyPlan:
 
     ``master`` may come from ``weight`` and the other way round, converted; a weight of another dtype comes
     from the fp32 master where there is one.
-
-    Raises:
-        CheckpointError: The source lacks a tensor or state, has it in another shape or a dtype that cannot
-            be converted; or, of either side, a region is missing or covered twice.
     """
     tile_elements = source.tile_elements or target.tile_elements or TILE_ELEMENTS
     held = source.by_key
@@ -124,11 +120,7 @@ def plan(source: Catalog, target: Catalog) -> CopyPlan:
 
 
 def check_cover(entry: Entry, replica: int, tile_elements: int, where: str) -> None:
-    """Prove that the pieces of one replica hold every element of a tensor exactly once.
-
-    Raises:
-        CheckpointError: With the tensor, the region and the files.
-    """
+    """Prove that the pieces of one replica hold every element of a tensor exactly once."""
     pieces = [piece for piece in entry.pieces if piece.replica == replica]
     if len(pieces) == 1 and pieces[0].shape == entry.shape:
         return

@@ -55,9 +55,6 @@ def check_target(folder: Path, wanted: Catalog) -> None:
     Args:
         folder: Where the files are now.
         wanted: The catalog by which they were made.
-
-    Raises:
-        CheckpointError: A tensor, one of its names, its shape, dtype or role, or a part of it is not there.
     """
     try:
         found = open_checkpoint(folder)
@@ -204,11 +201,6 @@ def execute(
         options: Workers, memory and the like.
         check: Raises CheckpointError unless a finished folder is read as the target's catalog; by default
             with the reader of its format.
-
-    Raises:
-        CheckpointError: The source is incomplete or damaged, the target exists or cannot be written, what was
-            written is not read as what it should be, or the memory is not enough for one worker. The target
-            does not exist then.
     """
     began = monotonic()
     workers = _num_workers(plan, options)

@@ -53,10 +53,6 @@ def stock_layout(
         pipeline: Of the PipelineModule, if the pipeline degree is above 1 or a partition is given.
         layout: Everything but tensor parallelism and pipeline.
         universal: Only its names matter: files of the universal format are of no cut.
-
-    Raises:
-        CheckpointError: Chunks, a cut that does not fit the layers, layers that are not known, or tied
-            modules that are not the source's.
     """
     tp, pp = degrees.tensor or 1, degrees.pipeline or 1
     if (degrees.chunks or 1) > 1:
@@ -95,11 +91,7 @@ def stock_mesh(layout: StockLayout) -> Mesh:
 
 
 def _under_ties(source: Catalog, ties: Ties) -> Catalog:
-    """A pipeline's checkpoint with the tensors of tied modules under the names that PipelineModule has.
-
-    Raises:
-        CheckpointError: A tie has no tensor or several copies, or a tied module has no key.
-    """
+    """A pipeline's checkpoint with the tensors of tied modules under the names that PipelineModule has."""
     names: dict[str, str] = {}
     for key, layers in ties:
         held = [layer for layer in layers if _of_layer(source, layer)]
@@ -243,11 +235,7 @@ def evenest(weights: Sequence[int], num_stages: int) -> tuple[int, ...]:
 
 
 def parse_ties(texts: Sequence[str]) -> Ties:
-    """``embed=0,4`` each: key of a TiedLayerSpec and the layers that use it; ``none`` that there are none.
-
-    Raises:
-        CheckpointError: Another text.
-    """
+    """``embed=0,4`` each: key of a TiedLayerSpec and the layers that use it; ``none`` that there are none."""
     if list(texts) == ["none"]:
         return ()
     found = []

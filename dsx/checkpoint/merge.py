@@ -107,11 +107,7 @@ class Merge:
 
 
 def taken_apart(source: Catalog) -> tuple[Catalog, Merge | None]:
-    """A checkpoint of a whole model under Hugging Face's names without its adapter, and that to be merged.
-
-    Raises:
-        CheckpointError: It adapts matrices that nothing here merges.
-    """
+    """A checkpoint of a whole model under Hugging Face's names without its adapter, and that to be merged."""
     model = _model(source)
     if model is None or model.adapter is None:
         return source, None
@@ -143,11 +139,7 @@ def taken_apart(source: Catalog) -> tuple[Catalog, Merge | None]:
 
 
 def adapter_target(source: Catalog, root: Path) -> tuple[Catalog, Target]:
-    """What was trained of a model with an adapter as a folder of PEFT's, and the source under its names.
-
-    Raises:
-        CheckpointError: The checkpoint has no adapter.
-    """
+    """What was trained of a model with an adapter as a folder of PEFT's, and the source under its names."""
     model = _model(source)
     if model is None or model.adapter is None:
         raise CheckpointError(

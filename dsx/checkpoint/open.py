@@ -48,10 +48,6 @@ def open_checkpoint(folder: Path, *, rules: Path | None = None, ties: Ties | Non
         rules: A file that says how tensor parallelism cut the tensors, for stock DeepSpeed checkpoints that
             do not (:mod:`dsx.checkpoint.formats.deepspeed.cut`).
         ties: Tied modules of a stock pipeline, before those of the rules: without ZeRO its files name none.
-
-    Raises:
-        CheckpointError: Nothing that is known, a checkpoint that is incomplete or damaged, one that claims
-            more than its files hold, or rules for one that needs none.
     """
     with reading(str(folder)):
         catalog = _opened(folder, rules, ties)

@@ -42,9 +42,6 @@ def encode(value: Any, where: str) -> Any:
         value: None, numbers, strings, bytes, lists, tuples, sets, dicts with keys of those, numpy arrays and
             numbers, torch tensors.
         where: What it is, for messages.
-
-    Raises:
-        CheckpointError: Something else is in it.
     """
     if value is None or isinstance(value, (bool, str)) or type(value) is int:
         return value

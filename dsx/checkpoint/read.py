@@ -78,9 +78,6 @@ class Reader:
     Attributes:
         read_bytes: Bytes of tensors that :meth:`fill` has read.
         tiles_checked: Tiles that :meth:`read` has compared whole with what the checkpoint says of them.
-
-    Raises:
-        CheckpointError: A file is missing, too short, or outside of the checkpoint's folder.
     """
 
     def __init__(self, catalog: Catalog, tile_elements: int = TILE_ELEMENTS) -> None:
@@ -127,10 +124,6 @@ class Reader:
             parts: Boxes, and where they lie in ``out``.
             out: One dim, written in place.
             dtype: The dtype of ``out``, by torch's name.
-
-        Raises:
-            CheckpointError: Something is nowhere in the checkpoint, a file ends early, or bytes are not what
-                their checksum says.
         """
         for part in parts:
             box, covered = part.box, 0
@@ -297,9 +290,6 @@ def verify(catalog: Catalog, progress: Callable[[int], None] = lambda _: None) -
     Args:
         catalog: The checkpoint.
         progress: Called with the bytes read since the last call.
-
-    Raises:
-        CheckpointError: A file is missing, too short for its tensors, or cannot be read.
     """
     check_files(catalog)
     files = FilePool(lambda file: locate(catalog, file, "a checksum"), os.O_RDONLY)

@@ -220,9 +220,6 @@ def under_hf_names(source: Catalog, hf_config: Mapping[str, Any]) -> Catalog:
     """A checkpoint under the names that transformers' model of ``hf_config`` has in memory.
 
     A checkpoint of a model outside dsx's families keeps its names.
-
-    Raises:
-        CheckpointError: It lacks a tensor of the model, has another, or one of another shape.
     """
     _, specs, _ = _model(source, WantedTarget())
     if not specs:

@@ -48,9 +48,6 @@ def claimed(final: Path, known: Callable[[str], bool]) -> FileLock:
     Args:
         final: The folder to make.
         known: Whether a file of this name may be what an export left that was killed.
-
-    Raises:
-        CheckpointError: The target exists, somebody else is writing it, or something is in the way.
     """
     check_absent(final)
     aside = partial_of(final)
@@ -101,10 +98,6 @@ class Staging:
 
     Args:
         target: What is to be made.
-
-    Raises:
-        CheckpointError: The target exists, is being written by somebody else, or does not fit on the disk, or
-            something that no conversion left is in the way.
     """
 
     def __init__(self, target: Target) -> None:

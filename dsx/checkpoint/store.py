@@ -135,10 +135,6 @@ def find(root: Path, tag: str | None = None) -> Path:
 
     An old checkpoint whose replacement was interrupted is put back. Any number of ranks may call this at
     once.
-
-    Raises:
-        CheckpointError: Nothing of that name, ``latest`` missing, empty or unreadable, or a tag that
-            leads out of ``root``; the fix lists the tags there are.
     """
     if not root.is_dir():
         what = "it is not a folder" if _exists(root) else "there is no such folder"

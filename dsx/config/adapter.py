@@ -228,11 +228,7 @@ def _require_one_rank(
 def _narrowed(
     path: str | None, told: Mapping[str, Any], adapter: Adapter, specs: Sequence[ParamSpec]
 ) -> str | tuple[str, ...]:
-    """An adapter's targets without those that a folder leaves out: each by its whole name if there are any.
-
-    Raises:
-        ConfigError: None is left, or PEFT could not read what leaves them out.
-    """
+    """An adapter's targets without those that a folder leaves out: each by its whole name if any are."""
     kept = linears = [name for spec in specs for name, _ in targeted(adapter, spec)]
     for key in _NARROWING:
         kept = [name for name in kept if not _excepts(key, told, adapter, name)]

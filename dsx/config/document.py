@@ -442,11 +442,7 @@ class UnopenedError(ConfigError):
 
 
 def shipped(name: str) -> Traversable:
-    """``recipes/NAME.py``, ``configs/NAME.json``, ``constraints.txt``, or the folder ``docs/guides``.
-
-    Raises:
-        ConfigError: The installation lacks it.
-    """
+    """``recipes/NAME.py``, ``configs/NAME.json``, ``constraints.txt``, or the folder ``docs/guides``."""
     package = files("dsx")
     places = [package.joinpath("shipped")]
     if isinstance(package, File) and (package.parent / "pyproject.toml").is_file():

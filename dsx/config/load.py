@@ -236,11 +236,7 @@ _SET_EXAMPLE = "write --set dsx.parallel.tensor=4"
 def load(
     source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()
 ) -> tuple[dict[str, Any], DsxConfig]:
-    """DeepSpeed's part of the config, and the validated ``dsx`` block.
-
-    Raises:
-        ConfigError: The file, an override or a key of the ``dsx`` block cannot be used.
-    """
+    """DeepSpeed's part of the config, and the validated ``dsx`` block."""
     name = "config" if isinstance(source, Mapping) else str(source)
     content = content_of(source, overrides)
     block = content.pop("dsx", None)

@@ -54,11 +54,7 @@ def read_file(dsx: DsxConfig) -> tuple[DsxConfig, Program | None]:
 
 
 def choose(dsx: DsxConfig, name: str, *, pp: int, chunks: int, accumulation: int) -> Program:
-    """The builder ``name`` with the config's options; without them if measuring is still to find the name.
-
-    Raises:
-        ConfigError: It has no such option, or not for this size.
-    """
+    """The builder ``name`` with the config's options; without them if measuring is still to find the name."""
     block = dsx.schedule
     keys = ("group_size", "warmup", "most_live")
     given = {key: value for key in keys if (value := getattr(block, key)) is not None}

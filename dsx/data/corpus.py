@@ -247,9 +247,6 @@ class TokenFile:
     It is read by ``pread``, not through a memory map: if the file loses a mapped page, SIGBUS ends the
     process, and a page fault that waits for the disk holds Python's lock. The open file outlives its name, so
     a deleted corpus can be read to the end of the run.
-
-    Raises:
-        DataError: It cannot be opened.
     """
 
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:

@@ -83,9 +83,6 @@ class Masks:
     Args:
         data: The ``dsx.data`` block of one source.
         tokenizer: Text -> ids.
-
-    Raises:
-        DataError: ``dsx.data.chat_template`` names a file that cannot be read.
     """
 
     def __init__(self, data: DataConfig, tokenizer: Tokenizer) -> None:

@@ -77,9 +77,6 @@ class TransformersTokenizer:
     Args:
         name: A local folder or a name on the Hugging Face hub.
         trust_remote_code: Whether to run code that comes with it.
-
-    Raises:
-        DataError: It cannot be loaded, needs code that is not trusted, or has no end-of-sequence token.
     """
 
     def __init__(self, name: str, *, trust_remote_code: bool = False) -> None:

@@ -108,11 +108,7 @@ class Groups:
 
 
 def make_groups(mesh: Mesh, *, sequence_parallel: bool = False, island: IslandNode | None = None) -> Groups:
-    """Create every process group of ``mesh``; a collective call over all ranks.
-
-    Raises:
-        LayoutError: The mesh does not have as many ranks as the launcher started.
-    """
+    """Create every process group of ``mesh``; a collective call over all ranks."""
     world_size, rank = dist.get_world_size(), dist.get_rank()
     if mesh.size != world_size:
         raise LayoutError(

@@ -37,9 +37,6 @@ class Layout:
         params: Every parameter of the model (:func:`dsx.models.params.param_specs`). A tied one is used by
             its own layer and by the last layer, the head.
         zero_stage: ZeRO stage.
-
-    Raises:
-        LayoutError: Parts that do not fit together, or a parameter that tp does not divide.
     """
 
     mesh: Mesh

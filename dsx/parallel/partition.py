@@ -38,10 +38,6 @@ def partition(
         parameters: Parameters per layer.
         costs: FLOPs or seconds per layer, for ``flops``.
         names: Class name per layer.
-
-    Raises:
-        LayoutError: More stages than layers, an unknown method, a regex that is wrong or matches nothing, or
-            explicit counts that do not fill the layers and stages.
     """
     num_layers = len(names)
     _check_stages(num_stages, num_ranks, num_layers)

@@ -264,10 +264,6 @@ def build(
         num_micro_batches: Micro-batches per step.
         options: What to change in the schedule.
 
-    Raises:
-        ScheduleError: An unknown name, a number below 1, chunks that the schedule cannot have, or an option
-            that it does not know.
-
     >>> print(build("1f1b", 2, 1, 2).to_csv(), end="")
     0F0,0F1,0B0,0B1
     1F0,1B0,1F1,1B1

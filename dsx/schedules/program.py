@@ -62,9 +62,6 @@ def load(text: str, *, name: str, placement: Placement | None = None) -> Schedul
         name: What errors and tables call it: a file name, say.
         placement: How stages lie on ranks. By default what the rows show: ``v`` if the first rank's second
             chunk is the last stage, else ``loop``.
-
-    Raises:
-        ScheduleError: It cannot be read or cannot run, with the actions at fault.
     """
     schedule = parse(text, name=name, placement=placement or "loop")
     first = {action.stage for action in schedule.rows[0]}
@@ -126,11 +123,7 @@ class Program:
         return any(one is two is Op.FORWARD for one, two in pairwise(done))
 
     def build(self, num_ranks: int, num_chunks: int, num_micro_batches: int) -> Schedule:
-        """The schedule's compute actions for this size.
-
-        Raises:
-            ScheduleError: The builder cannot, or the schedule was written by hand for another size.
-        """
+        """The schedule's compute actions for this size."""
         if self.rows is None:
             return build(self.name, num_ranks, num_chunks, num_micro_batches, self.options)
         have = (self.rows.num_ranks, self.rows.num_chunks, self.rows.num_micro_batches)

@@ -95,9 +95,6 @@ class TimedOrder:
     """A schedule's order of actions, lowered or not, to be timed again and again with other costs.
 
     Each rank runs its row as early as its inputs allow.
-
-    Raises:
-        ScheduleError: The schedule deadlocks.
     """
 
     def __init__(self, schedule: Schedule) -> None:

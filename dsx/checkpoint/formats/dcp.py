@@ -80,10 +80,6 @@ def catalog_of(root: Path, *, objects: bool = True) -> Catalog:
     Args:
         root: Its folder.
         objects: Read what is no tensor too.
-
-    Raises:
-        CheckpointError: The index or a file is missing, damaged, or names something to be imported that
-            checkpoints do not need; tensors that are stored in a way that dsx does not read.
     """
     index = _Index.read(root)
     shapes = {_name_of(index.paths[flat]): about[0] for flat, about in index.tensors.items()}
@@ -354,9 +350,6 @@ def target_of(source: Catalog, root: Path, *, files: int, precision: str | None 
         root: Folder to make.
         files: How many files of tensors to make.
         precision: ``fp32``, ``bf16`` or ``fp16``: dtype of the weights; the source's by default.
-
-    Raises:
-        CheckpointError: Two tensors would have one key.
     """
     writer = _Writer([_File(f"__{number}_0.distcp") for number in range(files)])
     entries = [writer.tensor(entry) for entry in _entries(source, precision)]

@@ -69,11 +69,7 @@ def _mark(root: Path) -> dict[str, Any]:
 
 
 def catalog_of(root: Path) -> Catalog:
-    """What a Megatron checkpoint holds, under its names and in its order; see :func:`as_dsx`.
-
-    Raises:
-        CheckpointError: As :func:`dsx.checkpoint.formats.dcp.catalog_of`; another backend than torch's.
-    """
+    """What a Megatron checkpoint holds, under its names and in its order; see :func:`as_dsx`."""
     backend = _mark(root).get(_BACKEND)
     if backend != "torch_dist" or not dcp.looks_dcp(root):
         raise CheckpointError(
@@ -125,9 +121,6 @@ def as_dsx(source: Catalog, specs: Sequence[ParamSpec], model: ModelSpec) -> Cat
         source: As :func:`catalog_of` gives it.
         specs: The model's tensors.
         model: Its architecture.
-
-    Raises:
-        CheckpointError: It lacks a tensor of the model, or has one of another shape.
     """
     held = source.by_name
     entries: list[Entry] = []

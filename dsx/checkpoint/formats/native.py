@@ -150,11 +150,7 @@ class _Manifest:
 
 
 def write_manifest(catalog: Catalog) -> bytes:
-    """The manifest of a checkpoint, complete with its checksums.
-
-    Raises:
-        CheckpointError: A fact cannot be told in JSON.
-    """
+    """The manifest of a checkpoint, complete with its checksums."""
     taken = sorted(_RESERVED & catalog.facts.keys())
     if taken:
         raise CheckpointError(str(catalog.root), f"facts {taken} have reserved names", "report this")
@@ -180,11 +176,7 @@ def write_manifest(catalog: Catalog) -> bytes:
 
 
 def read_manifest(path: Path) -> Catalog:
-    """The catalog of the checkpoint whose manifest is ``path``; no other file is looked at.
-
-    Raises:
-        CheckpointError: It is missing, cut short, changed, of another format, or says what cannot be.
-    """
+    """The catalog of the checkpoint whose manifest is ``path``; no other file is looked at."""
     content = read_json(path)
     if content.get("format") != FORMAT:
         raise CheckpointError(
@@ -328,11 +320,7 @@ _LARGEST_RANDOM_STATE = 1 << 20
 
 
 def catalog_of(root: Path) -> Catalog:
-    """What a dsx checkpoint holds.
-
-    Raises:
-        CheckpointError: ``root`` has no manifest of format 2, or one that is damaged.
-    """
+    """What a dsx checkpoint holds."""
     return read_manifest(root / store.MANIFEST)
 
 
@@ -350,9 +338,6 @@ def target_of(
         root: Folder to make.
         layout: Whose ranks' files to write.
         precision: ``fp32``, ``bf16`` or ``fp16``: dtype of the weights; the source's by default.
-
-    Raises:
-        CheckpointError: A random state of the source is unreadable.
     """
     wanted = _entries(source, layout, precision)
     random = _random_states(source, layout)
@@ -587,11 +572,7 @@ def _random_states(source: Catalog, layout: Layout) -> dict[str, bytes]:
 
 
 def random_state(source: Catalog, rank: int) -> bytes | None:
-    """The file with the random states of a rank of ``source``; None if it has none.
-
-    Raises:
-        CheckpointError: The file is missing, unreadable, or not what was written.
-    """
+    """The file with the random states of a rank of ``source``; None if it has none."""
     file = source.facts.get("random_files", {}).get(str(rank))
     if file is None:
         return None

@@ -56,9 +56,6 @@ def contents(root: Path, file: str) -> tuple[list[Entry], list[Checksum]]:
     Args:
         root: Folder of the checkpoint.
         file: The file in it.
-
-    Raises:
-        CheckpointError: It is no such file, is cut short, or describes a tensor that it cannot have.
     """
     header, base = _header(root / file)
     entries = list(_tensors(root, file, header, base))

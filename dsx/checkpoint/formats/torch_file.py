@@ -133,10 +133,6 @@ def unpickle(
     Returns:
         Dicts, lists, tuples, sets, numbers, strings, bytes, None, :class:`TensorRef`, :class:`StorageRef`,
         :class:`Global` and :class:`PickledObject`. An OrderedDict is a dict, an enum of DeepSpeed its number.
-
-    Raises:
-        CheckpointError: A global that is not in the table, an opcode that torch does not write, or a pickle
-            that is not whole.
     """
     if isinstance(data, bytes) and len(data) > MAX_BYTES:
         raise CheckpointError(where, f"its pickle has {len(data)} bytes", "use a checkpoint of torch tensors")
@@ -467,10 +463,6 @@ def read_torch_file(folder: Path, name: str, start: int = 0, length: int | None 
         name: Path of the file in it.
         start: First byte of the file of ``torch.save``, which may be a part of another file.
         length: Its length; to the end by default.
-
-    Raises:
-        CheckpointError: The file is missing, cut short, of another kind, names something to be imported that
-            checkpoints do not need, or has a tensor that does not lie within its storage.
     """
     path = folder / name
     try:

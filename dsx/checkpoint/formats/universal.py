@@ -59,12 +59,7 @@ def looks_universal(root: Path) -> bool:
 
 
 def catalog_of(root: Path) -> Catalog:
-    """What a universal checkpoint holds.
-
-    Raises:
-        CheckpointError: It is the rest of an interrupted conversion, a file is missing or damaged, or a
-            tensor's shape is nowhere to be found.
-    """
+    """What a universal checkpoint holds."""
     for left in (root / "tmp", root / FOLDER / "tmp"):
         if left.is_dir():
             raise CheckpointError(
@@ -253,10 +248,6 @@ def target_of(source: Catalog, root: Path, layout: StockLayout) -> Target:
         root: Folder to make.
         layout: The engine that will load it; of a pipeline only its names matter, and its data-parallel
             degree not at all.
-
-    Raises:
-        CheckpointError: As :func:`dsx.checkpoint.formats.deepspeed.target.target_of`; no ZeRO; a name that
-            cannot be a folder's.
     """
     if layout.zero_stage == 0:
         raise CheckpointError(

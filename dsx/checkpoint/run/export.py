@@ -71,9 +71,6 @@ def layer_weights(
         groups: This rank's process groups.
         adapter: PEFT's folder of the model's adapter, of which the same holds; None leaves it fresh.
         given: Gives layers the model's own weights in place of the folder.
-
-    Raises:
-        CheckpointError: A folder lacks a tensor, has another, or one has another shape.
     """
     names_of, specs = _names_of(model), stored_specs(model)
     buffers = [spec for spec in specs if spec.buffer]
@@ -207,9 +204,6 @@ def export_weights(
         config: The Hugging Face config.json to write.
         model: What the layers are made of; what dsx makes of ``config`` by default.
         shard_bytes: Largest file, unless one parameter is larger.
-
-    Raises:
-        CheckpointError: The folder cannot be written, or matrices are quantised.
     """
     if is_quantized(pipeline):
         raise CheckpointError(
@@ -233,9 +227,6 @@ def export_adapter(pipeline: Any, folder: str | Path, model: Model, base: str | 
         folder: Where to write; must not exist with other content.
         model: The model.
         base: Folder of the model that the adapter belongs to, which PEFT's config names.
-
-    Raises:
-        CheckpointError: The folder cannot be written.
     """
     folder, specs = Path(folder), stored_specs(model)
     stored = lambda spec: in_peft(spec) if spec.trained else None  # noqa: E731
@@ -384,9 +375,6 @@ def copy_tokenizer(name: str, folder: Path, *, trust_remote_code: bool = False) 
 
     A folder's files are copied as they are, with the generation settings beside them, and with its Python
     files if its code is trusted. "bytes", which transformers does not have, and "none" leave nothing.
-
-    Raises:
-        CheckpointError: A file cannot be written.
     """
     source = Path(name).expanduser()
     if source.is_dir():

@@ -44,9 +44,6 @@ def write_share(blocks: Sequence[StoredBlock], folder: Path, rank: int) -> Catal
     Returns:
         What is in it: every state of every tensor that the rank has a part of, with its own pieces alone, and
         a checksum of every stretch.
-
-    Raises:
-        CheckpointError: The disk is full, or refuses otherwise.
     """
     name = native.rank_file(rank)
     path = folder / name
@@ -129,10 +126,6 @@ class Saver:
         With ``background`` the states are copied to the host's memory, and the rest happens while the run
         goes on; a save before is waited for, so that one copy exists at most. What goes wrong meanwhile is
         raised by the next call of :meth:`save` or :meth:`wait`.
-
-        Raises:
-            CheckpointError: The folder cannot be written, the disk is too small, ``client_state`` is no plain
-                data; or the save before has failed.
         """
         self.wait()
         run, rank = self._run, self._run.groups.rank

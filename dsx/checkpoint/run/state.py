@@ -62,9 +62,6 @@ def restore_random_states(run: CheckpointedRun, catalog: Catalog) -> None:
     """This rank's generators, or in another layout those of the saved rank in the corresponding place.
 
     Tensor-parallel ranks draw alike: all take those of their first.
-
-    Raises:
-        CheckpointError: The file is missing, cut short, or not what was written.
     """
     groups = run.groups
     rank = native.corresponding(catalog.facts.get("mesh"), groups.mesh, groups.rank)
@@ -105,11 +102,7 @@ _COUNTERS = ("global_samples", "skipped_steps", "micro_steps")
 def run_facts(
     run: CheckpointedRun, client_state: Mapping[str, Any], base: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """What is the same on every rank, as :mod:`dsx.checkpoint.catalog` lists it.
-
-    Raises:
-        CheckpointError: The scheduler's or the client's state is no plain data.
-    """
+    """What is the same on every rank, as :mod:`dsx.checkpoint.catalog` lists it."""
     engine, config, mesh = run.deepspeed_engine, run.run_config, run.groups.mesh
     scheduler = engine.lr_scheduler
     return {
@@ -200,9 +193,6 @@ def restore_facts(
 
     Returns:
         The client's state.
-
-    Raises:
-        CheckpointError: It is of another optimizer, or has a scheduler where the run has none.
     """
     with reading(where):
         state = plain.decode(facts.get("client_state", {}), f"{where}: client_state")
@@ -334,9 +324,6 @@ def load(
 
     Returns:
         The checkpoint's folder and the ``client_state`` it was saved with.
-
-    Raises:
-        CheckpointError: None there, damaged, or of another model or optimizer.
     """
     names = _names(run)
     may_lack = frozenset() if wanted.frozen else _frozen(run)

@@ -147,9 +147,6 @@ def load_stored(run: CheckpointedRun, catalog: Catalog, wanted: Wanted = ALL) ->
 
     Returns:
         Bytes of tensors that this rank read.
-
-    Raises:
-        CheckpointError: The checkpoint lacks a tensor, a state or a part of one, or is damaged.
     """
     groups = catalog.facts.get("param_groups") or ()
     numbers = {name: numbers_in(group, name) for group in groups for name in group.get("names", ())}

@@ -156,11 +156,7 @@ class Rules:
         )
 
     def cut(self, name: str, shapes: Sequence[Shape], where: str) -> ShardLayout:
-        """The cut of a tensor whose parts have ``shapes`` on the tensor-parallel ranks.
-
-        Raises:
-            CheckpointError: Nothing says how it is cut, or what does does not fit the shapes.
-        """
+        """The cut of a tensor whose parts have ``shapes`` on the tensor-parallel ranks."""
         rule: Any = next((rule for pattern, rule in self.tensors if re.fullmatch(pattern, name)), None)
         affine = next((one for pattern, one in self.maps if re.fullmatch(pattern, name)), None)
         padded = isinstance(rule, dict) and "extent" in rule

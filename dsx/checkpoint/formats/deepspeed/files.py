@@ -104,10 +104,6 @@ def open_stock(root: Path, *, universal: bool = False) -> StockFiles:
     Args:
         root: The folder of one tag.
         universal: It is of the universal format, which has neither optimizers' nor layers' files.
-
-    Raises:
-        CheckpointError: No such checkpoint, a file missing or unreadable, or one that dsx cannot use: of
-            experts, or with states swapped out to NVMe.
     """
     names = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
     _refuse(root, names)

@@ -172,9 +172,6 @@ def sharded_state(files: StockFiles, rank: int, weights: Mapping[str, tuple[int,
         files: The checkpoint.
         rank: Model-parallel rank.
         weights: Local shape of every weight that is stored: BF16_Optimizer at stage 0 writes no others.
-
-    Raises:
-        CheckpointError: The files contradict each other, or are of a form that is not known.
     """
     model = files.models[rank, 0]
     states = [_Saved.of(files.optimizers[rank, replica]) for replica in files.replicas]

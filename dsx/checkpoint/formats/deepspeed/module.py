@@ -34,9 +34,6 @@ def tied_layers(files: StockFiles, ties: Ties | None) -> dict[int, str]:
     The optimizer has a layer's tensors as ``<layer>.<path>``, or as ``tied_modules.<key>.<path>``. So a tied
     layer is one that the optimizer does not know by its number, and its key is that of the tied module with
     the same tensors; without ZeRO the optimizer has no names, and only the user can say it.
-
-    Raises:
-        CheckpointError: Two tied modules have the same tensors, or the user's word does not fit the files.
     """
     known: dict[str, int] = {}
     for rank in files.stages_of():
@@ -312,9 +309,6 @@ def as_model(
         specs: The model's tensors.
         forms: The same in every form that they can have (:func:`dsx.checkpoint.claims.forms_of`): a stock
             engine's checkpoint does not say which it has.
-
-    Raises:
-        CheckpointError: It is of another model.
     """
     stock = {name: ours for ours, name in tied_names(specs).items()}
     source = under_names(source, stock)

@@ -92,9 +92,6 @@ def assign(
         groups: Shape of each parameter, None where it has no state.
         where: The file, for messages.
         patterns: For each group, regular expressions of which one matches all of a name; from the user.
-
-    Raises:
-        CheckpointError: More than one fits.
     """
     possible = _Possible(names, groups, patterns)
     if not possible.some:
@@ -157,9 +154,6 @@ def stage_names(
             :data:`ZEROS` for states that never moved, which are equal by themselves.
         ties: Every tied module and the layers that use it, where the user says so.
         twins: Layers that have the same bytes as another layer.
-
-    Raises:
-        CheckpointError: No way to name them, or more than one.
     """
     layers = _layers(names, dict(ties or ()))
     found: list[list[list[list[str]]]] = []

@@ -28,11 +28,7 @@ _NOTHING = OptimizerState((), ())
 
 
 def plain_states(files: StockFiles, modules: Mapping[int, Module], rules: Rules) -> dict[int, OptimizerState]:
-    """Optimizer state by model-parallel rank, with names found by order and shape.
-
-    Raises:
-        CheckpointError: More than one naming is possible, or none.
-    """
+    """Optimizer state by model-parallel rank, with names found by order and shape."""
     if all(not files.models[rank, 0].content.get("optimizer") for rank in files.ranks):
         return dict.fromkeys(files.ranks, _NOTHING)
     saved = {rank: _parts(files.models[rank, 0]) for rank in files.ranks}

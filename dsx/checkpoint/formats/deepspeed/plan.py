@@ -76,11 +76,7 @@ class StockPlan:
 
     @classmethod
     def of(cls, source: Catalog, layout: StockLayout) -> StockPlan:
-        """What to write of ``source``.
-
-        Raises:
-            CheckpointError: As :func:`dsx.checkpoint.formats.deepspeed.target.target_of` does.
-        """
+        """What to write of ``source``."""
         if layout.precision not in PRECISIONS:
             raise CheckpointError(
                 f"precision = {layout.precision}", "DeepSpeed has none such", "use fp32, bf16 or fp16"
@@ -185,12 +181,7 @@ class StockPlan:
         )
 
     def stages(self) -> tuple[StockPlan, ...]:
-        """The same of every pipeline stage: first its tied modules, then its layers, as PipelineModule.
-
-        Raises:
-            CheckpointError: A tensor is of no layer, or a tied module of which the layers are not given; a
-                stage that has nothing of an optimizer group.
-        """
+        """The same of every pipeline stage: first its tied modules, then its layers, as PipelineModule."""
         if not self.layout.bounds:
             return (self,)
         tied = dict(self.layout.tied)

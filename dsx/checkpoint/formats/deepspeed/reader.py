@@ -108,11 +108,7 @@ def _unused(first: Mapping[str, Any]) -> list[str]:
 
 
 def readable(value: Any, file: TorchFile) -> Any:
-    """A value of a torch file with numbers in place of tensors of one element, dicts in place of namespaces.
-
-    Raises:
-        CheckpointError: Another tensor, or an object that is no plain data.
-    """
+    """A value of a torch file: tensors of one element as numbers, namespaces as dicts."""
     return _Reading(file).of(value)
 
 
@@ -228,9 +224,6 @@ def catalog_of(root: Path, rules: Rules | None = None) -> Catalog:
     Args:
         root: The folder of one tag.
         rules: The user's; they come before what the checkpoint says itself.
-
-    Raises:
-        CheckpointError: Files are missing or contradict each other, or it is not known how a tensor is cut.
     """
     files = open_stock(root)
     rules = _merged(rules, files)

@@ -143,12 +143,7 @@ VERSION = "0.19.8"
 
 
 def target_of(source: Catalog, root: Path, layout: StockLayout) -> Target:
-    """A stock checkpoint with everything that ``source`` has, under the source's names.
-
-    Raises:
-        CheckpointError: The source has no optimizer state, or not the same of all trained tensors; a layout
-            that cannot be written.
-    """
+    """A stock checkpoint with everything that ``source`` has, under the source's names."""
     whole_plan = StockPlan.of(source, layout)
     _check_pipeline(layout)
     files = Files(root)

@@ -72,10 +72,6 @@ def catalog_of(root: Path, only: str | None = None) -> Catalog:
     Args:
         root: The folder.
         only: The one file of safetensors that counts; None for those of the model.
-
-    Raises:
-        CheckpointError: No weights, an index that does not fit them, or a file that is cut short, missing or
-            of another kind.
     """
     files = _files_of(root) if only is None else (only, root / f"{only}.index.json")
     if files is None:
@@ -144,10 +140,6 @@ def as_dsx(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:
 
     One of the model in another form, with other parts fused, is read by the names that Hugging Face has for
     them.
-
-    Raises:
-        CheckpointError: It lacks a tensor of the model, has another, or one of another shape; it has two
-            that differ where the model has one that is tied.
     """
     known = {spec.name for spec in specs} <= {entry.name for entry in source.entries}
     if known and not transposes(source, specs):
@@ -208,9 +200,6 @@ def states_of(
         source: The checkpoint.
         spec: The parameter.
         by_name: The checkpoint's entries by name and state.
-
-    Raises:
-        CheckpointError: It lacks a part, or has one of another shape.
     """
     whole = in_memory(spec)
     # Stock engines have the module's own names, and so may a folder.
@@ -330,9 +319,6 @@ def with_names(source: Catalog, patterns: Sequence[tuple[str, str]], where: str)
         source: The checkpoint.
         patterns: (regular expression that matches the whole name, new name), the first that matches counts.
         where: Who says so, for messages.
-
-    Raises:
-        CheckpointError: Two tensors would have one name, or a new name refers to no group of its expression.
     """
 
     def new_name(name: str) -> str:
@@ -455,9 +441,6 @@ def renamed(facts: Mapping[str, Any], names_of: Callable[[str], Sequence[str]], 
         facts: As in :class:`~dsx.checkpoint.catalog.Catalog`.
         names_of: The new names of the parts of an old one.
         where: The checkpoint, for messages.
-
-    Raises:
-        CheckpointError: Parts of one tensor are in different groups.
     """
     groups = []
     seen: dict[str, int] = {}
@@ -500,9 +483,6 @@ def target_of(
         config: Content of ``config.json``; its dtype becomes that of the weights.
         precision: fp32, bf16 or fp16; the source's by default.
         shard_bytes: Largest file, unless one tensor is larger.
-
-    Raises:
-        CheckpointError: The source has no weights, or a precision that is not known.
     """
     if precision is not None and precision not in PRECISIONS:
         raise CheckpointError(f"precision = {precision}", "no such precision", "use fp32, bf16 or fp16")

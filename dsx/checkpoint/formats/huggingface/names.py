@@ -50,11 +50,7 @@ def read_json(file: Path, fix: str) -> dict[str, Any]:
 
 
 def weight_map(index: Path, fix: str) -> dict[str, str]:
-    """The file of every tensor, by the index of a folder with several.
-
-    Raises:
-        CheckpointError: As :func:`read_json`; it has none, or names a file that is not in the folder.
-    """
+    """The file of every tensor, by the index of a folder with several."""
     told = read_json(index, fix).get("weight_map")
     if not isinstance(told, dict):
         raise CheckpointError(str(index), "it has no weight_map", fix)

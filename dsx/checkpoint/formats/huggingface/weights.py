@@ -55,9 +55,6 @@ class HfWeights:
         names_of: The model's names of the files' tensors, by the names that they have there, where these may
             differ: :meth:`dsx.hub.disk_names.FolderNames.of`.
         file: The one file that counts, an adapter's for example; None for those of the model.
-
-    Raises:
-        CheckpointError: It has no weights, or a file that is cut short, missing or of another kind.
     """
 
     def __init__(
@@ -87,9 +84,6 @@ class HfWeights:
         """Prove that the files hold exactly the model: every tensor there, of its shape, and no other.
 
         A copy of a tied tensor may be stored as well, with the same bits.
-
-        Raises:
-            CheckpointError: Naming the file and the tensor.
         """
         as_dsx(self._source, specs)
         for spec in specs:
@@ -104,9 +98,6 @@ class HfWeights:
 
         Returns:
             Shape ``spec.local_shape(at)``; padding is zero.
-
-        Raises:
-            CheckpointError: A tensor that is missing, of another shape, or a parameter of no float type.
         """
         entry, shape = self._weight(spec), spec.local_shape(at)
         local = torch.zeros(shape, dtype=getattr(torch, entry.dtype))
@@ -126,11 +117,7 @@ class HfWeights:
 
 
 def split(spec: ParamSpec, tensor: Tensor) -> dict[str, Tensor]:
-    """The Hugging Face tensors, contiguous, of a parameter's logical tensor.
-
-    Raises:
-        CheckpointError: A tensor of another shape, a padded or local one for example.
-    """
+    """The Hugging Face tensors, contiguous, of a parameter's logical tensor."""
     if tuple(tensor.shape) != spec.shape:
         raise CheckpointError(
             spec.name,
@@ -178,9 +165,6 @@ def write_shard(folder: str | Path, index: int, count: int, tensors: Mapping[str
 
     Returns:
         The shard's file name for each tensor's name.
-
-    Raises:
-        CheckpointError: ``folder`` exists or cannot be written.
     """
     folder = Path(folder)
     check_absent(folder)
@@ -258,9 +242,6 @@ def finish(
         config: The model's Hugging Face config; ``architectures`` and ``dtype`` are set to what was written.
         files: File name of every tensor, as all calls of :func:`write_shard` returned them.
         specs: Every tensor of the model.
-
-    Raises:
-        CheckpointError: ``folder`` exists, or the shards do not hold exactly the model's tensors.
     """
     folder = Path(folder)
     check_absent(folder)
