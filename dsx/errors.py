@@ -8,12 +8,7 @@ _MOST_CHARACTERS = 20_000
 
 
 class KeyPlace(str):
-    """Where an error is, in words, with the key of the config for programs.
-
-    Attributes:
-        path: The key from the top.
-        value: What is written there.
-    """
+    """Where an error is, in words, with the key of the config for programs."""
 
     __slots__ = ("path", "value")
     path: tuple[str | int, ...]

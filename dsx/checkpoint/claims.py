@@ -120,9 +120,6 @@ def reading(what: str) -> Iterator[None]:
 
     Readers check what they look at, and name the file and the key. This is for the rest, such as a text where
     all writers put a number, in one of the many places where any value can stand.
-
-    Args:
-        what: The checkpoint, for messages.
     """
     try:
         yield

@@ -50,12 +50,7 @@ _REPORT = "report this, with the command: the target was removed again, the sour
 
 
 def check_target(folder: Path, wanted: Catalog) -> None:
-    """Prove that a finished folder is read as what it was meant to be.
-
-    Args:
-        folder: Where the files are now.
-        wanted: The catalog by which they were made.
-    """
+    """Prove that a finished folder is read as what it was meant to be."""
     try:
         found = open_checkpoint(folder)
         check_files(found)
@@ -203,7 +198,15 @@ def execute(
             with the reader of its format.
     """
     began = monotonic()
-    workers = _num_workers(plan, options)
+    fits = (options.memory_bytes - _INTERPRETER_BYTES) // worker_bytes(plan)
+    if fits < 1:
+        needed = (_INTERPRETER_BYTES + worker_bytes(plan)) / 2**20
+        raise CheckpointError(
+            f"--memory {options.memory_bytes / 2**20:.0f}MiB",
+            f"one worker needs {needed:.0f} MiB, Python included",
+            f"give {needed:.0f}MiB or more",
+        )
+    workers = max(1, min(options.workers, fits))
     with Reader(source, plan.tile_elements) as reader, Staging(target) as staging:
         before = _stamps(source)
         run = _Run(reader, target, plan, staging, options)
@@ -260,18 +263,6 @@ def worker_bytes(plan: CopyPlan) -> int:
         ITEM_BYTES[job.source.dtype] + (4 + ITEM_BYTES[job.target.dtype]) * job.converts for job in plan.jobs
     )
     return plan.tile_elements * (max(widths, default=1) + max(ITEM_BYTES.values()))
-
-
-def _num_workers(plan: CopyPlan, options: ConversionOptions) -> int:
-    fits = (options.memory_bytes - _INTERPRETER_BYTES) // worker_bytes(plan)
-    if fits < 1:
-        needed = (_INTERPRETER_BYTES + worker_bytes(plan)) / 2**20
-        raise CheckpointError(
-            f"--memory {options.memory_bytes / 2**20:.0f}MiB",
-            f"one worker needs {needed:.0f} MiB, Python included",
-            f"give {needed:.0f}MiB or more",
-        )
-    return max(1, min(options.workers, fits))
 
 
 class _Run:

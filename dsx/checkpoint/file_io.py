@@ -237,11 +237,6 @@ class FileWindow(io.RawIOBase):
     """A part of a file as a file, from which no read takes more than there is.
 
     A pickle may ask for 2^63 bytes, for which Python would allocate memory before it reads.
-
-    Args:
-        file: The file.
-        start: First byte of the part.
-        length: Length of the part.
     """
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:

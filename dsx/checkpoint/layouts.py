@@ -266,15 +266,7 @@ _NAMES |= {"chunks": "chunks", "zero": "zero"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetDegrees:
-    """What of a layout is asked for; None leaves it as the source has it.
-
-    Attributes:
-        tensor: Tensor-parallel degree.
-        pipeline: Pipeline degree.
-        data: Data-parallel degree.
-        chunks: Virtual stages per pipeline rank.
-        zero: ZeRO stage.
-    """
+    """What of a layout is asked for; None leaves it as the source has it."""
 
     tensor: int | None = None
     pipeline: int | None = None

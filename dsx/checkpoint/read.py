@@ -130,7 +130,10 @@ class Reader:
             for piece, shared in self._index(entry).overlaps(box):
                 covered += volume(shared)
                 for tile in tiles_of(entry.shape, shared):
-                    self._copy(entry, piece, tile, _window(out, part, tile), dtype)
+                    first = part.flat + flat_offset(part, tile)
+                    shape = tuple(high - low for low, high in tile)
+                    steps = tuple(step * out.itemsize for step in part.strides)
+                    self._copy(entry, piece, tile, as_strided(out[first:], shape, steps), dtype)
             if covered != volume(box):
                 raise unusable(f"{self.catalog.root}: {entry}", f"nothing holds all of {region(box)}")
 
@@ -210,9 +213,6 @@ class Reader:
         These are the CRC32s of all members of files from which anything was read, and the checksums of what
         ranks wrote, where it was not read as it was written, because tensors now have other names and shapes.
         What has to be is read once more.
-
-        Args:
-            entries: What was read.
 
         Returns:
             How many were right.
@@ -353,11 +353,3 @@ def tiles_of(shape: Sequence[int], box: Box) -> Iterator[Box]:
         shared = intersect(tile, box)
         if shared is not None:
             yield shared
-
-
-def _window(out: Array, part: Part, box: Box) -> Array:
-    """The elements of ``box``, which lies in ``part``, as a view on the flattened local tensor."""
-    first = part.flat + flat_offset(part, box)
-    shape = tuple(high - low for low, high in box)
-    steps = tuple(step * out.itemsize for step in part.strides)
-    return as_strided(out[first:], shape, steps)

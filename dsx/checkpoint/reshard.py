@@ -137,11 +137,6 @@ class Conversion:
 def prepare(source: Catalog, root: Path, wanted: WantedTarget) -> Conversion:
     """Plan a conversion, and find all that can be wrong, before a byte is written.
 
-    Args:
-        source: The checkpoint to convert.
-        root: The folder to make; must not exist.
-        wanted: What it shall be.
-
     Raises:
         CheckpointError: The target exists, the source is incomplete, one does not fit the other, or what is
             asked for cannot be written.
@@ -157,21 +152,6 @@ def prepare(source: Catalog, root: Path, wanted: WantedTarget) -> Conversion:
         )
     if source.facts.get("base") and wanted.format == "hf" and wanted.precision is None:
         wanted = replace(wanted, precision=source.facts.get("precision"))
-    _check_adapter(source, wanted)
-    if wanted.format not in ("dsx", "peft") or wanted.base is not None:
-        source = completed(source, wanted.base)
-    check_files(source)
-    source, merge = _named(source, wanted), None
-    if wanted.format == "hf":
-        source, merge = taken_apart(source)
-    source, target, layout = WRITERS[wanted.format](source, root, wanted)
-    _check_complete(source, target)
-    copies = plan(source, target.catalog)
-    return Conversion(source=source, target=target, layout=layout, plan=copies, merge=merge)
-
-
-def _check_adapter(source: Catalog, wanted: WantedTarget) -> None:
-    """Refuse formats that have no place for an adapter beside its model."""
     adapted = (source.facts.get("model") or {}).get("adapter") is not None
     if adapted and wanted.format not in ("dsx", "peft", "hf"):
         raise CheckpointError(
@@ -179,10 +159,13 @@ def _check_adapter(source: Catalog, wanted: WantedTarget) -> None:
             f"{source.root} is of a model with an adapter, which that format has no place for",
             "use --to peft for the adapter alone, or --to hf for the model with it merged",
         )
-
-
-def _check_complete(source: Catalog, target: Target) -> None:
-    """Prove that no tensor of the model is lost."""
+    if wanted.format not in ("dsx", "peft") or wanted.base is not None:
+        source = completed(source, wanted.base)
+    check_files(source)
+    source, merge = _named(source, wanted), None
+    if wanted.format == "hf":
+        source, merge = taken_apart(source)
+    source, target, layout = WRITERS[wanted.format](source, root, wanted)
     kept = {entry.name for entry in target.catalog.entries if entry.state in ("weight", "master")}
     for entry in source.entries:
         if entry.name not in kept:
@@ -191,6 +174,8 @@ def _check_complete(source: Catalog, target: Target) -> None:
                 "the target would not have it, and its loader would miss it",
                 "give the config of the model that the checkpoint is of, or another format",
             )
+    copies = plan(source, target.catalog)
+    return Conversion(source=source, target=target, layout=layout, plan=copies, merge=merge)
 
 
 def _named(source: Catalog, wanted: WantedTarget) -> Catalog:

@@ -25,7 +25,7 @@ from typing import Self
 from filelock import FileLock, Timeout
 
 from dsx.checkpoint import store
-from dsx.checkpoint.catalog import Skeleton, Target, leads_out
+from dsx.checkpoint.catalog import Target, leads_out
 from dsx.checkpoint.file_io import blamed, write_from
 from dsx.errors import CheckpointError
 
@@ -94,11 +94,7 @@ def _require_free(aside: Path) -> None:
 
 
 class Staging:
-    """The folder that a target is made in; a context manager that removes it unless it was committed.
-
-    Args:
-        target: What is to be made.
-    """
+    """The folder that a target is made in; a context manager that removes it unless it was committed."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -247,7 +243,13 @@ class Staging:
             path = self.path_of(skeleton.file)
             with blamed(path, "its header", "writing", AGAIN):
                 path.parent.mkdir(parents=True, exist_ok=True)
-                _make(path, skeleton)
+                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                try:
+                    os.ftruncate(descriptor, skeleton.num_bytes)
+                    for offset, data in skeleton.parts:
+                        write_from(descriptor, memoryview(data), offset)
+                finally:
+                    os.close(descriptor)
 
 
 def check_absent(final: Path) -> None:
@@ -279,13 +281,3 @@ def _is_mounted(folder: Path) -> bool:
         places = {line.split()[4] for line in told.splitlines()}
     escaped = name.translate({ord(each): f"\\{ord(each):03o}" for each in " \t\n\\"})
     return folder.is_mount() or escaped in places
-
-
-def _make(path: Path, skeleton: Skeleton) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        os.ftruncate(descriptor, skeleton.num_bytes)
-        for offset, data in skeleton.parts:
-            write_from(descriptor, memoryview(data), offset)
-    finally:
-        os.close(descriptor)

@@ -31,7 +31,6 @@ from dsx.cli.options import (
 from dsx.cli.output import BAD, deliver, say, style_of
 
 if TYPE_CHECKING:
-    from dsx.config.ordinary import Assumption
     from dsx.config.run import RunConfig
     from dsx.memory.estimate import RunMemory
     from dsx.memory.layer_list import LayerList
@@ -183,10 +182,11 @@ def _of_model(
     memory = estimate_run(job_of(run, device=_device(where), capacity_bytes=capacity))
     several = "es" if run.accumulation > 1 else ""
     size = f"{run.micro_batch_size} x {run.sequence_length} tokens"
+    told = [each for each in whole.assumed if not each.key.startswith(_WEIGHTLESS)]
     heading = [
         _title(run),
         f"{run.accumulation} micro-batch{several} of {size}",
-        *_assumptions(whole.assumed),
+        *(["assumed, unless --set says otherwise:", *(f"  {each}" for each in told)] if told else []),
     ]
     facts = {"run": run.summary(), "assumed": {each.key: each.value for each in whole.assumed}}
     return _Found(heading, facts, memory, lambda most: _advice(source, items, run, most, where))
@@ -275,12 +275,6 @@ def _text(heading: Sequence[str], memory: RunMemory, room: GpuMemory | None) -> 
         said = f"fits, {left:.2f} GiB left" if left >= 0 else f"does not fit, {-left:.2f} GiB too much"
         lines.append(f"{room}: {said}")
     return "\n".join(lines) + "\n"
-
-
-def _assumptions(assumed: Sequence[Assumption]) -> list[str]:
-    """What the figures assume beyond what is written, and which figures are left out."""
-    told = [each for each in assumed if not each.key.startswith(_WEIGHTLESS)]
-    return ["assumed, unless --set says otherwise:", *(f"  {each}" for each in told)] if told else []
 
 
 def _lines(held: Sequence[tuple[Label, int]]) -> list[dict[str, Any]]:

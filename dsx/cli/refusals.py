@@ -120,12 +120,7 @@ def raise_wrong(parameter: Any, value: str) -> None:
 
 @contextmanager
 def in_our_words(command: Any, path: str) -> Iterator[None]:
-    """Inside the block, what click says of a command line is said as a ConfigError.
-
-    Args:
-        command: Whose parameters may be given.
-        path: The command's name, ``dsx check``.
-    """
+    """Inside the block, what click says of a command line is said as a ConfigError."""
     try:
         yield
     except UsageError as error:

@@ -64,12 +64,7 @@ _TIED = ("embed_tokens", "lm_head")
 
 
 def adapter_of(block: AdapterConfig, model: Model) -> Adapter:
-    """The adapter that a config asks for.
-
-    Args:
-        block: ``dsx.adapter``.
-        model: The model, without one.
-    """
+    """The adapter that a config asks for."""
     given = {
         key: getattr(block, key) for key in Adapter.__dataclass_fields__ if key in block.model_fields_set
     }

@@ -63,7 +63,7 @@ def as_error(finding: Finding) -> ConfigError:
 def zero_stage(config: Json) -> int:
     """ZeRO stage of a checked config; 0 when absent."""
     stage = _block(config, "zero_optimization").get("stage", 0)
-    return stage if _is_int(stage) else 0
+    return stage if isinstance(stage, int) and not isinstance(stage, bool) else 0
 
 
 def precision(config: Json) -> Precision:
@@ -90,7 +90,3 @@ def optimizer_notes(config: Json) -> Iterator[str]:
 def _block(config: Json, key: str) -> dict[str, Any]:
     value = config.get(key)
     return value if isinstance(value, dict) else {}
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

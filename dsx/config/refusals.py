@@ -171,7 +171,8 @@ class Context:
         """What DeepSpeed uses for a key: written, else its default; UNKNOWN where that cannot be said."""
         if name in self.values:
             return self.values[name]
-        key = self.table.key(name, self._variant(name))
+        block = next((b for b in ("optimizer.params", "scheduler.params") if name.startswith(b + ".")), "")
+        key = self.table.key(name, variant(self.config, block) if block else "")
         return None if key is None else key.default
 
     def number(self, name: str) -> int | float | None:
@@ -262,10 +263,6 @@ class Context:
         if not path:
             return ABSENT
         return reduce(step, path, self.config)
-
-    def _variant(self, name: str) -> str:
-        block = next((b for b in ("optimizer.params", "scheduler.params") if name.startswith(b + ".")), "")
-        return variant(self.config, block) if block else ""
 
 
 def _values(config: Mapping[str, Any], slots: Sequence[Slot], runner: Runner) -> dict[str, Any]:

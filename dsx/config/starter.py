@@ -67,7 +67,11 @@ def starter(
         if model is not None and isinstance(content["dsx"], dict):
             content["dsx"]["model"] = _source(model)[0]
         return _checked(content, gpus, overrides)
-    own = _steps(content_of(written, overrides))
+    # The length of the JSON's own schedule becomes the run's.
+    scheduler = content_of(written, overrides).get("scheduler")
+    params = scheduler.get("params") if isinstance(scheduler, Mapping) else None
+    steps = params.get("total_num_steps") if isinstance(params, Mapping) else None
+    own = steps if isinstance(steps, int) and steps > 1 else None
     whole = complete(written, model, overrides=overrides, where=str(ds_config), steps=own or _STEPS)
     assert model is not None
     _, block = _begun(model)
@@ -157,14 +161,6 @@ def _source(model: str) -> tuple[dict[str, Any], dict[str, Any]]:
         source = {"path": str(Path(model).absolute()), "weights": "load" if has_weights else "random"}
     source.pop("overrides", None)  # a preset's own vocabulary, which the tokenizer decides here
     return source, hf_config
-
-
-def _steps(content: Mapping[str, Any]) -> int | None:
-    """The length of the JSON's own schedule, which becomes the run's."""
-    scheduler = content.get("scheduler")
-    params = scheduler.get("params") if isinstance(scheduler, Mapping) else None
-    steps = params.get("total_num_steps") if isinstance(params, Mapping) else None
-    return steps if isinstance(steps, int) and steps > 1 else None
 
 
 def _laid_out(

@@ -201,7 +201,10 @@ def written_aside(target: Path) -> Iterator[Path]:
     What killed processes of this machine left beside the target is removed.
     """
     prefix = f".{target.name}.{_process_space()}."
-    _remove_abandoned(target.parent, prefix)
+    for left in target.parent.glob(f"{prefix}*"):
+        process = left.name.removeprefix(prefix).partition(".")[0]
+        if process.isdecimal() and not psutil.pid_exists(int(process)):
+            shutil.rmtree(left, ignore_errors=True)
     aside = target.parent / f"{prefix}{os.getpid()}.{secrets.token_hex(4)}"
     aside.mkdir()
     try:
@@ -224,13 +227,6 @@ def _process_space() -> str:
     except OSError:  # not Linux
         space = 0
     return f"{socket.gethostname()}-{space}"
-
-
-def _remove_abandoned(folder: Path, prefix: str) -> None:
-    for left in folder.glob(f"{prefix}*"):
-        process = left.name.removeprefix(prefix).partition(".")[0]
-        if process.isdecimal() and not psutil.pid_exists(int(process)):
-            shutil.rmtree(left, ignore_errors=True)
 
 
 def _sync_folder(folder: Path) -> None:

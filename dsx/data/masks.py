@@ -78,12 +78,7 @@ def _template_of(data: DataConfig) -> str | None:
 
 
 class Masks:
-    """Makes tokens and masks of examples, as ``dsx.data`` says.
-
-    Args:
-        data: The ``dsx.data`` block of one source.
-        tokenizer: Text -> ids.
-    """
+    """Makes tokens and masks of examples, as ``dsx.data`` says."""
 
     def __init__(self, data: DataConfig, tokenizer: Tokenizer) -> None:
         self._data, self._tokenizer = data, tokenizer

@@ -85,7 +85,14 @@ class OwnSequences:
         ids = self._ids(sample["input_ids"], index, "input_ids", length + 1)
         labels = self._ids(sample.get("labels", ids), index, "labels", length + 1)
         if "attention_mask" in sample:
-            self._check_mask(sample["attention_mask"], labels, index)
+            seen = self._ids(sample["attention_mask"], index, "attention_mask", len(labels)) != 0
+            ends = int(seen.sum())
+            if not bool(seen[:ends].all()) or not bool((labels[ends:] == IGNORED).all()):
+                raise DataError(
+                    f"sample {index} of {self.name}",
+                    "its attention_mask leaves out positions that are trained on, or that others look at",
+                    "pad at the end, with -100 as label",
+                )
         shifted = ids[:-1].contiguous(), labels[1:].contiguous()
         if not self.apart:
             return shifted
@@ -102,17 +109,6 @@ class OwnSequences:
             what = f"its {what} are {kind} {list(ids.shape)}, not integers [{length}]"
             raise DataError(f"sample {index} of {self.name}", what, _SHAPES)
         return ids.long()
-
-    def _check_mask(self, values: Any, labels: Tensor, index: int) -> None:
-        """Refuse a mask that hides more than the end: a causal model would see such padding."""
-        seen = self._ids(values, index, "attention_mask", len(labels)) != 0
-        ends = int(seen.sum())
-        if not bool(seen[:ends].all()) or not bool((labels[ends:] == IGNORED).all()):
-            raise DataError(
-                f"sample {index} of {self.name}",
-                "its attention_mask leaves out positions that are trained on, or that others look at",
-                "pad at the end, with -100 as label",
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -142,7 +142,7 @@ def _type_words(slot: Slot, key: Key, verdict: ValueVerdict) -> tuple[str, str]:
         return f"not a {'finite ' * (slot.value == slot.value)}number", f"use {verdict.expected}"
     if isinstance(slot.value, str) and slot.value.lower() == "auto" and key.trainer_auto:
         return why, 'write "auto", in lower case, for transformers\' Trainer or Accelerate; else a value'
-    if _is_no_number(slot.value):
+    if isinstance(slot.value, str) and slot.value.strip().rstrip(",") in ("NaN", "Infinity", "-Infinity"):
         why += ": a word that is no number of JSON's, nor of HJSON's"
     if _python_word(slot.value):
         why += "; JSON writes null" if "None" in str(slot.value) else "; JSON writes true and false"
@@ -266,11 +266,6 @@ def check_switched_off(context: Context) -> Iterator[Finding]:
 def _python_word(value: object) -> bool:
     """Whether the value is a Python constant that HJSON read as a string."""
     return isinstance(value, str) and value.strip().rstrip(",") in ("True", "False", "None")
-
-
-def _is_no_number(value: object) -> bool:
-    """Whether the value is a word of Python's json that HJSON read as a string."""
-    return isinstance(value, str) and value.strip().rstrip(",") in ("NaN", "Infinity", "-Infinity")
 
 
 def check_old_form(context: Context) -> Iterator[Finding]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -354,8 +354,9 @@ class PipelineEngine:
         mode = Mode(training=True, release_outputs=self.pipeline.release_outputs)
         here, number = self.rank_progress, int(self.global_steps) + 1
         schedule, _ = self.programs.step(count, training=True)
+        what, self.first_step = self.first_step, ""
         with (
-            self._first_waiting(),
+            Waiting(what, quiet=self.groups.mute) if what else nullcontext(),
             here.timed_step(number),
             self._tracer.step(number, schedule) as around,
         ):
@@ -377,11 +378,6 @@ class PipelineEngine:
         if self.outer is not None:
             self.outer.after_step(called=bool(sums[3] > 0))
         return sums[0]
-
-    def _first_waiting(self) -> AbstractContextManager[object]:
-        """Say that the first step takes long, where it does."""
-        what, self.first_step = self.first_step, ""
-        return Waiting(what, quiet=self.groups.mute) if what else nullcontext()
 
     def eval_batch(
         self,

@@ -336,7 +336,10 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
         model_parameters=model_parameters,
     )
     run = config if isinstance(config, RunConfig) else None
-    _say_once(model, settings, run)
+    if model.proof is None and model.groups.rank == 0:
+        from dsx.engine.notes import say  # here: recipes prove their layouts, and have not come from stock
+
+        say(model, settings, run)
     blocks = _compile_blocks(model, settings.zero_stage, run, wanted=compile_blocks)
     require_precision(settings.deepspeed)
     with (
@@ -382,14 +385,6 @@ def _uncollected() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
-
-
-def _say_once(model: PipelineModule, settings: Settings, run: RunConfig | None) -> None:
-    """Say on the first rank what is known of layers of the caller's own."""
-    if model.proof is None and model.groups.rank == 0:
-        from dsx.engine.notes import say  # here: recipes prove their layouts, and have not come from stock
-
-        say(model, settings, run)
 
 
 def _left_to_clip(settings: Settings) -> Settings:

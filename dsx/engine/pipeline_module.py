@@ -329,7 +329,14 @@ class PipelineModule(nn.Module):
                 count=asked(self, PipelineModule, "_count_layer_params") or self._count_layer_params,
             )
         self.partition_method = partition_method if stage_map is None else "stage_map"
-        self._require_stages()
+        if self.stage_map.num_ranks != self.groups.mesh.pp or self.stage_map.num_layers != len(
+            self.layer_specs
+        ):
+            raise LayoutError(
+                f"stage map of {self.stage_map.num_layers} layers on {self.stage_map.num_ranks} ranks",
+                f"the model has {len(self.layer_specs)} layers and the pipeline {self.groups.mesh.pp} ranks",
+                "partition the same layer list over the same mesh",
+            )
         if self.groups.rank == 0:
             warn_of_copies(self.layer_specs, self.stage_map)
         self.dynamic_shape = dynamic_shape
@@ -633,16 +640,6 @@ class PipelineModule(nn.Module):
     def mpu(self) -> Grid:
         """The process groups under the names that DeepSpeed and Megatron code asks for."""
         return self._grid
-
-    def _require_stages(self) -> None:
-        if self.stage_map.num_ranks != self.groups.mesh.pp or self.stage_map.num_layers != len(
-            self.layer_specs
-        ):
-            raise LayoutError(
-                f"stage map of {self.stage_map.num_layers} layers on {self.stage_map.num_ranks} ranks",
-                f"the model has {len(self.layer_specs)} layers and the pipeline {self.groups.mesh.pp} ranks",
-                "partition the same layer list over the same mesh",
-            )
 
     def _reseed(self, index: int, forwards: int) -> None:
         """Seed before a layer's forward (deepspeed/runtime/pipe/module.py, exec_range_func)."""

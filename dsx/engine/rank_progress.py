@@ -67,7 +67,10 @@ class RankProgress:
     def reach(self, position: int) -> None:
         """Note that the host has come to the action at ``position``."""
         if self._event is not None:
-            self._mark(position)
+            # An event before the action at ``position``, reached once the device has ended those before it
+            while len(self._marks) <= position:
+                self._marks.append(self._event())
+            self._marks[position].record()
         self.at = position
 
     @contextmanager
@@ -84,9 +87,3 @@ class RankProgress:
             if not mark.query():
                 return position
         return at
-
-    def _mark(self, position: int) -> None:
-        """An event before the action at ``position``, reached once the device has ended those before it."""
-        while len(self._marks) <= position:
-            self._marks.append(self._event())
-        self._marks[position].record()

@@ -59,7 +59,7 @@ def settings_of(config: Config | None, args: Any, mesh: Mesh) -> Settings:
     if stage == 0 and precision(deepspeed) == "fp32":
         deepspeed["gradient_clipping"] = 0.0  # clipped by ReplicatedAdapter, by the whole model's norm
     zero = deepspeed.get("zero_optimization", {})
-    offload = _device(zero, "offload_optimizer") != "none"
+    offload = str((zero.get("offload_optimizer") or {}).get("device") or "none") != "none"
     # With the boundary managed by backward calls, only the chunk of the last one would reach the CPU. Without
     # offload the executor manages it, whatever the config says: a step is one train_batch either way.
     deepspeed["managed_gradient_accumulation"] = not offload
@@ -92,7 +92,3 @@ def _refuse(config: Mapping[str, Any], mesh: Mesh) -> None:
         fix = "use a positive number, or 0 for none"
         raise ConfigError(at("gradient_clipping", clipping), "not a norm", fix)
     raise_all("config", pipeline_problems(config, mesh))
-
-
-def _device(zero: Mapping[str, Any], block: str) -> str:
-    return str((zero.get(block) or {}).get("device") or "none")

@@ -44,7 +44,9 @@ class AdditionalLosses:
         if not self._given:
             return None
         if self._names is None:
-            self._names = self._agree()
+            found: list[list[str] | None] = [None] * self._model.groups.mesh.size
+            dist.all_gather_object(found, sorted(self._sums) if self._is_last else None)
+            self._names = next(names for names in found if names is not None)
         groups = self._model.groups
         # The last number says whether anybody has other names.
         total = torch.zeros(len(self._names) + 1, dtype=torch.float32, device=self._model.device)
@@ -66,12 +68,6 @@ class AdditionalLosses:
     def _is_last(self) -> bool:
         stages = self._model.stage_map
         return self._model.groups.pp_rank == stages.rank_of(stages.num_stages - 1)
-
-    def _agree(self) -> list[str]:
-        """The names on the last stage of the first replica."""
-        found: list[list[str] | None] = [None] * self._model.groups.mesh.size
-        dist.all_gather_object(found, sorted(self._sums) if self._is_last else None)
-        return next(names for names in found if names is not None)
 
     def _note(self) -> None:
         for name, value in (self._model.get_additional_losses() or {}).items():

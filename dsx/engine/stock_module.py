@@ -320,11 +320,6 @@ def require_engine_unpatched(num_stages: int, stage_id: int, micro_batches: int)
 
     Patched schedules pass if they compute in stock's order: when transfers and data are due is dsx's own.
 
-    Args:
-        num_stages: Pipeline degree.
-        stage_id: This rank's pipeline coordinate.
-        micro_batches: Micro-batches per step.
-
     Raises:
         ModelError: Names the class or module, and what has been assigned to it.
     """

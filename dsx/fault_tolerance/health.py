@@ -71,10 +71,6 @@ class Health:
 
     The same figures in the same order give the same findings on every rank, in every layout and after a
     restart from :attr:`state`.
-
-    Args:
-        window: Steps to judge by.
-        sigmas: See :class:`RecentSteps`.
     """
 
     def __init__(self, *, window: int, sigmas: float) -> None:

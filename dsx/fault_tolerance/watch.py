@@ -298,7 +298,11 @@ class Watch:
         if self._keepalive.lost() and not self._closed:
             self._end_after_loss()
         self._look_around()
-        self._say_warnings()
+        warnings = self._keepalive.warnings
+        while warnings:
+            text = warnings.pop(0)
+            if self._speaks():
+                self._say(f"warning: {text}")
         idle = self._idle_seconds(now)
         if self._keepalive.hung or 0 < self._config.hang_seconds < idle:
             self._end_hung(idle)
@@ -335,13 +339,6 @@ class Watch:
         return not any(
             peer.rank < self._rank and peer.rank not in lost and not peer.fate() for peer in self._local
         )
-
-    def _say_warnings(self) -> None:
-        warnings = self._keepalive.warnings
-        while warnings:
-            text = warnings.pop(0)
-            if self._speaks():
-                self._say(f"warning: {text}")
 
     def _idle_seconds(self, now: float) -> float:
         """How long the main thread has not moved since it was followed."""

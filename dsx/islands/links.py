@@ -261,17 +261,14 @@ class Listener:
                 pass
             except OSError:  # as where descriptors have run out: some may be free again
                 self._closed.wait(_SWEEP_SECONDS)
-            self._sweep()
+            with self._lock:
+                strangers = [*self._strangers]
+            late = time.monotonic() - _STRANGER_SECONDS
+            for place, link in enumerate(strangers):
+                if link.since < late or place < len(strangers) - _MOST_STRANGERS:
+                    link.shut()
             if connection is not None:
                 self._take(Connection(connection, self._patience), serve)
-
-    def _sweep(self) -> None:
-        with self._lock:
-            strangers = [*self._strangers]
-        late = time.monotonic() - _STRANGER_SECONDS
-        for place, link in enumerate(strangers):
-            if link.since < late or place < len(strangers) - _MOST_STRANGERS:
-                link.shut()
 
     def _take(self, link: Connection, serve: Callable[[Connection, Header, int], None]) -> None:
         with self._lock:

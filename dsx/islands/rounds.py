@@ -190,12 +190,7 @@ class RoundProtocol:
             link.payload(size, 0)
 
     def adoptable(self, link: Connection, heard: Callable[[int], None] | None = None) -> State:
-        """A state that is to come next. Raises LinkError.
-
-        Args:
-            link: On which.
-            heard: Told of its bytes.
-        """
+        """A state that is to come next, of whose bytes ``heard`` is told. Raises LinkError."""
         header, size = self.following(link)
         standing = parsed(Standing, header.get("standing"))
         if wrong := standing.impossible(last_step=self._last_step, shares=self._shares):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from dsx.launch.entry import local_rank
@@ -18,9 +17,6 @@ def builds_said(waiting: Waiting) -> Iterator[None]:
     """Within the block, what DeepSpeed compiles is said before it begins, a minute or two for each operator.
 
     The first rank of each machine names a lock for which it would wait without end.
-
-    Args:
-        waiting: Of this rank, under way.
     """
     from deepspeed.ops.op_builder.builder import OpBuilder
 
@@ -31,7 +27,8 @@ def builds_said(waiting: Waiting) -> Iterator[None]:
         for lock in extension_locks(folder) if local_rank() == 0 else ():
             if lock.path.parent.name == name and lock.builder is None:
                 sys.stderr.write(f"warning: {lock.text()}\n")
-        if _is_made(folder, name):
+        # Whether an operator has been compiled: torch then looks whether it is still up to date, in a second
+        if any(True for place in ("", "*/") for _ in folder.glob(f"{place}{name}/{name}.so")):
             return build(builder, *given, **named)
         with waiting.instead(f"compiling DeepSpeed's {name}, once on this machine, a minute or two"):
             return build(builder, *given, **named)
@@ -41,8 +38,3 @@ def builds_said(waiting: Waiting) -> Iterator[None]:
         yield
     finally:
         OpBuilder.jit_load = build
-
-
-def _is_made(folder: Path, name: str) -> bool:
-    """Whether an operator has been compiled: torch then looks whether it is still up to date, in a second."""
-    return any(True for place in ("", "*/") for _ in folder.glob(f"{place}{name}/{name}.so"))

@@ -225,23 +225,22 @@ def run(main: Callable[[], int | None]) -> None:
     open_streams()
     quiet()
     say_loading()
-    _say_start()
+    program = Path(sys.argv[0])
+    if rank() == 0 and program.is_file() and not {"-h", "--help"} & set(sys.argv):
+        size = world_size()
+        ranks = f" on {size} ranks" if size > 1 else ""
+        announce(f"... starting {printable(program.name)}{ranks}")
     _keep_interrupts()
     try:
         code = _outcome(main)
     except KeyboardInterrupt:
         code = 130
     if code:
-        _leave(code)
-
-
-def _say_start() -> None:
-    """The first line, on rank 0: what is loaded next takes seconds."""
-    program = Path(sys.argv[0])
-    if rank() == 0 and program.is_file() and not {"-h", "--help"} & set(sys.argv):
-        size = world_size()
-        ranks = f" on {size} ranks" if size > 1 else ""
-        announce(f"... starting {printable(program.name)}{ranks}")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if _grouped():
+            os._exit(code)  # a normal exit would wait for peers in NCCL's and gloo's destructors
+        sys.exit(code)
 
 
 def _keep_interrupts() -> None:
@@ -326,14 +325,6 @@ def say_loading() -> None:
     """
     if not any(isinstance(finder, _Loading) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Loading())
-
-
-def _leave(code: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if _grouped():
-        os._exit(code)  # a normal exit would wait for peers in NCCL's and gloo's destructors
-    sys.exit(code)
 
 
 def _outcome(main: Callable[[], int | None]) -> int:

@@ -82,10 +82,11 @@ def _facts(
             break
         time.sleep(_LOOK_SECONDS)
     here = [peer.rank for peer in peers if peer.machine == peers[rank].machine]
+    text = json.dumps(config.recorded(), sort_keys=True, default=str)
     facts = MachineFacts(
         name=located(here, hosts_of(peers)),
         versions={**{package: _version(package) for package in _PACKAGES}, "Python": _python()},
-        config=_digest(config),
+        config=hashlib.blake2b(text.encode(), digest_size=6).hexdigest(),
         clock=now,
         unseen={_OUTPUT: str(folder)} if rank != 0 and missing else {},
         free_bytes=_free_bytes(config),
@@ -139,11 +140,6 @@ def _has(folder: Path, name: str) -> bool:
 def _checkpoint_bytes(config: RunConfig) -> int:
     """Bytes of weights, fp32 masters and two moments, as Adam has them: enough to recognise a full disk."""
     return config.num_trained * (12 if config.precision == "fp32" else 14)
-
-
-def _digest(config: RunConfig) -> str:
-    text = json.dumps(config.recorded(), sort_keys=True, default=str)
-    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 
 def _version(package: str) -> str:

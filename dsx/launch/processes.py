@@ -383,11 +383,7 @@ def load_compilers_late() -> None:
     Where transformers has been imported, which loads ``torch._dynamo``, the inductor is still spared.
     """
     sys.modules.setdefault(_DYNAMO, LateDynamo())
-    _import_muon()
-
-
-def _import_muon() -> None:
-    """Import DeepSpeed's Muon so that what it compiles is compiled at its first call."""
+    # Import DeepSpeed's Muon so that what it compiles is compiled at its first call
     from deepspeed.runtime import compiler
 
     now = compiler.compile

@@ -132,7 +132,8 @@ def estimate(
     at = job.layout.mesh.coords(rank)
     ledger = Ledger(ROUNDING_BYTES[job.device] if rounding_bytes is None else rounding_bytes)
     states, walk = _rank(job, at["pp"], at["dp"], ledger, receives, replays=replays)
-    kept, phases = _buffers(walk.layers, at["pp"]), []
+    sizes = [walk.layers.record(index).buffer_bytes for index in walk.layers.stages.layers_of(at["pp"])]
+    kept, phases = [Storage(walk.layers.states.ledger, _BUFFERS, size).hold() for size in sizes if size], []
     quantized = tuple(spec for spec in job.layout.params_of(at["pp"]) if spec.quantized != "none")
     for name, action in (("build", states.build), ("engine", states.start)):
         ledger.start()
@@ -198,11 +199,6 @@ def _built_whole(states: States, width: int, buffer_bytes: int) -> Phase:
 
 
 _BUFFERS = Label("parameters", "buffers")
-
-
-def _buffers(layers: RankLayers, pp_rank: int) -> Message:
-    sizes = [layers.record(index).buffer_bytes for index in layers.stages.layers_of(pp_rank)]
-    return [Storage(layers.states.ledger, _BUFFERS, size).hold() for size in sizes if size]
 
 
 def _quantized(specs: Sequence[ParamSpec], job: Job, ledger: Ledger) -> Message:

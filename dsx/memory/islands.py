@@ -36,11 +36,6 @@ class IslandSettings:
 class IslandMemory:
     """Common weights, their momentum, and rounds, of one rank.
 
-    Args:
-        settings: Of the islands.
-        states: The rank's states, whose masters these follow.
-        unified: Whether device and host are one.
-
     Attributes:
         goes_on: Whether inner steps go on while a round is under way.
     """
@@ -79,7 +74,7 @@ class IslandMemory:
         if self._rounds:
             self._flight.append(self._hold("temporaries", "what is kept back", 4 * mine))
         self._flight.append(self._hold("temporaries", "mean movement", 4 * mine))
-        wired = sum(self._bytes(size) for size in self._pieces) // self._replicas
+        wired = sum(wire_bytes(size, self._settings.wire) for size in self._pieces) // self._replicas
         messages = self._hold("transfers", "means on their way", wired)
         # Of each other island two that wait and one that comes; the sum, and what is said of it.
         size = (12 * (of - 1) + 8) * min(mine, SEGMENT)
@@ -110,9 +105,6 @@ class IslandMemory:
 
     def _on_device(self) -> Tensor:
         return self._device.tensor("temporaries", "masters on their way", self._share, 4)
-
-    def _bytes(self, size: int) -> int:
-        return wire_bytes(size, self._settings.wire)
 
     def _hold(self, category: str, name: str, size_bytes: int) -> Tensor:
         return self._host.tensor(category, name, size_bytes, 1)

@@ -54,7 +54,14 @@ def offload_of(
             "remove it for the estimate",
         )
     if zero.get("stage") in (1, 2):
-        _require_usual_reduction(zero)
+        # Refuse settings that differ where, at ZeRO-1 and 2, DeepSpeed itself reduces what goes to the host
+        for key in ("reduce_scatter", "use_multi_rank_bucket_allreduce"):
+            if zero.get(key, True) is False:
+                raise ConfigError(
+                    at(f"zero_optimization.{key}", False),
+                    "dsx has not learned what memory it takes with offload",
+                    "remove it for the estimate",
+                )
     chosen = optimizer_of(optimizer, "cpu", declared_bytes)
     kernel = chosen.kind == "lion" and declared_bytes is None
     return Offload(
@@ -67,17 +74,6 @@ def offload_of(
         step_bytes=chosen.rule.step_bytes,
         unified=device == "cpu",
     )
-
-
-def _require_usual_reduction(zero: Mapping[str, Any]) -> None:
-    """Refuse settings that differ where, at ZeRO-1 and 2, DeepSpeed itself reduces what goes to the host."""
-    for key in ("reduce_scatter", "use_multi_rank_bucket_allreduce"):
-        if zero.get(key, True) is False:
-            raise ConfigError(
-                at(f"zero_optimization.{key}", False),
-                "dsx has not learned what memory it takes with offload",
-                "remove it for the estimate",
-            )
 
 
 def _block(zero: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:

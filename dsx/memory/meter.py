@@ -121,10 +121,7 @@ class StorageMeter(TorchDispatchMode):
             return
         self.peak_bytes[self._phase] = self.current_bytes
         if self._label is not None:
-            self.at_peak[self._phase] = self._by_label()
-
-    def _by_label(self) -> dict[str, int]:
-        totals: dict[str, int] = {}
-        for size, label in self._live.values():
-            totals[label] = totals.get(label, 0) + size
-        return totals
+            totals: dict[str, int] = {}
+            for size, label in self._live.values():
+                totals[label] = totals.get(label, 0) + size
+            self.at_peak[self._phase] = totals

@@ -119,7 +119,10 @@ class ModuleGathers:
         self._recorder.emit("fetch", [self._names[id(p)] for p in held], forward)
         for parameter in held:
             if not self._users[id(parameter)]:
-                self._fill(parameter)
+                shape, dtype, device = self._shapes[id(parameter)]
+                with self._recorder.paused():
+                    parameter.data = torch.empty(shape, dtype=dtype, device=device)
+                    self._recorder.external(parameter, GATHERED)
             self._users[id(parameter)].add(id(module))
         if not forward:
             self._backward.append(module)
@@ -144,12 +147,6 @@ class ModuleGathers:
         with self._recorder.paused():
             for module in list(self._backward):
                 self.release(module, forward=False)
-
-    def _fill(self, parameter: nn.Parameter) -> None:
-        shape, dtype, device = self._shapes[id(parameter)]
-        with self._recorder.paused():
-            parameter.data = torch.empty(shape, dtype=dtype, device=device)
-            self._recorder.external(parameter, GATHERED)
 
     def _empty(self, parameter: nn.Parameter) -> int | str | None:
         """Let go of a parameter's memory; the id of what somebody has saved of it."""

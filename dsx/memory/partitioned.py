@@ -388,7 +388,13 @@ class PartitionedOffload(Bucketed):
     def step(self) -> None:
         """Send the last gradients to the host, where the update runs."""
         if self.plan.stage == 1:
-            self._reduce_all()
+            # reduce_gradients, called as the step begins
+            self.over = False
+            for leaf in self.order:
+                gradient = self.take(leaf)
+                if gradient is not None:
+                    self.arrive(leaf, gradient)
+            self._end()
         else:
             self._finalize()
         self.update_groups()
@@ -396,15 +402,6 @@ class PartitionedOffload(Bucketed):
     def single(self, group: int) -> Tensor | None:
         """What sums there are on the device."""
         return self.averaged.pop(group, None)
-
-    def _reduce_all(self) -> None:
-        """reduce_gradients, called as the step begins."""
-        self.over = False
-        for leaf in self.order:
-            gradient = self.take(leaf)
-            if gradient is not None:
-                self.arrive(leaf, gradient)
-        self._end()
 
     def _finalize(self) -> None:
         """_finalize_cpu_offload_gradient_accumulation: back from the host to be squared."""

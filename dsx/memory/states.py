@@ -482,12 +482,9 @@ class Flat(States):
             free(*casts)
             self.drop_gradients()
             if self.replicated:
-                self._masked_norm()
+                # Where a copy of a tied weight does not count (runtime/utils.py, get_flattened_grad_norm)
+                kind = "temporaries", "mask of the norm", self._total
+                marks, sums, mask = (self.new(*kind, width) for width in (4, 4, 1))
+                free(marks, sums)
+                free(self.new(*kind, 4), mask)
             self.update([self._total])
-
-    def _masked_norm(self) -> None:
-        """Where a copy of a tied weight does not count (runtime/utils.py, get_flattened_grad_norm)."""
-        kind = "temporaries", "mask of the norm", self._total
-        marks, sums, mask = (self.new(*kind, width) for width in (4, 4, 1))
-        free(marks, sums)
-        free(self.new(*kind, 4), mask)

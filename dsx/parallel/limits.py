@@ -59,14 +59,7 @@ class LayoutRequest:
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A rule that a request breaks.
-
-    Attributes:
-        key: Field of :class:`LayoutRequest` that is at fault.
-        value: What it is.
-        why: The reason.
-        fix: What to do instead.
-    """
+    """A rule that a request breaks: ``key`` is the field of :class:`LayoutRequest` at fault."""
 
     key: str
     value: int | str

@@ -42,7 +42,14 @@ def partition(
     num_layers = len(names)
     _check_stages(num_stages, num_ranks, num_layers)
     if not isinstance(method, str):
-        return _explicit(tuple(method), num_stages, num_ranks, num_layers)
+        counts = tuple(method)
+        if len(counts) != num_stages or sum(counts) != num_layers or min(counts) < 1:
+            raise LayoutError(
+                f"partition method {list(counts)}",
+                f"not {num_stages} counts of at least 1 that add up to {num_layers} layers",
+                f"give one count per virtual stage, e.g. {list(_uniform(num_layers, num_stages))}",
+            )
+        return StageMap.of(counts, num_ranks)
     if method == "uniform":
         return StageMap.of(_uniform(num_layers, num_stages), num_ranks)
     return StageMap(balanced(_weights(method, parameters, costs, names), num_stages), num_ranks)
@@ -157,16 +164,6 @@ def matches(method: str, names: Sequence[str]) -> list[int]:
         known = ", ".join(sorted(set(names)))
         raise LayoutError(f"partition method {method!r}", "no layer's type matches", f"match one of: {known}")
     return weights
-
-
-def _explicit(counts: tuple[int, ...], num_stages: int, num_ranks: int, num_layers: int) -> StageMap:
-    if len(counts) != num_stages or sum(counts) != num_layers or min(counts) < 1:
-        raise LayoutError(
-            f"partition method {list(counts)}",
-            f"not {num_stages} counts of at least 1 that add up to {num_layers} layers",
-            f"give one count per virtual stage, e.g. {list(_uniform(num_layers, num_stages))}",
-        )
-    return StageMap.of(counts, num_ranks)
 
 
 def _check_stages(num_stages: int, num_ranks: int, num_layers: int) -> None:

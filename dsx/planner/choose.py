@@ -115,12 +115,6 @@ def choose(profile: Profile, *, num_ranks: int, num_micro_batches: int, space: S
     for the best few that have them, and the best few of all are cut with a long search. Times are the
     simulator's, without the optimizer step, ZeRO's traffic and the engine's own time between actions.
 
-    Args:
-        profile: Measured costs.
-        num_ranks: Pipeline degree.
-        num_micro_batches: Micro-batches per step.
-        space: What may be chosen.
-
     Raises:
         ConfigError: A recompute mode that the profile lacks.
         LayoutError: No cut is possible.

@@ -86,14 +86,7 @@ class IslandTask:
 
     @classmethod
     def of(cls, predictor: Predictor, layout: Candidate, count: int, link: Link) -> Self:
-        """Islands that have a layout each.
-
-        Args:
-            predictor: Of an island's task.
-            layout: Of an island.
-            count: How many there are.
-            link: Of an island to the others.
-        """
+        """Islands that have a layout each."""
         elements = sum(predictor.elements(layout.tensor, trained=True))
         if layout.pipeline == 1:  # where one rank has both, it sends a tied table once
             elements -= predictor.task.layers.shared_elements(layout.tensor)

@@ -104,13 +104,7 @@ class _Priced:
 
 
 class _Pricing:
-    """Prices events of one layer in order.
-
-    Args:
-        machine: Hardware and software.
-        tensor: Tensor-parallel degree.
-        width: Bytes of an activation.
-    """
+    """Prices events of one layer in order."""
 
     def __init__(self, machine: Machine, tensor: int, width: int) -> None:
         self._machine, self._group, self._width = machine, Group(tensor), width

@@ -85,13 +85,7 @@ class PlannedLayers(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What is trained, on what.
-
-    Attributes:
-        layers: What it consists of.
-        machine: Hardware and software.
-        global_batch: Samples per step, over all GPUs.
-    """
+    """What is trained, on what."""
 
     layers: PlannedLayers
     machine: Machine

@@ -361,7 +361,7 @@ class Search:
         changed: dict[str, list[Candidate]] = {}
         wide = replace(self.space, tensor=(layout.tensor,), pipeline=(layout.pipeline,))
         for other in variants(self.task, wide, layout):
-            names = _differences(layout, other)
+            names = [name for name in _KNOBS if getattr(layout, name) != getattr(other, name)]
             if len(names) == 1:
                 changed.setdefault(names[0] + _value(other, names[0]), []).append(
                     replace(other, schedule=layout.schedule, chunks=layout.chunks)
@@ -434,10 +434,6 @@ class Search:
 
 
 _KNOBS = ("micro_batch", "recompute", "zero_stage", "sequence_parallel")
-
-
-def _differences(one: Candidate, other: Candidate) -> list[str]:
-    return [name for name in _KNOBS if getattr(one, name) != getattr(other, name)]
 
 
 def _value(layout: Candidate, name: str) -> str:

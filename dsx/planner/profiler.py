@@ -101,10 +101,16 @@ class LayerBench:
 
         fresh = _fresh(inputs)
         saved, output = _saved(forward, fresh, parameters)
-        _check(output, key)
+        strange = [type(t).__name__ for t in _tensors(output) if not isinstance(t, Tensor)]
+        if strange:
+            raise ModelError(key.kind, f"it returned a {strange[0]}", "return a tensor or a tuple of tensors")
+        if key.is_last and (isinstance(output, tuple) or output.numel() != 1):
+            raise ModelError(
+                key.kind, "no loss comes of the last layer", "give a loss_fn that returns a scalar"
+            )
         _backward(output)
         sent = 0 if key.is_last else sum(t.numel() * t.element_size() for t in _tensors(output))
-        output = _detached(output)
+        output = tuple(t.detach() for t in output) if isinstance(output, tuple) else output.detach()
         kept_bytes = _kept_bytes(saved, fresh, output)
         rounds = [self._round(forward, inputs) for _ in range(_DROPPED + self.micro_batches)]
         forwards, wholes, firsts, seconds, pending = zip(*rounds[_DROPPED:], strict=True)
@@ -254,21 +260,8 @@ def _fresh(inputs: Any) -> Any:
     return inputs.detach().requires_grad_().clone()
 
 
-def _detached(output: Any) -> Any:
-    return tuple(t.detach() for t in output) if isinstance(output, tuple) else output.detach()
-
-
 def _tensors(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
-
-
-def _check(output: Any, key: LayerKey) -> None:
-    """Raise ModelError for what no stage may end with."""
-    strange = [type(t).__name__ for t in _tensors(output) if not isinstance(t, Tensor)]
-    if strange:
-        raise ModelError(key.kind, f"it returned a {strange[0]}", "return a tensor or a tuple of tensors")
-    if key.is_last and (isinstance(output, tuple) or output.numel() != 1):
-        raise ModelError(key.kind, "no loss comes of the last layer", "give a loss_fn that returns a scalar")
 
 
 _DROPPED = 2  # First round trips: connections are made.

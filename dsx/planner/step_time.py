@@ -39,14 +39,7 @@ _ROUNDS = ((4, 6), (3, 4), (2, 3))
 
 @dataclass(frozen=True)
 class PipelineStep:
-    """A schedule of some size.
-
-    Attributes:
-        program: Which.
-        num_ranks: Pipeline degree.
-        num_chunks: Virtual stages per rank.
-        num_micro_batches: Per step.
-    """
+    """A schedule of some size."""
 
     program: Program
     num_ranks: int

@@ -277,7 +277,10 @@ def validate(schedule: Schedule) -> None:
             f"{len(schedule.rows)} rows for {schedule.num_ranks} ranks",
             "give one row per pipeline rank",
         )
-    expected = _expected(schedule)
+    training = any(a.op in _BACKWARDS for row in schedule.rows for a in row)
+    rows = tuple(tuple(_of_rank(schedule, rank, training)) for rank in range(schedule.num_ranks))
+    complete = replace(schedule, rows=rows)
+    expected = lower(complete) if has_transfers(schedule) else complete
     for rank, row in enumerate(schedule.rows):
         if len(row) == len(expected.rows[rank]) and set(row) == set(expected.rows[rank]):
             continue
@@ -336,14 +339,6 @@ def peak_activations(schedule: Schedule) -> tuple[int, ...]:
     """
     ones = (1,) * schedule.num_stages
     return peaks(schedule, ones, ones, (0,) * schedule.num_stages)
-
-
-def _expected(schedule: Schedule) -> Schedule:
-    """The actions that a complete schedule of this size holds, in any order."""
-    training = any(a.op in _BACKWARDS for row in schedule.rows for a in row)
-    rows = tuple(tuple(_of_rank(schedule, rank, training)) for rank in range(schedule.num_ranks))
-    complete = replace(schedule, rows=rows)
-    return lower(complete) if has_transfers(schedule) else complete
 
 
 def _of_rank(schedule: Schedule, rank: int, training: bool) -> Iterator[Action]:

@@ -60,7 +60,12 @@ def schedule_table(
             head.ljust(indent) + "".join(row[first:last]) for head, row in zip(heads, rows, strict=True)
         ]
         panels.append("".join(line.rstrip() + "\n" for line in lines))
-    return "\n".join([*panels, _legend(schedule, column)])
+    used = {action.op for row in schedule.rows for action in row}
+    stage = "0" if schedule.num_chunks > 1 else ""
+    meanings = [f"{stage}{op}1: {meaning}" for op, meaning in _MEANINGS.items() if op in used]
+    if stage:
+        meanings[0] += " in virtual stage 0"
+    return "\n".join([*panels, f"{', '.join(meanings)}, . idle; one column is {column}\n"])
 
 
 def _label(schedule: Schedule, span: Span) -> str:
@@ -95,15 +100,6 @@ _MEANINGS = {
     Op.BACKWARD_INPUT: "the input's gradient",
     Op.BACKWARD_WEIGHT: "the weights' gradients",
 }
-
-
-def _legend(schedule: Schedule, column: str) -> str:
-    used = {action.op for row in schedule.rows for action in row}
-    stage = "0" if schedule.num_chunks > 1 else ""
-    meanings = [f"{stage}{op}1: {meaning}" for op, meaning in _MEANINGS.items() if op in used]
-    if stage:
-        meanings[0] += " in virtual stage 0"
-    return f"{', '.join(meanings)}, . idle; one column is {column}\n"
 
 
 def summary(comparison: Comparison) -> list[tuple[str, str]]:

@@ -9,11 +9,9 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from dsx.config.run import RunConfig
-from dsx.config.schema import DsxConfig
 from dsx.engine.pipeline_module import PipelineModule
 from dsx.errors import ConfigError
 from dsx.models import families
-from dsx.models.spec import Recompute
 from dsx.nn.parameters import DTYPES
 from dsx.nn.split import WeightGradients
 from dsx.parallel.groups import Groups
@@ -43,13 +41,19 @@ def build_layers(
     """
     settings = config.dsx
     split = WeightGradients() if config.program.divides else None
+    if settings.recompute == "auto":
+        raise ConfigError(
+            'dsx.recompute = "auto"',
+            "nothing has been measured yet",
+            "call dsx.recipe.measure before the model is built",
+        )
     layers = families.layers(
         config.model,
         groups.tensor_parallel,
         dtype=DTYPES[config.precision],
         device=get_accelerator().current_device_name(),
         seed=settings.train.seed,
-        recompute=_recompute(settings),
+        recompute=settings.recompute,
         pad_multiple=settings.model.vocab_multiple,
         split=split,
     )
@@ -81,13 +85,3 @@ def build_layers(
         )
         pipeline.proof = "not: by whoever built it"
         return pipeline
-
-
-def _recompute(settings: DsxConfig) -> Recompute:
-    if settings.recompute == "auto":
-        raise ConfigError(
-            'dsx.recompute = "auto"',
-            "nothing has been measured yet",
-            "call dsx.recipe.measure before the model is built",
-        )
-    return settings.recompute

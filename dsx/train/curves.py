@@ -40,12 +40,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The records of one run.
-
-    Attributes:
-        name: What its curves are called.
-        series: Metric name -> values.
-    """
+    """The records of one run."""
 
     name: str
     series: Mapping[str, Series]
@@ -153,7 +148,13 @@ def draw(runs: Sequence[Run], panels: Sequence[Panel]) -> Figure:
         for index, run in enumerate(runs):
             # Earlier runs are wider, to show under a later one: layouts that train alike lie on each other.
             width = 1.2 + 1.4 * min(len(runs) - 1 - index, 3)
-            _draw_run(axes, panel, run, _look(index), width)
+            look = _look(index)
+            line, points = run.series.get(panel.metric), run.series.get(panel.points or "")
+            if line is not None:
+                marker = "." if len(line.steps) < 20 else None  # one value alone would not show
+                axes.plot(line.steps, line.values, **look, linewidth=width, marker=marker)
+            if points is not None:
+                axes.plot(points.steps, points.values, **look | _points_style(width))
         _finish(axes, panel, runs)
     grid[-1, 0].set_xlabel("optimizer step")
     names = {name for panel in panels for name in (panel.metric, panel.points) if name}
@@ -179,15 +180,6 @@ def _look(index: int) -> dict[str, Any]:
         "color": _COLOURS[index % len(_COLOURS)],
         "linestyle": strokes[index // len(_COLOURS) % len(strokes)],
     }
-
-
-def _draw_run(axes: Axes, panel: Panel, run: Run, look: dict[str, Any], width: float) -> None:
-    line, points = run.series.get(panel.metric), run.series.get(panel.points or "")
-    if line is not None:
-        marker = "." if len(line.steps) < 20 else None  # one value alone would not show
-        axes.plot(line.steps, line.values, **look, linewidth=width, marker=marker)
-    if points is not None:
-        axes.plot(points.steps, points.values, **look | _points_style(width))
 
 
 def _points_style(width: float) -> dict[str, Any]:

@@ -96,7 +96,12 @@ def load_transformers(
     folder = find_checkpoint(Path(checkpoint).expanduser(), step)
     adapter = folder if (folder / SETTINGS).is_file() else None
     if adapter is not None:
-        folder, config = _base_of(adapter, config), None
+        told = config or hf_names.read_config(adapter / SETTINGS).get("base_model_name_or_path")
+        base = Path(str(told)).expanduser()
+        if told is None or not base.is_dir():
+            what = f"the model that it was trained on is not known ({told})"
+            raise CheckpointError(str(adapter), what, "give that model's folder (--model)")
+        folder, config = base, None
     source = completed(open_checkpoint(folder))
     # Before the weights: the cheap things that can be wrong come first.
     hf_config = _config(source, config)
@@ -162,7 +167,15 @@ def generate(
         DataError: There is no chat template, or it refuses the message.
     """
     _check(tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p)
-    _check_settings(model)
+    # What a generation_config.json may ask for and no memory holds.
+    for name in ("num_beams", "num_return_sequences", "num_beam_groups"):
+        value = getattr(model.generation_config, name, None)
+        if value is not None and not (isinstance(value, int) and 1 <= value <= _MOST_BEAMS):
+            raise ConfigError(
+                at(f"{name} in the generation settings of {model.name_or_path or 'the model'}", value),
+                f"each is a copy of the whole text; dsx makes 1 to {_MOST_BEAMS}",
+                "correct its generation_config.json",
+            )
     ends = [tokenizer.end_id]
     if chat:
         prompt, end = _turn(tokenizer, prompt, chat_template)
@@ -213,16 +226,6 @@ def _turn(tokenizer: Tokenizer, message: str, template: str | None) -> tuple[str
     behind = masks.render(chat, len(turns))[0].rpartition(_REPLY)[2]
     ids = [int(one) for one in tokenizer.encode([behind])[0][:1]] if behind else []
     return prompt, [] if tokenizer.decode(ids) else ids
-
-
-def _base_of(adapter: Path, named: str | Path | None) -> Path:
-    """The folder of the model that an adapter's folder is for."""
-    told = named or hf_names.read_config(adapter / SETTINGS).get("base_model_name_or_path")
-    base = Path(str(told)).expanduser()
-    if told is None or not base.is_dir():
-        what = f"the model that it was trained on is not known ({told})"
-        raise CheckpointError(str(adapter), what, "give that model's folder (--model)")
-    return base
 
 
 @torch.no_grad()
@@ -496,18 +499,6 @@ def _check(*, tokens: int, temperature: float, top_k: int, top_p: float) -> None
     ):
         if not fine:
             raise ConfigError(f"{name} = {value}", "it is out of range", fix)
-
-
-def _check_settings(model: PreTrainedModel) -> None:
-    """Refuse what a generation_config.json may ask for and no memory holds."""
-    for name in ("num_beams", "num_return_sequences", "num_beam_groups"):
-        value = getattr(model.generation_config, name, None)
-        if value is not None and not (isinstance(value, int) and 1 <= value <= _MOST_BEAMS):
-            raise ConfigError(
-                at(f"{name} in the generation settings of {model.name_or_path or 'the model'}", value),
-                f"each is a copy of the whole text; dsx makes 1 to {_MOST_BEAMS}",
-                "correct its generation_config.json",
-            )
 
 
 def _misfit(source: Catalog, name: str, what: str) -> CheckpointError:

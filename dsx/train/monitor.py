@@ -126,6 +126,7 @@ class Monitor:
         comparison = self._traced()
         self._peaks = self._memory.peaks()
         trained = self._engine.trained_tokens
+        before, self._waited_seconds = self._waited_seconds, self._engine.batch_source.seconds
         report = StepReport(
             rates=self._rates,
             step=step,
@@ -135,7 +136,7 @@ class Monitor:
             tokens=self._tokens(step),
             trained_share=None if trained is None else trained / self._config.tokens_per_step,
             step_seconds=(now - self._last_time) / (step - self._last_step),
-            data_share=self._data_share(now - self._last_time),
+            data_share=(self._waited_seconds - before) / (now - self._last_time),
             bubble=None if comparison is None else comparison.measured.bubble,
             simulated_bubble=None if comparison is None else comparison.simulated.bubble,
             estimated_bytes=None if self._estimate is None else self._estimate.peak_bytes,
@@ -163,7 +164,14 @@ class Monitor:
         for text in self._corpus.news() if isinstance(self._corpus, Text) else ():
             self._progress.note(text)
         if comparison is not None:
-            self._write_trace(comparison)
+            from dsx.schedules.tables import summary
+
+            title = f"trace of step {comparison.trace.step}"
+            self._progress.rows(title, summary(comparison))
+            try:
+                self.wrote(title, write(comparison, self._config.output / "trace"))
+            except CheckpointError as error:
+                self._progress.warning(f"{title} is lost: {error}")
 
     def _take_rounds(self) -> None:
         """Record the rounds between islands that have come to their end, and say what is to be said."""
@@ -197,22 +205,6 @@ class Monitor:
         if step == first:
             return None
         return (now - since) / (step - first) * (self._config.dsx.train.steps - step)
-
-    def _data_share(self, elapsed_seconds: float) -> float:
-        """How much of the time since the last report this rank, which reads inputs, waited for data."""
-        before, self._waited_seconds = self._waited_seconds, self._engine.batch_source.seconds
-        return (self._waited_seconds - before) / elapsed_seconds
-
-    def _write_trace(self, comparison: Comparison) -> None:
-        """Write the trace on rank 0. A run does not end because a picture cannot be written."""
-        from dsx.schedules.tables import summary
-
-        title = f"trace of step {comparison.trace.step}"
-        self._progress.rows(title, summary(comparison))
-        try:
-            self.wrote(title, write(comparison, self._config.output / "trace"))
-        except CheckpointError as error:
-            self._progress.warning(f"{title} is lost: {error}")
 
     def before_step(self) -> None:
         """Restart the clock, and note learning rate and loss scale, which change at the end of a step.

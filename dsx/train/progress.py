@@ -317,7 +317,12 @@ def start_rows(
         ("batch", batch),
     ]
     if mesh.pp * run.chunks > 1:
-        rows.append(("stages", _stages(run)))
+        spans = []
+        for rank in range(run.mesh.pp):
+            layers = (run.stage_map.layers(stage) for stage in run.stage_map.stages_of(rank))
+            held = (f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in layers)
+            spans.append(f"{rank}: {', '.join(held)}")
+        rows.append(("stages", f"pipeline rank {' · '.join(spans)}".replace(": ", ": layers ", 1)))
     if run.islands is not None:
         rows.append(("islands", _islands(run)))
     return [*rows, *more, *(("note", note) for note in run.notes)]
@@ -479,16 +484,6 @@ def _islands(run: RunConfig) -> str:
     if outer.delay:
         told.append(f"while {outer.delay} step{'s go' if outer.delay > 1 else ' goes'} on")
     return ", ".join(told)
-
-
-def _stages(run: RunConfig) -> str:
-    """``pipeline rank 0: layers 0-2, 6-7 · 1: 3-5, 8``: a span per chunk."""
-    spans = []
-    for rank in range(run.mesh.pp):
-        layers = (run.stage_map.layers(stage) for stage in run.stage_map.stages_of(rank))
-        held = (f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in layers)
-        spans.append(f"{rank}: {', '.join(held)}")
-    return f"pipeline rank {' · '.join(spans)}".replace(": ", ": layers ", 1)
 
 
 def _count(step: int, steps: int, word: str) -> str:

@@ -77,12 +77,6 @@ def build_model(
 ) -> PipelineModule:
     """This rank's layers of the config's model, once the layout has been proved to train as one process does.
 
-    Args:
-        config: The resolved config.
-        groups: This rank's process groups.
-        load_layer: As of :func:`dsx.train.building.build_layers`, which builds them.
-        dynamic_shape: Likewise.
-
     Raises:
         CheckpointError: The folder's weights do not fit the model.
         LayoutError: A small model of the config, in this layout, does not train as one process of

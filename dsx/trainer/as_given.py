@@ -72,10 +72,6 @@ def _is_foreign(hook: Any) -> bool:
 def require_classes_own_code(made: nn.Module, where: str) -> None:
     """Refuse classes whose forward is not the library's any more: dsx's own layers would not have it.
 
-    Args:
-        made: A model of the config.
-        where: What begins an error.
-
     Raises:
         ModelError: Names the class.
     """

@@ -94,7 +94,14 @@ class Loading:
         args, collate = self.args, self.collate
         if args.remove_unused_columns:
             if hasattr(dataset, "remove_columns") and getattr(dataset, "column_names", None):
-                dataset = self._of_columns(dataset)
+                unused = [name for name in dataset.column_names if name not in self.columns]
+                if len(unused) == len(dataset.column_names):
+                    raise DataError(
+                        f"data set with the columns {', '.join(unused)}",
+                        f"the model takes none of them ({', '.join(self.columns)})",
+                        "tokenise it, or set remove_unused_columns=False",
+                    )
+                dataset = dataset.remove_columns(unused)
             else:
                 collate = RemoveColumnsCollator(collate, list(self.columns))
         options: dict[str, Any] = {
@@ -112,17 +119,6 @@ class Loading:
             return DataLoader(dataset, batch_size=size, drop_last=drop, **options)
         batches = BatchSampler(order(dataset), size, args.dataloader_drop_last)
         return DataLoader(dataset, batch_sampler=ShareOfBatches(batches, self.shares, self.index), **options)
-
-    def _of_columns(self, dataset: Any) -> Any:
-        """A data set of ``datasets`` without the columns that the model does not take."""
-        unused = [name for name in dataset.column_names if name not in self.columns]
-        if len(unused) == len(dataset.column_names):
-            raise DataError(
-                f"data set with the columns {', '.join(unused)}",
-                f"the model takes none of them ({', '.join(self.columns)})",
-                "tokenise it, or set remove_unused_columns=False",
-            )
-        return dataset.remove_columns(unused)
 
     @property
     def _seed(self) -> int:

@@ -190,21 +190,11 @@ class Trainer:
         }
         return held | {"train_dataset": id(self.train_dataset), "data_collator": id(self.data_collator)}
 
-    def _require_unchanged(self) -> None:
-        """Refuse attributes that were set after the Trainer was made, which nothing would read."""
-        now = self._read_when_made()
-        late = [name for name, value in self._made_of.items() if now[name] != value]
-        late += sorted(vars(self).keys() & {*NOT_THERE, *OF_TRAINER})
-        late += [name for name in FIXED if getattr(self, name) is not getattr(type(self), name)]
-        if late:
-            what = "it was set after dsx.Trainer was made, which does not read it any more"
-            raise ConfigError(f"trainer.{late[0]}", what, "set it before, or pass it to dsx.Trainer")
-
     def _configured(self, *, steps: int, shares: int | None) -> RunConfig:
         return configure(
             self.args,
             self._given,
-            world_size=self._world_size,
+            world_size=dist.get_world_size() if dist.is_initialized() else world_size(),
             steps=steps,
             longest=_first_length(self.train_dataset, self.eval_dataset),
             shares=shares,
@@ -235,10 +225,6 @@ class Trainer:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # Data
-
-    @property
-    def _world_size(self) -> int:
-        return dist.get_world_size() if dist.is_initialized() else world_size()
 
     @property
     def _shares(self) -> int:
@@ -389,7 +375,13 @@ class Trainer:
             self.get_train_dataloader()  # says that there is no data set
         if self._has_trained:
             raise RunError("dsx.Trainer.train()", "it has been called before", "make another Trainer")
-        self._require_unchanged()
+        now = self._read_when_made()
+        late = [name for name, value in self._made_of.items() if now[name] != value]
+        late += sorted(vars(self).keys() & {*NOT_THERE, *OF_TRAINER})
+        late += [name for name in FIXED if getattr(self, name) is not getattr(type(self), name)]
+        if late:
+            what = "it was set after dsx.Trainer was made, which does not read it any more"
+            raise ConfigError(f"trainer.{late[0]}", what, "set it before, or pass it to dsx.Trainer")
         engine = self._build()
         self.is_in_train = self._has_trained = True
         self._begin(resume_from_checkpoint or None)
@@ -414,7 +406,14 @@ class Trainer:
         self.state.train_batch_size = args.per_device_train_batch_size
         self.state.compute_steps(args, length.steps)
         if resume is not None:
-            self._resume(self._checkpoint(resume))
+            assert self.engine is not None
+            batch = None if self.args.ignore_data_skip else self.config.global_batch_size
+            self.state = load(self.engine, self._checkpoint(resume), global_batch=batch)
+            best = self.state.best_model_checkpoint
+            if best is not None and not Path(best).is_dir():
+                self.state.best_model_checkpoint = None
+            if self.args.restore_callback_states_from_checkpoint:
+                self._restore_callbacks()
         self.state.max_steps, self.state.num_train_epochs = length.steps, length.epochs
         self.state.is_local_process_zero = self.is_local_process_zero()
         self.state.is_world_process_zero = self.is_world_process_zero()
@@ -429,16 +428,6 @@ class Trainer:
                 f"output_dir = {self.args.output_dir}", "it has no checkpoint-N", "name one, or leave it out"
             )
         return Path(folder)
-
-    def _resume(self, folder: Path) -> None:
-        assert self.engine is not None
-        batch = None if self.args.ignore_data_skip else self.config.global_batch_size
-        self.state = load(self.engine, folder, global_batch=batch)
-        best = self.state.best_model_checkpoint
-        if best is not None and not Path(best).is_dir():
-            self.state.best_model_checkpoint = None
-        if self.args.restore_callback_states_from_checkpoint:
-            self._restore_callbacks()
 
     def _restore_callbacks(self) -> None:
         """Put callbacks and control in the place of those of the same class, as the checkpoint had them."""

@@ -97,23 +97,19 @@ def catalog_of(root: Path, *, objects: bool = True) -> Catalog:
     groups = _groups(kept, list(dict.fromkeys(entry.name for entry in found.entries)))
     own = client.pop(OWN, {})
     facts = _facts(found, groups, client)
+    names = {entry.name for entry in found.entries}
+    try:
+        specs = TypeAdapter(tuple[ParamSpec, ...]).validate_python(own.get("specs", ()))
+    except (ValidationError, LayoutError) as error:
+        raise unusable(str(root / INDEX), f"its {OWN} is damaged ({error})") from None
     return Catalog(
         root=root,
         format=FORMAT,
         entries=_with_roles(found, groups, own.get("roles")),
         facts={**facts, **own["facts"]} if own else facts,
-        specs=_specs(root, own.get("specs", ()), {entry.name for entry in found.entries}),
+        specs=tuple(spec for spec in specs if spec.name in names),
         checksums=tuple(found.checksums),
     )
-
-
-def _specs(root: Path, told: Sequence[Any], names: set[str]) -> tuple[ParamSpec, ...]:
-    """How layouts cut the tensors, where dsx wrote it."""
-    try:
-        specs = TypeAdapter(tuple[ParamSpec, ...]).validate_python(told)
-    except (ValidationError, LayoutError) as error:
-        raise unusable(str(root / INDEX), f"its {OWN} is damaged ({error})") from None
-    return tuple(spec for spec in specs if spec.name in names)
 
 
 def _other_names(index: _Index) -> dict[str, str]:

@@ -115,13 +115,7 @@ def _bare(name: str) -> str:
 
 
 def as_dsx(source: Catalog, specs: Sequence[ParamSpec], model: ModelSpec) -> Catalog:
-    """The same checkpoint with dsx's names, shapes and order of queries, keys and values.
-
-    Args:
-        source: As :func:`catalog_of` gives it.
-        specs: The model's tensors.
-        model: Its architecture.
-    """
+    """The same checkpoint with dsx's names, shapes and order of queries, keys and values."""
     held = source.by_name
     entries: list[Entry] = []
     for spec in specs:

@@ -339,7 +339,12 @@ def target_of(
         layout: Whose ranks' files to write.
         precision: ``fp32``, ``bf16`` or ``fp16``: dtype of the weights; the source's by default.
     """
-    wanted = _entries(source, layout, precision)
+    held = source.by_name
+    default = PRECISIONS.get(precision or str(source.facts.get("precision")), "float32")
+    wanted = {
+        spec.name: tuple(_states(spec, held.get(spec.name, {}), default, forced=precision is not None))
+        for spec in layout.params
+    }
     random = _random_states(source, layout)
     files: list[Skeleton] = []
     pieces: dict[tuple[str, str], list[Piece]] = defaultdict(list)
@@ -496,16 +501,6 @@ def header_of(blocks: Sequence[StoredBlock]) -> tuple[bytes, list[tuple[int, int
     """As :func:`~dsx.checkpoint.formats.safetensors_file.header_of`, of a rank's file."""
     named = ((f"{one.entry.state}/{one.entry.name}", one.entry.dtype, one.shape) for one in blocks)
     return safetensors_file.header_of(named, {"format": "pt", "dsx": FORMAT_NAME})
-
-
-def _entries(source: Catalog, layout: Layout, precision: str | None) -> dict[str, tuple[Entry, ...]]:
-    """Entries of the new checkpoint, still without pieces, by name."""
-    held = source.by_name
-    default = PRECISIONS.get(precision or str(source.facts.get("precision")), "float32")
-    return {
-        spec.name: tuple(_states(spec, held.get(spec.name, {}), default, forced=precision is not None))
-        for spec in layout.params
-    }
 
 
 def _states(spec: ParamSpec, held: Mapping[str, Entry], default: str, *, forced: bool) -> Iterator[Entry]:

@@ -51,12 +51,7 @@ _DOWNLOAD = "download or export it again"
 
 
 def contents(root: Path, file: str) -> tuple[list[Entry], list[Checksum]]:
-    """The tensors of a file under their own names, and the checksums of those that have one.
-
-    Args:
-        root: Folder of the checkpoint.
-        file: The file in it.
-    """
+    """The tensors of a file under their own names, and the checksums of those that have one."""
     header, base = _header(root / file)
     entries = list(_tensors(root, file, header, base))
     told = header.get(_METADATA)

@@ -69,7 +69,12 @@ def catalog_of(root: Path) -> Catalog:
             )
     files = open_stock(root, universal=True)
     module = modules_of(files)[0] if len(files.ranks) == 1 else None
-    shapes = _shapes(files)
+    shapes = {
+        str(name): tuple(shape)
+        for model in files.models.values()
+        for group in model.content.get("param_shapes") or ()
+        for name, shape in group.items()
+    }
     held = list(_parameters(root))
     common = read_torch_file(root, f"{FOLDER}/{COMMON}")
     entries = list(_entries(root, held, shapes, module, cut=len(files.shards) > 1))
@@ -122,16 +127,6 @@ def _parameters(root: Path) -> Iterator[tuple[str, dict[str, TorchFile]]]:
         yield folder.name, parts
 
 
-def _shapes(files: StockFiles) -> dict[str, tuple[int, ...]]:
-    """Local shape of every trained parameter."""
-    return {
-        str(name): tuple(shape)
-        for model in files.models.values()
-        for group in model.content.get("param_shapes") or ()
-        for name, shape in group.items()
-    }
-
-
 def _entries(
     root: Path,
     held: Sequence[tuple[str, Mapping[str, TorchFile]]],
@@ -147,7 +142,9 @@ def _entries(
         for state, file in parts.items():
             if state == "step":
                 continue
-            ref = _tensor(file)
+            ref = file.content.get("param") if isinstance(file.content, dict) else file.content
+            if not isinstance(ref, TensorRef):
+                raise CheckpointError(str(file.path), "it holds no tensor", _AGAIN)
             shape, local = ref.shape, shapes.get(name, ref.shape)
             divided = cut and len(local) == 1  # a vector: the file has it whole, the model a part
             if len(shape) < 2 and not divided:
@@ -168,13 +165,6 @@ def _entries(
                 pieces=(piece,) if ref.numel else (),
                 aliases=tuple(aliases.get(name, ())),
             )
-
-
-def _tensor(file: TorchFile) -> TensorRef:
-    content = file.content.get("param") if isinstance(file.content, dict) else file.content
-    if not isinstance(content, TensorRef):
-        raise CheckpointError(str(file.path), "it holds no tensor", _AGAIN)
-    return content
 
 
 def _numbers(name: str, parts: Mapping[str, TorchFile], common: TorchFile) -> dict[str, float]:

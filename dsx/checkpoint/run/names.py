@@ -39,9 +39,6 @@ class Names:
     Of a layer that is not dsx's, tensor-parallel ranks hold the same, unless it marks a parameter as cut
     (``tensor_model_parallel``). A marked one is cut in an unknown way: each rank's is a tensor of its own,
     which only the same tensor-parallel degree can load.
-
-    Args:
-        run: The run whose parameters they are.
     """
 
     def __init__(self, run: CheckpointedRun) -> None:

@@ -102,11 +102,7 @@ _FIX = "mend that and save again"
 
 
 class Saver:
-    """Saves a run's checkpoints, one at a time. Every method is a collective call over all ranks.
-
-    Args:
-        run: The run.
-    """
+    """Saves a run's checkpoints, one at a time. Every method is a collective call over all ranks."""
 
     def __init__(self, run: CheckpointedRun) -> None:
         self._run = run

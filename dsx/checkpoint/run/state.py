@@ -325,7 +325,10 @@ def load(
     Returns:
         The checkpoint's folder and the ``client_state`` it was saved with.
     """
-    names = _names(run)
+    gathered: list[dict[str, tuple[int, ...]]] = [{} for _ in range(run.groups.mesh.size)]
+    held = (spec for spec in specs_here(run) if not is_left_out(spec, run.run_config))
+    dist.all_gather_object(gathered, {spec.name: spec.shape for spec in held})
+    names = {name: shape for part in gathered for name, shape in part.items()}
     may_lack = frozenset() if wanted.frozen else _frozen(run)
     root, tag = agree(lambda: store.place(folder, tag))
 
@@ -372,14 +375,6 @@ def _stored(run: CheckpointedRun, *, left_out: bool = False) -> tuple[ParamSpec,
     config = run.run_config
     specs = () if config is None else stored_specs(config.model)
     return tuple(spec for spec in specs if is_left_out(spec, config) is left_out)
-
-
-def _names(run: CheckpointedRun) -> dict[str, tuple[int, ...]]:
-    """Shape of every parameter that checkpoints hold. A collective call over all ranks."""
-    gathered: list[dict[str, tuple[int, ...]]] = [{} for _ in range(run.groups.mesh.size)]
-    held = (spec for spec in specs_here(run) if not is_left_out(spec, run.run_config))
-    dist.all_gather_object(gathered, {spec.name: spec.shape for spec in held})
-    return {name: shape for part in gathered for name, shape in part.items()}
 
 
 def _frozen(run: CheckpointedRun) -> frozenset[str]:

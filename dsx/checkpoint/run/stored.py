@@ -140,11 +140,6 @@ def load_stored(run: CheckpointedRun, catalog: Catalog, wanted: Wanted = ALL) ->
 
     Each rank reads what it holds, and nothing else. The weights have yet to be made from the masters.
 
-    Args:
-        run: The run.
-        catalog: The checkpoint.
-        wanted: What of it.
-
     Returns:
         Bytes of tensors that this rank read.
     """

@@ -79,7 +79,8 @@ class LayerPartitioner:
 
     def partition(self, layer: nn.Module) -> None:
         """Keep this rank's part of each parameter, and put a stand-in in the parameter's place."""
-        init, low = self._init, self._low
+        # The dtype that the engine would cast to; None in fp32, which leaves layers as built
+        init, low = self._init, None if self._init.dtype == torch.float32 else self._init.dtype
         for parameter in layer.parameters():
             if hasattr(parameter, "ds_id"):
                 continue
@@ -137,11 +138,6 @@ class LayerPartitioner:
                     f"the layers were partitioned as they were built, for {what} = {built}",
                     "give dsx.PipelineModule (or the deepspeed.zero.Init around it) the same config",
                 )
-
-    @property
-    def _low(self) -> torch.dtype | None:
-        """The dtype that the engine would cast to; None in fp32, which leaves layers as built."""
-        return None if self._init.dtype == torch.float32 else self._init.dtype
 
 
 @contextmanager

@@ -117,7 +117,13 @@ class ReplicaGradients:
             self._any = self._any and not self._due  # where it is due each rank that has replicas asks
             return
         self._due = False
-        mine = self._measure(parts, device)
+        # Squared norm and projection of each replica's gradient, (2, replicas), from this rank's parts
+        mine = torch.zeros(2, len(self._place), device=device)
+        for part in parts:
+            at = self._place.get(part.parameter)
+            if at is not None and part.gradient.numel():
+                mine[0, at] += square(part.gradient).to(device)
+                mine[1, at] += _projection(part.gradient, part.start).to(device)
         wrong = torch.zeros(0, dtype=torch.bool)
         if self._place:
             wrong = self._compare(mine, partitioned=partitioned)
@@ -126,17 +132,13 @@ class ReplicaGradients:
         bad, waiting = facts.tolist()
         self._waiting = waiting > 0
         if bad:
-            self._refuse(tuple(compress(self._names, wrong.tolist())), among)
-
-    def _measure(self, parts: Parts, device: torch.device) -> torch.Tensor:
-        """Squared norm and projection of each replica's gradient, (2, replicas), from this rank's parts."""
-        found = torch.zeros(2, len(self._place), device=device)
-        for part in parts:
-            at = self._place.get(part.parameter)
-            if at is not None and part.gradient.numel():
-                found[0, at] += square(part.gradient).to(device)
-                found[1, at] += _projection(part.gradient, part.start).to(device)
-        return found
+            everywhere: list[Sequence[str]] = [() for _ in range(dist.get_world_size(among))]
+            dist.all_gather_object(everywhere, tuple(compress(self._names, wrong.tolist())), group=among)
+            names = list(dict.fromkeys(name for names in everywhere for name in names))
+            what = f"gradient of {_listed(names)} in step {self._steps}"
+            error = ModelError(what, f"it {_DIFFERS}: {_WHY}", _FIX)
+            error.add_note(AGREED)
+            raise error
 
     def _compare(self, mine: torch.Tensor, *, partitioned: bool) -> torch.Tensor:
         """The gradients that certainly differ; notes what is still to be compared."""
@@ -161,15 +163,6 @@ class ReplicaGradients:
             )
         certain: torch.Tensor = apart & counts
         return certain
-
-    def _refuse(self, found: Sequence[str], among: dist.ProcessGroup | None) -> None:
-        everywhere: list[Sequence[str]] = [() for _ in range(dist.get_world_size(among))]
-        dist.all_gather_object(everywhere, found, group=among)
-        names = list(dict.fromkeys(name for names in everywhere for name in names))
-        what = f"gradient of {_listed(names)} in step {self._steps}"
-        error = ModelError(what, f"it {_DIFFERS}: {_WHY}", _FIX)
-        error.add_note(AGREED)
-        raise error
 
 
 _DIFFERS = "differs between tensor-parallel ranks, which all hold the parameter"

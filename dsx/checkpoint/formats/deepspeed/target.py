@@ -145,7 +145,12 @@ VERSION = "0.19.8"
 def target_of(source: Catalog, root: Path, layout: StockLayout) -> Target:
     """A stock checkpoint with everything that ``source`` has, under the source's names."""
     whole_plan = StockPlan.of(source, layout)
-    _check_pipeline(layout)
+    if layout.bounds and (layout.zero_stage > 1 or (layout.zero_stage == 0 and layout.precision == "bf16")):
+        raise CheckpointError(
+            f"zero = {layout.zero_stage}, precision = {layout.precision}, in a pipeline",
+            "DeepSpeed's PipelineEngine has no ZeRO 2 and 3, and does not load what it saves at 0 in bf16",
+            "use ZeRO 1",
+        )
     files = Files(root)
     for plan in whole_plan.ranks():
         files.begin(plan)
@@ -189,15 +194,6 @@ def tag_of(source: Catalog, files: Files, root: Path, form: str) -> Target:
         dropped=(*random, *left_behind(source.facts)),
         is_tag=True,
     )
-
-
-def _check_pipeline(layout: StockLayout) -> None:
-    if layout.bounds and (layout.zero_stage > 1 or (layout.zero_stage == 0 and layout.precision == "bf16")):
-        raise CheckpointError(
-            f"zero = {layout.zero_stage}, precision = {layout.precision}, in a pipeline",
-            "DeepSpeed's PipelineEngine has no ZeRO 2 and 3, and does not load what it saves at 0 in bf16",
-            "use ZeRO 1",
-        )
 
 
 def _write_optimizer(plan: StockPlan, files: Files, rank: int) -> None:

@@ -194,13 +194,7 @@ def under_common_names(a: Catalog, b: Catalog) -> tuple[Catalog, Catalog]:
 def states_of(
     source: Catalog, spec: ParamSpec, by_name: Mapping[str, Mapping[str, Entry]]
 ) -> tuple[list[str], list[Entry]]:
-    """Names under which a checkpoint has the parts of a parameter, and the parameter's states.
-
-    Args:
-        source: The checkpoint.
-        spec: The parameter.
-        by_name: The checkpoint's entries by name and state.
-    """
+    """Names under which a checkpoint has the parts of a parameter, and the parameter's states."""
     whole = in_memory(spec)
     # Stock engines have the module's own names, and so may a folder.
     if whole.hf[0] in by_name and (source.format != FORMAT or not any(name in by_name for name in spec.hf)):
@@ -567,13 +561,7 @@ def as_json(content: Mapping[str, Any]) -> bytes:
 def adapter_files(
     source: Catalog, root: Path, settings: Mapping[str, Any]
 ) -> tuple[Catalog, tuple[Skeleton, ...]]:
-    """A folder of PEFT's with the weights of ``source``, which has its names, and its files.
-
-    Args:
-        source: What is trained.
-        root: Folder to make.
-        settings: Content of its ``adapter_config.json``.
-    """
+    """A folder of PEFT's with the weights of ``source``, which has its names, and its files."""
     skeleton, placed = _file(ADAPTER_WEIGHTS, _weights(source, None))
     catalog = Catalog(root=root, format=ADAPTER, entries=tuple(placed))
     return catalog, (skeleton, _text(ADAPTER_SETTINGS, settings))

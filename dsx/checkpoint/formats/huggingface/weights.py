@@ -92,10 +92,6 @@ class HfWeights:
     def read(self, spec: ParamSpec, at: Coordinates = ALONE) -> Tensor:
         """One rank's local tensor, in the file's dtype, on CPU; reads only that rank's bytes.
 
-        Args:
-            spec: The parameter.
-            at: Where the rank stands.
-
         Returns:
             Shape ``spec.local_shape(at)``; padding is zero.
         """
