@@ -146,9 +146,12 @@ def check_cover(entry: Entry, replica: int, tile_elements: int, where: str) -> N
                 "use another checkpoint, or say which holds the right one",
             )
         if covered != volume(tile):
+            gaps = [tile]
+            for _, hole in found:
+                gaps = [rest for gap in gaps for rest in subtract(gap, hole)]
             raise CheckpointError(
                 f"{where}: {entry}",
-                f"nothing holds {region(_gap(tile, found))}",
+                f"nothing holds {region(min(gaps))}",
                 "complete the checkpoint: the files of some rank are missing or do not belong to it",
             )
 
@@ -169,13 +172,6 @@ def _twice(found: Sequence[tuple[Piece, Box]]) -> tuple[Piece, Piece, Box] | Non
             if shared is not None:
                 return piece, other, shared
     return None
-
-
-def _gap(tile: Box, found: Sequence[tuple[Piece, Box]]) -> Box:
-    gaps = [tile]
-    for _, hole in found:
-        gaps = [rest for gap in gaps for rest in subtract(gap, hole)]
-    return min(gaps)
 
 
 def _source_of(entry: Entry, held: dict[tuple[str, str], Entry], source: Catalog) -> Entry:

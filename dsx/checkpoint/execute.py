@@ -213,7 +213,15 @@ def execute(
         try:
             run.work(workers)
             checked = reader.check_rest(job.source for job in plan.jobs)
-            _check_unchanged(source, before)
+            # An open file is read to its end though its name is another's: it may be two checkpoints.
+            now = _stamps(source)
+            changed = next((file for file in before if before[file] != now[file]), None)
+            if changed is not None:
+                raise CheckpointError(
+                    str(source.root / changed),
+                    "it was changed while it was read",
+                    "run the same command again when nothing writes there",
+                )
             run.fill_crc32()
         finally:
             run.writes.close()
@@ -240,21 +248,6 @@ def _stamps(source: Catalog) -> dict[str, tuple[int, int]]:
     """Size and time of the last change of each of a checkpoint's files."""
     found = {file: locate(source, file, str(entry)).stat() for file, entry in source.files.items()}
     return {file: (status.st_size, status.st_mtime_ns) for file, status in found.items()}
-
-
-def _check_unchanged(source: Catalog, before: dict[str, tuple[int, int]]) -> None:
-    """Raise CheckpointError if a file is gone or another: what was read may be of two checkpoints.
-
-    A file that is open can be read to its end after its name is gone, or another's.
-    """
-    now = _stamps(source)
-    changed = next((file for file in before if before[file] != now[file]), None)
-    if changed is not None:
-        raise CheckpointError(
-            str(source.root / changed),
-            "it was changed while it was read",
-            "run the same command again when nothing writes there",
-        )
 
 
 def worker_bytes(plan: CopyPlan) -> int:

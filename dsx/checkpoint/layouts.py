@@ -75,7 +75,13 @@ def stock_layout(
     names = tied_names(specs)
     source = under_names(source, names)
     bounds = _bounds(source, specs, pipeline, pp, tp, last)
-    _check_ties(tied, bounds)
+    for key, layers in tied:
+        if max(layers) >= bounds[-1]:
+            raise CheckpointError(
+                f"--tied {key}={','.join(map(str, layers))}",
+                f"the pipeline has {bounds[-1]} layers, numbered from 0",
+                "name its layers, or say with --partition how many each stage gets",
+            )
     return source, replace(
         layout,
         bounds=bounds,
@@ -123,16 +129,6 @@ def _under_ties(source: Catalog, ties: Ties) -> Catalog:
 
 def _of_layer(source: Catalog, layer: int) -> tuple[str, ...]:
     return tuple(dict.fromkeys(one.name for one in source.entries if one.name.startswith(f"{layer}.")))
-
-
-def _check_ties(ties: Ties, bounds: Sequence[int]) -> None:
-    for key, layers in ties:
-        if max(layers) >= bounds[-1]:
-            raise CheckpointError(
-                f"--tied {key}={','.join(map(str, layers))}",
-                f"the pipeline has {bounds[-1]} layers, numbered from 0",
-                "name its layers, or say with --partition how many each stage gets",
-            )
 
 
 def merged_groups(source: Catalog) -> tuple[tuple[str, ...], ...]:

@@ -15,7 +15,6 @@ from dsx.cli.output import say, say_json, say_styled
 from dsx.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dsx.config.schema import DataConfig
     from dsx.data.corpus import Corpus
     from dsx.data.tokenizers import Tokenizer
 
@@ -40,13 +39,21 @@ def data(
     colours. Chats and completions are shown in the order of their files, text in its sequences.
     """
     from dsx.config.load import load
+    from dsx.config.schema import OWN
     from dsx.config.sources import read_model
+    from dsx.config.wording import at
     from dsx.data.text import Text, prepare_text, report
     from dsx.data.tokenizers import load_tokenizer
 
     _, block = load(config, overrides or [])
     settings = block.data
-    _require_prepared(settings)
+    if settings.source == OWN:
+        what = "these samples are the program's own, which alone can show them"
+        raise ConfigError(at("dsx.data.source", OWN), what, "name a config whose data dsx reads")
+    if settings.streaming:
+        what = "a stream is not prepared, so that there is nothing to show"
+        fix = "add --set dsx.data.streaming=false, and --set dsx.data.max_bytes=1000000 if it is large"
+        raise ConfigError(at("dsx.data.streaming", True), what, fix)
     if settings.tokenizer == "auto":
         settings = settings.model_copy(update={"tokenizer": read_model(block).tokenizer})
     with tempfile.TemporaryDirectory(prefix="dsx-data-") as folder:
@@ -77,19 +84,6 @@ class _Shown:
     ids: Sequence[int]
     pieces: Sequence[str]
     trained: Sequence[bool]
-
-
-def _require_prepared(settings: DataConfig) -> None:
-    from dsx.config.schema import OWN
-    from dsx.config.wording import at
-
-    if settings.source == OWN:
-        what = "these samples are the program's own, which alone can show them"
-        raise ConfigError(at("dsx.data.source", OWN), what, "name a config whose data dsx reads")
-    if settings.streaming:
-        what = "a stream is not prepared, so that there is nothing to show"
-        fix = "add --set dsx.data.streaming=false, and --set dsx.data.max_bytes=1000000 if it is large"
-        raise ConfigError(at("dsx.data.streaming", True), what, fix)
 
 
 def _samples(corpus: Corpus, count: int, tokenizer: Tokenizer) -> Iterator[_Shown]:

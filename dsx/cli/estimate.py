@@ -111,7 +111,17 @@ def estimate(
         }
         own = own_layers(layers, config, refused, items)
         found = _of_layers(own, gpus, pipeline or 1, chunks or 1, schedule or "auto", gpu, room)
-    _deliver(kind, found, room, output)
+    memory, title = found.memory, found.heading[0]
+    if kind in _PICTURES:
+        from dsx.cli.picture import as_file
+        from dsx.memory.table import draw
+
+        figure = draw(memory, title=title, capacity_bytes=None if room is None else room.usable_bytes)
+        deliver(as_file(figure, kind, title=title), output)
+    elif kind == "json":
+        deliver(json.dumps({**found.facts, **_figures(memory, room)}, indent=2) + "\n", output)
+    else:
+        deliver(_text(found.heading, memory, room), output)
     if room is not None and found.memory.peak_bytes > room.usable_bytes:
         if found.advice is not None:
             say(found.advice(room.usable_bytes), err=True)
@@ -198,21 +208,6 @@ def _on_sites(cluster: Cluster, run: RunConfig, gpus: int) -> Cluster:
         return cluster
     alone = cluster.site(gpus if run.islands is None else run.islands.count * run.islands.ranks)
     return cluster.joined(gpus) if run.islands is None else alone
-
-
-def _deliver(style: str, found: _Found, room: GpuMemory | None, output: Path | None) -> None:
-    """Write the estimate in one of its formats; a chart has the first line of the heading."""
-    memory, title = found.memory, found.heading[0]
-    if style in _PICTURES:
-        from dsx.cli.picture import as_file
-        from dsx.memory.table import draw
-
-        figure = draw(memory, title=title, capacity_bytes=None if room is None else room.usable_bytes)
-        deliver(as_file(figure, style, title=title), output)
-    elif style == "json":
-        deliver(json.dumps({**found.facts, **_figures(memory, room)}, indent=2) + "\n", output)
-    else:
-        deliver(_text(found.heading, memory, room), output)
 
 
 def _device(cluster: Cluster | None) -> DeviceKind:

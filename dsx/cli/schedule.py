@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -55,7 +55,19 @@ def _ranked_text(
     space = replace(space, recompute=tuple(profile.layers))
     ranking = choose(profile, num_ranks=sizes[0], num_micro_batches=sizes[1], space=space)
     if style == "table":
-        return _auto_table(profile, ranking)
+        rows = [("", "step", "bubble", "activations", "layers per virtual stage")]
+        rows.append((ranking.chosen.label, *_figures(ranking.chosen), _layers(ranking.chosen)))
+        rows += [(c.label, *_figures(c), ranking.reason(c)) for c in ranking.next_best(_MOST_ROWS)]
+        lines = aligned(rows, left=(0, 4), width=columns())
+        left = len(ranking.others) - (len(rows) - 2)
+        if left:
+            lines.append(f"and {left} more (--format json)")
+        conditions = profile.conditions
+        said = f"measured on {conditions.device}, {conditions.precision}, micro-batches of "
+        said += f"{conditions.micro_batch_size}"
+        said += "; transfers were not, and count as free" if profile.bytes_per_second is None else ""
+        lines.append(wrapped(said, columns(), indent="  "))
+        return "\n".join(lines) + "\n"
     if style == "json":
         return json.dumps(_auto_facts(ranking), indent=2) + "\n"
     costs = ranking.chosen.cut.program.options.costs
@@ -121,14 +133,6 @@ def _to_search(
             raise ConfigError(f"--times {times}", f"more than {MOST_LAYERS:,} layers", "write fewer")
         forwards += [each] * number
     return made_up(forwards, wire), (stages, micro_batches)
-
-
-def _refuse_unused(name: str, options: Mapping[str, object]) -> None:
-    """Options that mean nothing for this name."""
-    for option, value in options.items():
-        if value is not None:
-            fix = "leave it out" if name == "search" else "use dsx schedule search, or leave it out"
-            raise ConfigError(f"{option} {value}", f"it says nothing to dsx schedule {name}", fix)
 
 
 def _check_size(name: str, stages: int | None, chunks: int | None, micro_batches: int | None) -> None:
@@ -229,22 +233,6 @@ def _in_milliseconds(costs: Costs) -> Costs:
     return Costs(**times)
 
 
-def _auto_table(profile: Profile, ranking: Ranking) -> str:
-    rows = [("", "step", "bubble", "activations", "layers per virtual stage")]
-    rows.append((ranking.chosen.label, *_figures(ranking.chosen), _layers(ranking.chosen)))
-    rows += [(c.label, *_figures(c), ranking.reason(c)) for c in ranking.next_best(_MOST_ROWS)]
-    lines = aligned(rows, left=(0, 4), width=columns())
-    left = len(ranking.others) - (len(rows) - 2)
-    if left:
-        lines.append(f"and {left} more (--format json)")
-    conditions = profile.conditions
-    said = f"measured on {conditions.device}, {conditions.precision}, micro-batches of "
-    said += f"{conditions.micro_batch_size}"
-    said += "; transfers were not, and count as free" if profile.bytes_per_second is None else ""
-    lines.append(wrapped(said, columns(), indent="  "))
-    return "\n".join(lines) + "\n"
-
-
 def _figures(choice: Choice) -> tuple[str, str, str]:
     return f"{1000 * choice.cut.step_seconds:.4g} ms", f"{choice.cut.bubble:.1%}", amount(choice.peak_bytes)
 
@@ -342,7 +330,10 @@ def schedule(
     searching = {"--times": times, "--most-live": most_live, "--effort": effort}
     building = {"--group-size": group_size, "--warmup": warmup}
     _check_size(name, stages, chunks, micro_batches)
-    _refuse_unused(name, building if name == "search" else searching)
+    for option, value in (building if name == "search" else searching).items():
+        if value is not None:
+            fix = "leave it out" if name == "search" else "use dsx schedule search, or leave it out"
+            raise ConfigError(f"{option} {value}", f"it says nothing to dsx schedule {name}", fix)
     if name == "search":
         measured, sizes = _to_search(profile, times, stages, micro_batches, wire)
         space = Space(
@@ -415,7 +406,18 @@ def _render(
         if style == "html":
             return pictures.html(built, timeline, unit=unit)
         return picture_of(pictures.svg(built, timeline, unit=unit), style)
-    return _table(built, timeline, NARROWEST if to_file else columns())
+    from dsx.schedules.tables import schedule_table
+
+    width = NARROWEST if to_file else columns()
+    facts = _facts(built, timeline)
+    peaks = ", ".join(map(str, facts["peak_activations"]))
+    share = f", each of 1/{built.num_chunks} of a rank's layers" if built.num_chunks > 1 else ""
+    lines = (
+        wrapped(schedule_table(built, timeline, width=width, unit="forward"), width),
+        f"bubble: {facts['bubble_over_ideal']:.1%} of the ideal time",
+        wrapped(f"peak activations per rank, in micro-batches{share}: {peaks}", width, indent="  "),
+    )
+    return "\n".join(lines) + "\n"
 
 
 def _facts(built: Schedule, timeline: Timeline) -> dict[str, Any]:
@@ -431,17 +433,3 @@ def _facts(built: Schedule, timeline: Timeline) -> dict[str, Any]:
         "peak_activations": list(peak_activations(built)),
         "rows": [[str(action) for action in row] for row in built.rows],
     }
-
-
-def _table(built: Schedule, timeline: Timeline, width: int) -> str:
-    from dsx.schedules.tables import schedule_table
-
-    facts = _facts(built, timeline)
-    peaks = ", ".join(map(str, facts["peak_activations"]))
-    share = f", each of 1/{built.num_chunks} of a rank's layers" if built.num_chunks > 1 else ""
-    lines = (
-        wrapped(schedule_table(built, timeline, width=width, unit="forward"), width),
-        f"bubble: {facts['bubble_over_ideal']:.1%} of the ideal time",
-        wrapped(f"peak activations per rank, in micro-batches{share}: {peaks}", width, indent="  "),
-    )
-    return "\n".join(lines) + "\n"

@@ -29,7 +29,6 @@ from dsx.planner.best_first import best_first
 from dsx.schedules.builders import Options, default_chunks
 from dsx.schedules.interleaved import check_numbers
 from dsx.schedules.program import Program
-from dsx.schedules.schedule import Schedule
 from dsx.terminal import amount
 
 __all__ = ["RunConfig", "resolve"]
@@ -50,7 +49,16 @@ def read_file(dsx: DsxConfig) -> tuple[DsxConfig, Program | None]:
     except ScheduleError as error:
         raise ConfigError(key, f"{error.where}: {error.what}", error.fix) from None
     assert program.rows is not None
-    return _with_degrees(dsx, program.rows), program
+    degrees = {"pipeline": program.rows.num_ranks, "chunks": program.rows.num_chunks}
+    for axis, count in degrees.items():
+        wanted = getattr(dsx.parallel, axis)
+        if wanted not in ("auto", count):
+            raise ConfigError(
+                at(f"dsx.parallel.{axis}", wanted),
+                f"dsx.schedule.file {dsx.schedule.file} is written for {count}",
+                f'use {count} or "auto", or another file',
+            )
+    return dsx.model_copy(update={"parallel": dsx.parallel.model_copy(update=degrees)}), program
 
 
 def choose(dsx: DsxConfig, name: str, *, pp: int, chunks: int, accumulation: int) -> Program:
@@ -88,19 +96,6 @@ def check_file(dsx: DsxConfig, program: Program, *, pp: int, chunks: int, accumu
             error.what,
             "set the batch keys and degrees to the file's, or use dsx.schedule.name",
         ) from None
-
-
-def _with_degrees(dsx: DsxConfig, rows: Schedule) -> DsxConfig:
-    degrees = {"pipeline": rows.num_ranks, "chunks": rows.num_chunks}
-    for axis, count in degrees.items():
-        wanted = getattr(dsx.parallel, axis)
-        if wanted not in ("auto", count):
-            raise ConfigError(
-                at(f"dsx.parallel.{axis}", wanted),
-                f"dsx.schedule.file {dsx.schedule.file} is written for {count}",
-                f'use {count} or "auto", or another file',
-            )
-    return dsx.model_copy(update={"parallel": dsx.parallel.model_copy(update=degrees)})
 
 
 _KEYS = {
@@ -339,18 +334,8 @@ def resolve_degrees(dsx: DsxConfig, model: Model, *, num_layers: int, world_size
     tensor x pipeline x data = 1x1x1, 1x1x2, 1x2x2, 2x2x2. ``num_layers`` counts the
     whole list: embedding, blocks, norm, head.
     """
-    asked = _asked(dsx, model, num_layers=num_layers, world_size=world_size)
-    raise_all("config", _refusals(asked))
-    mesh = _mesh(dsx, asked)
-    chunks = _chunks(dsx, replace(asked, tensor=mesh.tp, pipeline=mesh.pp))
-    name = _schedule(dsx, mesh.pp, chunks)
-    return Degrees(mesh=mesh, chunks=chunks, schedule_name=name, notes=tuple(_notes(dsx, mesh, chunks, name)))
-
-
-def _asked(dsx: DsxConfig, model: Model, *, num_layers: int, world_size: int) -> LayoutRequest:
-    """The degrees that the config asks for, without what it leaves open."""
     tensor, pipeline = dsx.parallel.tensor, dsx.parallel.pipeline
-    return LayoutRequest(
+    asked = LayoutRequest(
         ranks=world_size,
         tensor=None if tensor == "auto" else tensor,
         pipeline=None if pipeline == "auto" else pipeline,
@@ -359,6 +344,11 @@ def _asked(dsx: DsxConfig, model: Model, *, num_layers: int, world_size: int) ->
         layers_are="layers (blocks, embeddings, norm and head)",
         sequence_length=dsx.data.sequence_length if dsx.parallel.sequence_parallel else None,
     )
+    raise_all("config", _refusals(asked))
+    mesh = _mesh(dsx, asked)
+    chunks = _chunks(dsx, replace(asked, tensor=mesh.tp, pipeline=mesh.pp))
+    name = _schedule(dsx, mesh.pp, chunks)
+    return Degrees(mesh=mesh, chunks=chunks, schedule_name=name, notes=tuple(_notes(dsx, mesh, chunks, name)))
 
 
 _Deal: TypeAlias = tuple[tuple[int, ...], dict[str, int], tuple[str, ...], tuple[int, ...]]

@@ -126,7 +126,9 @@ class FilePart:
         if at in (0, self.stamp.size_bytes):
             return at
         file.seek(at - 1)
-        line = _rest_of_line(file)
+        while (part := file.readline(_LONGEST_BYTES)) and not part.endswith(b"\n"):
+            continue
+        line = file.tell()
         if self.lines:
             return line
         while file.tell() < at + _NEAR_BYTES:
@@ -246,13 +248,6 @@ def _line(file: BinaryIO) -> bytes:
             break
         line += following
     return line
-
-
-def _rest_of_line(file: BinaryIO) -> int:
-    """Read to the end of the line, however long, and return the position behind it."""
-    while (part := file.readline(_LONGEST_BYTES)) and not part.endswith(b"\n"):
-        continue
-    return file.tell()
 
 
 def _decoded(piece: bytes, path: Path, at: int) -> str:

@@ -191,7 +191,15 @@ class LayerRecorder(paper.UncompiledMode):
         if packet in _WRITES_NOTHING:
             return
         if packet in _PRODUCTS:
-            self._product(args[-2:], made[0])
+            left, right = args[-2:]
+            self.emit(
+                "mm",
+                left.shape[-2],
+                right.shape[-1],
+                left.shape[-1],
+                prod(left.shape[:-2]),
+                made[0].element_size(),
+            )
         elif packet is _aten._grouped_mm:  # noqa: SLF001 (an operator)
             self._grouped(args[:2], made[0])
         elif packet in _ATTENTION:
@@ -209,17 +217,6 @@ class LayerRecorder(paper.UncompiledMode):
                 self.emit("flops", name, moved, flop_registry[packet](*args, **kwargs, out_val=made[0]))
             else:
                 self.emit("op", name, moved)
-
-    def _product(self, sides: Sequence[Tensor], made: Tensor) -> None:
-        left, right = sides
-        self.emit(
-            "mm",
-            left.shape[-2],
-            right.shape[-1],
-            left.shape[-1],
-            prod(left.shape[:-2]),
-            made.element_size(),
-        )
 
     def _grouped(self, sides: Sequence[Tensor], made: Tensor) -> None:
         """Products of experts, each taken to get its share of the rows."""

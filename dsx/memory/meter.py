@@ -81,7 +81,10 @@ class StorageMeter(TorchDispatchMode):
         replaced = args[0] if func is ADD and would_be_in_place(args) else None
         result = func(*args, **(kwargs or {}))
         if replaced is not None:
-            self._forget(replaced)
+            key = replaced.untyped_storage()._cdata  # noqa: SLF001 (as in add)
+            if key in self._live:
+                self.current_bytes -= self._live[key][0]
+                self._live[key] = (0, "")
             del replaced
         if func.is_view:  # of something counted, or of a workspace (gloo's reduce-scatter splits its own)
             return result
@@ -105,13 +108,6 @@ class StorageMeter(TorchDispatchMode):
             self.current_bytes += size - known[0]
             self._live[key] = (size, known[1])
             self._note()
-
-    def _forget(self, tensor: torch.Tensor) -> None:
-        """Stop counting a storage that still lives."""
-        key = tensor.untyped_storage()._cdata  # noqa: SLF001 (as in add)
-        if key in self._live:
-            self.current_bytes -= self._live[key][0]
-            self._live[key] = (0, "")
 
     def _gone(self, key: int) -> None:
         self.current_bytes -= self._live.pop(key)[0]

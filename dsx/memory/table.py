@@ -172,7 +172,16 @@ def draw(memory: RunMemory, *, title: str, capacity_bytes: int | None = None) ->
         axes.set_xlabel("pipeline rank, at its highest moment")
         axes.set_xlim(-0.7, len(bars) - 0.3)
         axes.locator_params(axis="x", integer=True)
-    _finish(figure, axes, title)
+    axes.grid(visible=True, axis="y", color=GRID, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(color=FAINT)
+    head, _, rest = title.partition(": ")
+    across = int(_TITLE_CHARACTERS * figure.get_figwidth())
+    lines = [line for part in (head, rest) for line in wrap(part, across)]
+    axes.set_title("\n".join(lines), loc="left", fontsize="medium", color=INK)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False)
     return figure
 
 
@@ -246,16 +255,3 @@ def _stack(axes: Axes, bars: Sequence[Phase], places: Sequence[float], unit: int
                 fontsize="x-small",
                 color=FAINT,
             )
-
-
-def _finish(figure: Figure, axes: Axes, title: str) -> None:
-    axes.grid(visible=True, axis="y", color=GRID, linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(color=FAINT)
-    head, _, rest = title.partition(": ")
-    across = int(_TITLE_CHARACTERS * figure.get_figwidth())
-    lines = [line for part in (head, rest) for line in wrap(part, across)]
-    axes.set_title("\n".join(lines), loc="left", fontsize="medium", color=INK)
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False)

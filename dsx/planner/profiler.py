@@ -517,24 +517,19 @@ def measure_model(config: RunConfig, groups: Groups) -> Profile:
                 pad_multiple=settings.model.vocab_multiple,
                 split=split,
             )
-            named = _named(config, kinds, mode)
+            # Only blocks compute anything again or have windows.
+            named, first = list(kinds), kinds.index("Block")
+            for block in range(config.model.num_layers):
+                if isinstance(config.model, HubModel):
+                    named[first + block] = f"Block like {config.model.alike[block]}, recompute {mode}"
+                    continue
+                window = config.model.window(block, config.sequence_length)
+                named[first + block] = f"Block, recompute {mode}" + (f", window {window}" if window else "")
             keys[mode] = walk(bench, specs, named, inputs)
         costs = _agreed(bench.costs)
         link = _link(costs, groups, device, rounds=settings.profile_micro_batches)
     conditions = conditions_of(config, device=device_name(), version=dsx.__version__)
     return _profile(conditions, {mode: [costs[key] for key in keys[mode]] for mode in keys}, link)
-
-
-def _named(config: RunConfig, kinds: Sequence[str], mode: Recompute) -> list[str]:
-    """Kinds of layers that cost the same: only blocks compute anything again or have windows."""
-    named, first = list(kinds), kinds.index("Block")
-    for block in range(config.model.num_layers):
-        if isinstance(config.model, HubModel):
-            named[first + block] = f"Block like {config.model.alike[block]}, recompute {mode}"
-            continue
-        window = config.model.window(block, config.sequence_length)
-        named[first + block] = f"Block, recompute {mode}" + (f", window {window}" if window else "")
-    return named
 
 
 def profile_layers(

@@ -106,7 +106,17 @@ def open_stock(root: Path, *, universal: bool = False) -> StockFiles:
         universal: It is of the universal format, which has neither optimizers' nor layers' files.
     """
     names = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
-    _refuse(root, names)
+    experts = next((name for name in names if _EXPERT.fullmatch(name)), None)
+    if experts is not None:
+        raise CheckpointError(
+            str(root / experts), "a mixture of experts' file, which dsx cannot read", "use a dense model"
+        )
+    if "offloaded_tensors" in names:
+        raise CheckpointError(
+            str(root / "offloaded_tensors"),
+            "optimizer states that were swapped out to NVMe, in files without names",
+            "load it with DeepSpeed, offloading to cpu, and save it again",
+        )
     models = _read(root, names, _MODEL)
     if (0, 0) not in models:
         raise CheckpointError(
@@ -143,20 +153,6 @@ def open_stock(root: Path, *, universal: bool = False) -> StockFiles:
     )
     _check_complete(files, universal=universal)
     return files
-
-
-def _refuse(root: Path, names: list[str]) -> None:
-    experts = next((name for name in names if _EXPERT.fullmatch(name)), None)
-    if experts is not None:
-        raise CheckpointError(
-            str(root / experts), "a mixture of experts' file, which dsx cannot read", "use a dense model"
-        )
-    if "offloaded_tensors" in names:
-        raise CheckpointError(
-            str(root / "offloaded_tensors"),
-            "optimizer states that were swapped out to NVMe, in files without names",
-            "load it with DeepSpeed, offloading to cpu, and save it again",
-        )
 
 
 def _read(root: Path, names: list[str], pattern: re.Pattern[str]) -> dict[tuple[int, int], TorchFile]:

@@ -110,7 +110,9 @@ def _state(file: TorchFile, saved: _Saved, names: Sequence[Sequence[str]]) -> Op
         numbers: dict[str, dict[str, float]] = defaultdict(dict)
         for at, name in enumerate(mine):
             held = saved.state.get(settings["params"][at], {})
-            tensors = _tensors(held, saved.groups[place][at])
+            shape = saved.groups[place][at]  # other states are one number, such as ``step``
+            refs = {key: ref for key, ref in held.items() if isinstance(ref, TensorRef) and key != "step"}
+            tensors = {key: ref for key, ref in refs.items() if ref.shape or not shape}
             rest = {key: value for key, value in held.items() if key not in tensors}
             for state, number in numbers_of(rest, settings, file).items():
                 numbers[state][name] = number
@@ -135,12 +137,6 @@ def _told(file: TorchFile, saved: _Saved, module: Module) -> list[list[str]] | N
         for name, shape in zip(group, held, strict=True)
     )
     return found if all(fit) else None
-
-
-def _tensors(state: Mapping[str, Any], shape: tuple[int, ...] | None) -> dict[str, TensorRef]:
-    """The states of a parameter that are as large as it is; others are one number, such as ``step``."""
-    refs = {key: ref for key, ref in state.items() if isinstance(ref, TensorRef) and key != "step"}
-    return {key: ref for key, ref in refs.items() if ref.shape or not shape}
 
 
 def _parts(file: TorchFile) -> _Saved:

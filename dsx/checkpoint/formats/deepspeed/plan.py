@@ -81,13 +81,32 @@ class StockPlan:
             raise CheckpointError(
                 f"precision = {layout.precision}", "DeepSpeed has none such", "use fp32, bf16 or fp16"
             )
-        _check_cuts(source, layout)
+        known = {spec.name for spec in layout.specs}
+        for entry in source.entries if layout.tp > 1 else ():
+            if entry.name not in known:
+                raise CheckpointError(
+                    f"{source.root}: tensor {entry.name}",
+                    f"the checkpoint does not say how tensor parallelism of degree {layout.tp} cuts it",
+                    "leave --tensor out, or name a CONFIG of the model",
+                )
         held = source.by_key
         saved = source.facts.get("param_groups") or []
         groups = layout.groups or tuple(tuple(group["names"]) for group in saved)
         order = tuple(dict.fromkeys(entry.name for entry in source.entries))
         trained = [name for group in groups for name in group]
-        _check_names(source, trained)
+        if not trained:
+            raise CheckpointError(
+                str(source.root),
+                "it has no optimizer groups, and DeepSpeed's checkpoints are of an optimizer",
+                "load the weights into the model before deepspeed.initialize instead",
+            )
+        lacking = sorted(set(trained) - {entry.name for entry in source.entries})
+        if lacking:
+            raise CheckpointError(
+                f"{source.root}: tensor {lacking[0]}",
+                "the checkpoint does not have it",
+                "give the names of the model that will load it",
+            )
         _check_settings(source, saved, layout)
         moments = [_moments(source, group) for group in groups]
         blanks: dict[tuple[str, str], Entry] = {}
@@ -224,17 +243,6 @@ class StockPlan:
         return [[name for name, _ in zero.in_flat_order(group)] for group in zero.groups]
 
 
-def _check_cuts(source: Catalog, layout: StockLayout) -> None:
-    known = {spec.name for spec in layout.specs}
-    for entry in source.entries if layout.tp > 1 else ():
-        if entry.name not in known:
-            raise CheckpointError(
-                f"{source.root}: tensor {entry.name}",
-                f"the checkpoint does not say how tensor parallelism of degree {layout.tp} cuts it",
-                "leave --tensor out, or name a CONFIG of the model",
-            )
-
-
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: plain.decode(value, f"{key} of an optimizer group")
@@ -278,19 +286,3 @@ def _check_settings(source: Catalog, groups: Sequence[Mapping[str, Any]], layout
                 'say them, group by group, in a rules file: {"settings": [{"lr": 0.001, "betas": [...]}]}; '
                 "or convert to dsx, whose runs take their config's",
             )
-
-
-def _check_names(source: Catalog, trained: Sequence[str]) -> None:
-    if not trained:
-        raise CheckpointError(
-            str(source.root),
-            "it has no optimizer groups, and DeepSpeed's checkpoints are of an optimizer",
-            "load the weights into the model before deepspeed.initialize instead",
-        )
-    lacking = sorted(set(trained) - {entry.name for entry in source.entries})
-    if lacking:
-        raise CheckpointError(
-            f"{source.root}: tensor {lacking[0]}",
-            "the checkpoint does not have it",
-            "give the names of the model that will load it",
-        )

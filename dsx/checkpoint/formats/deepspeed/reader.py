@@ -239,11 +239,21 @@ def catalog_of(root: Path, rules: Rules | None = None) -> Catalog:
     names = _Names.of(files, modules, states)
     entries = tuple(_entries(files, names, rules))
     facts = {**facts_of(files, states, names.canonical), **_tie_facts(files, states, rules)}
+    # Hyperparameters of the user's count where a group has none of that name.
+    groups = facts.get("param_groups") or []
+    if rules.settings and len(rules.settings) != len(groups):
+        raise CheckpointError(
+            f"{rules.source}: settings",
+            f"they are of {len(rules.settings)} optimizer groups, the checkpoint has {len(groups)}",
+            "give one object of hyperparameters per group",
+        )
+    pairs = zip(rules.settings, groups, strict=True) if rules.settings else ()
+    told = [{**plain.encode(dict(mine), f"{rules.source}: settings"), **group} for mine, group in pairs]
     catalog = Catalog(
         root=root,
         format=FORMAT,
         entries=entries,
-        facts=_with_settings(facts, rules),
+        facts={**facts, "param_groups": told} if told else facts,
         checksums=tuple(checksum for file in files.all for checksum in file.checksums),
     )
     return with_names(catalog, rules.names, rules.source) if rules.names else catalog
@@ -260,20 +270,6 @@ def _tie_facts(files: StockFiles, states: Mapping[int, OptimizerState], rules: R
         **({"tied": {key: list(layers) for key, layers in rules.ties}} if rules.ties else {}),
         **({"unnamed_ties": sorted(map(int, unnamed))} if unnamed else {}),
     }
-
-
-def _with_settings(facts: dict[str, Any], rules: Rules) -> dict[str, Any]:
-    """The facts with hyperparameters of the user's where a group has none of that name."""
-    groups = facts.get("param_groups") or []
-    if rules.settings and len(rules.settings) != len(groups):
-        raise CheckpointError(
-            f"{rules.source}: settings",
-            f"they are of {len(rules.settings)} optimizer groups, the checkpoint has {len(groups)}",
-            "give one object of hyperparameters per group",
-        )
-    pairs = zip(rules.settings, groups, strict=True) if rules.settings else ()
-    told = [{**plain.encode(dict(mine), f"{rules.source}: settings"), **group} for mine, group in pairs]
-    return {**facts, "param_groups": told} if told else facts
 
 
 def _merged(rules: Rules | None, files: StockFiles) -> Rules:

@@ -164,22 +164,18 @@ def target_of(source: Catalog, root: Path, layout: StockLayout) -> Target:
     for tensor in range(layout.tp) if layout.bounds else ():
         _write_layers(replace(whole_plan, tensor=tensor), files)
     target = tag_of(source, files, root, FORMAT)
-    _check_whole(whole_plan, target)
-    return target
-
-
-def _check_whole(plan: StockPlan, target: Target) -> None:
-    """Prove that everything has its place, but what DeepSpeed makes of something else as it loads."""
-    held, stage = target.catalog.by_key, plan.layout.zero_stage
-    for (name, state), blank in plan.blanks.items():
+    # Everything has its place, but what DeepSpeed makes of something else as it loads.
+    held, stage = target.catalog.by_key, whole_plan.layout.zero_stage
+    for (name, state), blank in whole_plan.blanks.items():
         from_master = state == "weight" and stage == 3 and blank.role == "trained"
-        is_weight = state == "master" and stage == 0 and plan.layout.precision == "fp32"
+        is_weight = state == "master" and stage == 0 and whole_plan.layout.precision == "fp32"
         if (name, state) not in held and not from_master and not is_weight and blank.numel:
             raise CheckpointError(
                 f"{target.catalog.root}: {blank}",
                 "no file of such an engine has a place for it: it would be lost",
                 "name the layers of the pipeline that will load it, and its tied modules (--tied)",
             )
+    return target
 
 
 def tag_of(source: Catalog, files: Files, root: Path, form: str) -> Target:

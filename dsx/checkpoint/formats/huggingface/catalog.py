@@ -152,7 +152,14 @@ def as_dsx(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:
         found, states = states_of(source, spec, by_name)
         homes.update(dict.fromkeys(found, spec.name))
         entries += states
-    copies = _tied_copies(specs, homes, by_name)
+    # The tied tensors that a checkpoint stores a second time, each with the one that the model is given
+    kept = {home: name for name, home in homes.items()}
+    copies = {
+        name: kept[spec.name]
+        for spec in specs
+        for name in tied_names(spec)
+        if name in by_name and name not in homes
+    }
     unknown = sorted(by_name.keys() - homes.keys() - copies.keys())
     roles = {entry.name: entry.role for entry in source.entries}
     unknown = [name for name in unknown if not is_buffer(name) and roles[name] != "buffer"]
@@ -220,19 +227,6 @@ def _home(source: Catalog, states: Mapping[str, Entry] | None = None) -> Path:
     files = [piece.file for entry in (states or {}).values() for piece in entry.pieces]
     names = (*files, INDEX, SINGLE, BIN_INDEX, BIN_SINGLE)
     return next((path for name in names if (path := source.root / name).is_file()), source.root)
-
-
-def _tied_copies(
-    specs: Sequence[ParamSpec], homes: Mapping[str, str], by_name: Mapping[str, Mapping[str, Entry]]
-) -> dict[str, str]:
-    """The tied tensors that a checkpoint stores a second time, each with the one that the model is given."""
-    kept = {home: name for name, home in homes.items()}
-    return {
-        name: kept[spec.name]
-        for spec in specs
-        for name in tied_names(spec)
-        if name in by_name and name not in homes
-    }
 
 
 def _check_copies(
