@@ -112,7 +112,6 @@ class Waiting:
 
     @property
     def text(self) -> str:
-        """The line as it is now."""
         elapsed = time.monotonic() - self._began
         parts = [self._counted()] if self._unit else []
         parts.append(seconds(elapsed))

@@ -24,7 +24,6 @@ class BuildWithShipped(build_py):
     """Copies the package, and what it ships into it; an editable installation reads it where it lies."""
 
     def run(self) -> None:
-        """See setuptools."""
         super().run()
         for name in [] if self.editable_mode else _shipped():
             copy = Path(self.build_lib, "dsx", "shipped", name)

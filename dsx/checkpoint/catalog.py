@@ -221,7 +221,6 @@ class Entry:
 
     @property
     def item_bytes(self) -> int:
-        """Bytes per element."""
         return ITEM_BYTES[self.dtype]
 
     @property
@@ -293,7 +292,6 @@ class Catalog:
 
     @property
     def by_key(self) -> dict[tuple[str, str], Entry]:
-        """Entries by name and state."""
         return {entry.key: entry for entry in self.entries}
 
     @property

@@ -54,7 +54,6 @@ class TensorDifference:
 
     @property
     def equal(self) -> bool:
-        """Whether all bits are."""
         return not self.differing and not self.what
 
 

@@ -276,7 +276,6 @@ class _Run:
         self._digests: dict[tuple[int, int], str] = {}
 
     def work(self, workers: int) -> None:
-        """Do every unit."""
         units = self._plan.units()
         with ThreadPoolExecutor(workers, thread_name_prefix="reshard") as pool:
             try:

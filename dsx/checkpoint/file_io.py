@@ -72,7 +72,6 @@ class Crc32Parts:
         self._parts: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
 
     def add(self, parts: Iterable[Summed]) -> None:
-        """Take note of parts."""
         with self._lock:
             for file, start, stop, crc in parts:
                 self._parts[file].append((start, stop, crc))
@@ -225,7 +224,6 @@ class FilePool:
                 os.close(old)
 
     def close(self) -> None:
-        """Close all files."""
         with self._lock:
             closing = [descriptor for waiting in self._idle.values() for descriptor in waiting]
             self._idle.clear()
@@ -249,7 +247,6 @@ class FileWindow(io.RawIOBase):
         return self._at
 
     def tell(self) -> int:
-        """As any file's."""
         return self._at
 
     def read(self, size: int | None = -1) -> bytes:

@@ -106,7 +106,6 @@ class Reader:
         self.close()
 
     def close(self) -> None:
-        """Close all files."""
         self._files.close()
 
     def find(self, name: str, state: str) -> Entry | None:

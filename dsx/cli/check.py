@@ -153,7 +153,6 @@ def _line(report: Report | None, finding: Finding) -> str:
 
 
 def _last(outcome: Outcome) -> str:
-    """The line of counts."""
     counts = _counts(outcome.findings)
     words = [f"{n} {name[:-1] if n == 1 else name}" for name, n in counts.items() if n]
     said = ", ".join(words) or "nothing to mend"

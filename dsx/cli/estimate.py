@@ -146,7 +146,6 @@ def _of_layers(
     cluster: Cluster | None,
     room: GpuMemory | None,
 ) -> _Found:
-    """The estimate of a layer list."""
     from dsx.memory.layer_list import estimate_layers
 
     name, make, content = own
@@ -173,7 +172,6 @@ def _of_model(
     cluster: Cluster | None,
     room: GpuMemory | None,
 ) -> _Found:
-    """The estimate of a config's model."""
     from dsx.config.load import read
     from dsx.config.ordinary import complete
     from dsx.config.resolve import resolve

@@ -82,7 +82,6 @@ def _list(*, probed: bool, style: str) -> None:
 
 
 def _lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Label and text of each line of a report."""
     own = "dsx's own, and transformers' if dsx.model.implementation says so; the rest is about the latter"
     yield "family", found["family"]
     yield "modules", own if found["implementation"] == "dsx" else "transformers'"

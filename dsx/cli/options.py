@@ -145,7 +145,6 @@ class Command(TyperCommand):
             return super().parse_args(ctx, spelt_out(modern(args, known), known))
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command, as click does."""
         overrides = ctx.params.get("overrides")
         told: AbstractContextManager[None] = nullcontext()
         if overrides:

@@ -99,7 +99,6 @@ def _order(fill: str) -> int:
 
 
 def _box(rect: ET.Element, fill: str) -> tuple[list[tuple[float, float]], str]:
-    """Corners and colour of a rectangle."""
     x, y, width, height = (float(rect.get(key, 0)) for key in ("x", "y", "width", "height"))
     corners = [(x, y), (x + width, y), (x + width, y + height), (x, y + height)]
     return corners, rect.get("fill", fill)

@@ -161,7 +161,6 @@ def _tell(
 
 
 def _measured(inputs: ModelInputs) -> Calibration:
-    """The rates of this machine, measured."""
     from dsx.planner.profiler import measure_compute
     from dsx.waiting import Waiting
 

@@ -161,7 +161,6 @@ def _read(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _require_files(folder: str) -> None:
-    """Refuse a folder that lacks one of PEFT's files."""
     where, old, new = at("dsx.adapter.path", folder), Path(folder) / _OLD_WEIGHTS, Path(folder) / WEIGHTS
     lost = next((file for file in (Path(folder) / SETTINGS, new) if not file.is_file()), None)
     if lost == new and old.is_file():

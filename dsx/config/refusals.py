@@ -144,7 +144,6 @@ class Context:
 
     @cached_property
     def places(self) -> dict[str, Path]:
-        """Dotted name -> where the key is written."""
         return {slot.name: slot.path for slot in reversed(self.slots)}
 
     @cached_property
@@ -176,7 +175,6 @@ class Context:
         return None if key is None else key.default
 
     def number(self, name: str) -> int | float | None:
-        """The value, if it is a number."""
         value = self.value(name)
         return value if is_number(value) else None
 

@@ -144,7 +144,6 @@ class RunConfig:
 
     @property
     def layout(self) -> Layout:
-        """Who holds what."""
         return Layout(
             mesh=self.mesh, stages=self.stage_map, params=self.param_specs, zero_stage=self.zero_stage
         )

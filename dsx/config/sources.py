@@ -239,7 +239,6 @@ def _of_hub(config: Mapping[str, Any], plan: Mapping[str, str | None]) -> tuple[
 
 
 def _keys_of(config: Mapping[str, Any], place: str) -> set[str]:
-    """Every key of a transformers family's config."""
     from dsx.hub.model_structure import hf_config_of
 
     try:

@@ -184,7 +184,6 @@ class SplitWriter:
         self.text_bytes += text_bytes
 
     def info(self) -> SplitInfo:
-        """Counts so far."""
         return SplitInfo(
             documents=self.documents,
             tokens=self.tokens,

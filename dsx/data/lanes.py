@@ -87,7 +87,6 @@ class StreamedSource:
         return keyed_hash("held-out", self.seed, unit.name, offset) < self.held_out * _POINTS
 
     def lane(self, lane: int, lanes: int) -> tuple[LaneUnit, ...]:
-        """The units that lane number ``lane`` of ``lanes`` reads."""
         count = len(self.units)
         first, last = lane * count // lanes, -((lane + 1) * count // -lanes)
         return tuple(

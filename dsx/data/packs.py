@@ -178,7 +178,6 @@ class Packs:
         return len(self._packs)
 
     def fill(self) -> Fill:
-        """How full they are."""
         return Fill(
             documents=int((self._lengths > 0).sum()),
             packs=len(self),

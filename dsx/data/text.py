@@ -111,7 +111,6 @@ class Text:
 
     @property
     def is_streamed(self) -> bool:
-        """Whether it is read as the run goes."""
         return self._data.streaming
 
     @property

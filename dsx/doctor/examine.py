@@ -109,12 +109,10 @@ class Report:
 
     @property
     def warnings(self) -> tuple[Finding, ...]:
-        """Findings that are likely mistakes."""
         return tuple(finding for finding in self.findings if finding.severity == "warning")
 
     @property
     def notes(self) -> tuple[Finding, ...]:
-        """Findings that are worth knowing."""
         return tuple(finding for finding in self.findings if finding.severity == "note")
 
 

@@ -217,7 +217,6 @@ class Chunks(nn.Module):
             self._stages[stage] = tuple(compiled)
 
     def trains(self, stage: int) -> bool:
-        """Whether a virtual stage has parameters to train."""
         return any(parameter.requires_grad for parameter in self.used_parameters()[stage])
 
     def forward(

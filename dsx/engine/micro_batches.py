@@ -150,7 +150,6 @@ class TrainedTokens:
         self._share: torch.Tensor | None = None
 
     def note(self, labels: Any) -> None:
-        """Count a micro-batch's tokens."""
         self._counts.append(self._loss.count(labels))
 
     def counts(self) -> torch.Tensor:

@@ -103,7 +103,6 @@ class Signatures:
     _checked: set[tuple[str, int, bool]] = field(default_factory=set)
 
     def get(self, stage: int, training: bool) -> Signature | None:
-        """Signature of virtual stage ``stage``'s input."""
         return self._known.get((stage, training))
 
     def learn(self, stage: int, training: bool, signature: Signature) -> None:
@@ -279,7 +278,6 @@ class TensorMeta:
         return f"{list(self.shape)} {self.dtype}{' with gradient' if self.requires_grad else ''}"
 
     def empty(self, device: torch.device) -> torch.Tensor:
-        """An uninitialised tensor of this kind."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
     @property
@@ -503,7 +501,6 @@ class Outbox:
         return [share] if share.numel() else []
 
     def flush(self) -> None:
-        """Wait until everything has left."""
         for flying in self._flying.values():
             while flying:
                 _wait(flying.popleft())

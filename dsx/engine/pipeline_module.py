@@ -613,7 +613,6 @@ class PipelineModule(nn.Module):
             self.chunks.loss_fn = value
 
     def train(self, mode: bool = True) -> PipelineModule:
-        """Switch training mode, as for any module."""
         super().train(mode)
         if "chunks" in vars(self):
             self.chunks.training = mode

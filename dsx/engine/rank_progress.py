@@ -75,7 +75,6 @@ class RankProgress:
 
     @contextmanager
     def timed_step(self, step: int) -> Iterator[None]:
-        """Around one training step."""
         began, self.step = time.monotonic(), step
         yield
         self.step_seconds.append(time.monotonic() - began)

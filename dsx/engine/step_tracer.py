@@ -36,11 +36,9 @@ class HostClock:
     error_seconds = 0.0
 
     def mark(self) -> float:
-        """Now, in seconds."""
         return time.perf_counter()
 
     def seconds(self, marks: list[float]) -> list[float]:
-        """The marks themselves."""
         return marks
 
 

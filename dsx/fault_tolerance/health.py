@@ -48,7 +48,6 @@ class RecentSteps:
     values: deque[float] = field(default_factory=deque)
 
     def add(self, value: float) -> None:
-        """Take in a healthy value."""
         self.values.append(value)
         while len(self.values) > self.size:
             self.values.popleft()
@@ -62,7 +61,6 @@ class RecentSteps:
         return middle + self.sigmas * max(deviation, _LEAST * abs(middle))
 
     def is_spike(self, value: float) -> bool:
-        """Whether ``value`` lies above :meth:`limit`."""
         return value > self.limit()
 
 
@@ -97,7 +95,6 @@ class Health:
         return None
 
     def accept(self, loss: float, grad_norm: float | None) -> None:
-        """Count a healthy step."""
         self._series["loss"].add(loss)
         if grad_norm is not None:
             self._series["grad_norm"].add(grad_norm)

@@ -62,7 +62,6 @@ class Board:
         return frozenset()
 
     def put_text(self, name: str, text: str) -> None:
-        """Put up a text, whole at once."""
         aside = self.folder / f".{name}.{os.getpid()}"
         with suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)

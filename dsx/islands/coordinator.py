@@ -332,7 +332,6 @@ class CoordinatorClient:
         return None if found is None or self._welcome is None else (found, self._welcome[1])
 
     def close(self) -> None:
-        """End the conversation."""
         self._closed.set()
         self._wake.set()
         if self._link is not None:

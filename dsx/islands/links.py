@@ -237,7 +237,6 @@ class Listener:
         self._thread.start()
 
     def close(self) -> None:
-        """End all connections."""
         self._closed.set()
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -249,7 +248,6 @@ class Listener:
 
     @property
     def connected(self) -> int:
-        """Connections at the moment."""
         return len(self._links)
 
     def _accept(self, serve: Callable[[Connection, Header, int], None]) -> None:

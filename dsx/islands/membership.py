@@ -29,7 +29,6 @@ class Membership:
         self._met = False
 
     def comes(self, island: int) -> None:
-        """An island has connected."""
         self._here.add(island)
 
     def goes(self, island: int) -> None:

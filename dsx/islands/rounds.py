@@ -343,7 +343,6 @@ class LedRound:
                 link.send({"kind": "wait"})
 
     def fails(self, island: int, why: str) -> None:
-        """Leave an island out."""
         with self._changed:
             if self._end is None and island in self._heard:
                 self.failed.setdefault(island, why)

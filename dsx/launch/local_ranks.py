@@ -91,7 +91,6 @@ class RankJob:
         return self.folder / f"rank{self.rank}.log"
 
     def read_log(self) -> str:
-        """The same as text."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def work(self) -> Any:

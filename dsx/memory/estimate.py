@@ -84,7 +84,6 @@ class Phase:
 
     @property
     def where(self) -> str:
-        """The place in words."""
         return str(self.place)
 
 
@@ -107,7 +106,6 @@ class Estimate:
 
     @property
     def peak(self) -> Phase:
-        """The highest phase."""
         return max(self.phases, key=lambda phase: phase.peak_bytes)
 
 
@@ -336,7 +334,6 @@ class RunMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """The highest rank's peak."""
         return self.highest.estimate.peak.peak_bytes
 
 

@@ -138,12 +138,10 @@ class TensorForm(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements."""
         return prod(self.shape)
 
     @property
     def size_bytes(self) -> int:
-        """Of all elements."""
         return self.numel * self.width
 
     def __str__(self) -> str:
@@ -296,7 +294,6 @@ class LayerRecord:
         return LayerRecord(**between)
 
     def to_json(self) -> str:
-        """The record as :meth:`from_json` reads it."""
         content = {each.name: getattr(self, each.name) for each in fields(self) if each.compare}
         return json.dumps(content, separators=(",", ":"), default=asdict)
 

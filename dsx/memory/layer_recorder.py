@@ -108,7 +108,6 @@ class LayerRecorder(paper.UncompiledMode):
     # What goes on besides operators
 
     def emit(self, *event: Any) -> None:
-        """Note an event."""
         if self.events is not None and not self._paused:
             self.events.append(event)
 
@@ -122,7 +121,6 @@ class LayerRecorder(paper.UncompiledMode):
             self._paused -= 1
 
     def restart(self) -> None:
-        """Number storages and collectives from 0 again."""
         self._next = self._collectives = 0
 
     @property
@@ -151,12 +149,10 @@ class LayerRecorder(paper.UncompiledMode):
         return number
 
     def enter(self, path: str) -> None:
-        """Note that a module's forward begins."""
         self._path.append(path)
         self._paths.append((torch._C._autograd._get_sequence_nr(), path))  # noqa: SLF001 (no public one)
 
     def leave(self) -> None:
-        """It ends."""
         self._path.pop()
         path = self._path[-1] if self._path else ""
         self._paths.append((torch._C._autograd._get_sequence_nr(), path))  # noqa: SLF001

@@ -54,7 +54,6 @@ class Ledger:
         self._at_peak: dict[Label, int] = {}
 
     def rounded(self, size_bytes: int) -> int:
-        """What a storage of this size takes."""
         return -(-size_bytes // self.rounding_bytes) * self.rounding_bytes
 
     def start(self) -> None:
@@ -84,7 +83,6 @@ class Ledger:
         return storage
 
     def tensor(self, category: str, name: str, numel: int, width: int) -> Tensor:
-        """A flat tensor of ``numel`` elements of ``width`` bytes."""
         return Tensor((numel,), width, Storage(self, Label(category, name), numel * width))
 
     @contextmanager
@@ -229,7 +227,6 @@ class Tensor:
             storage.hold()
 
     def detach(self) -> Tensor:
-        """The same memory."""
         return Tensor(self.shape, self.width, self.storage)
 
     def release(self) -> None:
@@ -314,7 +311,6 @@ class Replay:
         self._losses = 0
 
     def begin(self) -> None:
-        """Before a step."""
         self._seen.clear()
 
     def wants(self, action: Action) -> bool:

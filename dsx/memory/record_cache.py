@@ -62,7 +62,6 @@ class ModelRecords:
         return self.shape.recompute != "none"
 
     def layer(self, index: int, *, divided: bool, hooked: bool) -> LayerRecord:
-        """The record of a layer of the layer list."""
         kind = self._kinds[index]
         is_block = kind == "Block"
         own = self._own(index) if is_block else ()
@@ -112,7 +111,6 @@ class ModelRecords:
 
     @property
     def num_layers(self) -> int:
-        """Of the layer list."""
         return len(self._kinds)
 
     def loss(self) -> LayerRecord | None:

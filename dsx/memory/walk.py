@@ -46,7 +46,6 @@ class RankLayers:
     _own: dict[int, dict[str, Leaf]] = field(default_factory=dict)
 
     def chunk(self, stage: int) -> RecordedChunk:
-        """The layers of a virtual stage, for one micro-batch."""
         ledger, indices = self.states.ledger, self.stages.layers(stage)
         last = self.stages.num_layers - 1
         layers = [
@@ -75,7 +74,6 @@ class RankLayers:
         return self._own[index]
 
     def inputs(self, stage: int) -> Sequence[TensorForm]:
-        """What a virtual stage takes."""
         return self.record(self.stages.layers(stage)[0]).stream
 
     def goes_back(self, stage: int) -> bool:

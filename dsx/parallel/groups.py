@@ -158,7 +158,6 @@ class Grid:
         self._topo = topology or _topology(groups.mesh)
 
     def topology(self) -> ProcessTopology:
-        """The DeepSpeed ProcessTopology of all ranks."""
         return self._topo
 
     def get_data_parallel_group(self) -> ProcessGroup:
@@ -166,11 +165,9 @@ class Grid:
         return self._groups.data
 
     def get_data_parallel_group_ranks(self) -> list[int]:
-        """Global ranks of :meth:`get_data_parallel_group`."""
         return list(self._mesh.group_of(self._groups.rank, *self._mesh.replica_axes))
 
     def get_data_parallel_world_size(self) -> int:
-        """Ranks over which ZeRO partitions."""
         return self._mesh.num_replicas
 
     def get_data_parallel_rank(self) -> int:
@@ -182,11 +179,9 @@ class Grid:
         return self._groups.replica
 
     def get_model_parallel_group(self) -> ProcessGroup:
-        """Group of one model replica, pipe x tensor."""
         return self._groups.model
 
     def get_model_parallel_world_size(self) -> int:
-        """Ranks of one model replica."""
         return self._mesh.num_parts
 
     def get_model_parallel_rank(self) -> int:
@@ -194,15 +189,12 @@ class Grid:
         return self._mesh.part(self._groups.rank)
 
     def get_tensor_model_parallel_group(self) -> ProcessGroup:
-        """Tensor-parallel group."""
         return self._groups.tensor
 
     def get_tensor_model_parallel_world_size(self) -> int:
-        """Tensor-parallel degree."""
         return self._mesh.tp
 
     def get_tensor_model_parallel_rank(self) -> int:
-        """Tensor-parallel coordinate."""
         return self._groups.tp_rank
 
     def get_tensor_model_parallel_src_rank(self) -> int:
@@ -214,15 +206,12 @@ class Grid:
     get_slice_parallel_rank = get_tensor_model_parallel_rank
 
     def get_pipe_parallel_group(self) -> ProcessGroup:
-        """Group of one pipeline."""
         return self._groups.pipe
 
     def get_pipe_parallel_world_size(self) -> int:
-        """Pipeline-parallel degree."""
         return self._mesh.pp
 
     def get_pipe_parallel_rank(self) -> int:
-        """Pipeline coordinate."""
         return self._groups.pp_rank
 
     def get_stage_id(self) -> int:
@@ -234,7 +223,6 @@ class Grid:
     get_pipeline_model_parallel_rank = get_pipe_parallel_rank
 
     def get_global_rank(self) -> int:
-        """Rank over all processes."""
         return self._groups.rank
 
     def stage_to_global(self, stage_id: int, *, data: int | None = None, model: int | None = None) -> int:

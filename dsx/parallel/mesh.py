@@ -135,12 +135,10 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return prod(degree for _, degree in self.axes)
 
     @property
     def pp(self) -> int:
-        """Pipeline-parallel degree."""
         return self.degree("pp")
 
     @property
@@ -150,7 +148,6 @@ class Mesh:
 
     @property
     def tp(self) -> int:
-        """Tensor-parallel degree."""
         return self.degree("tp")
 
     def degree(self, axis: str) -> int:

@@ -80,7 +80,6 @@ class StageMap:
 
     @property
     def num_stages(self) -> int:
-        """Number of virtual stages."""
         return len(self.bounds) - 1
 
     @property
@@ -90,15 +89,12 @@ class StageMap:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers of the whole list."""
         return self.bounds[-1]
 
     def layers(self, stage: int) -> range:
-        """Layers of virtual stage ``stage``."""
         return range(self.bounds[stage], self.bounds[stage + 1])
 
     def stage_of(self, layer: int) -> int:
-        """Virtual stage that holds ``layer``."""
         if not 0 <= layer < self.num_layers:
             raise LayoutError(
                 f"layer {layer}",
@@ -108,7 +104,6 @@ class StageMap:
         return bisect_right(self.bounds, layer) - 1
 
     def rank_of(self, stage: int) -> int:
-        """Pipeline rank that holds virtual stage ``stage``."""
         return rank_of(stage, self.num_ranks, self.placement)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -116,5 +111,4 @@ class StageMap:
         return stages_of(rank, self.num_ranks, self.num_chunks, self.placement)
 
     def layers_of(self, rank: int) -> tuple[int, ...]:
-        """Layers of pipeline rank ``rank``, in order."""
         return tuple(layer for stage in self.stages_of(rank) for layer in self.layers(stage))

@@ -58,7 +58,6 @@ class Choice:
 
     @property
     def figures(self) -> str:
-        """Simulated step, bubble and memory in words."""
         return (
             f"step {1000 * self.cut.step_seconds:.4g} ms, bubble {self.cut.bubble:.1%}, "
             f"activations {amount(self.peak_bytes)} a rank"

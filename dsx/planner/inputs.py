@@ -143,7 +143,6 @@ class PlanInputs(ABC):
         )
 
     def check(self, pinned: PinnedChoices) -> None:
-        """Raise ConfigError for a value that cannot be."""
         for name, value in (("--tensor", pinned.tensor), ("--pipeline", pinned.pipeline)):
             if value is not None and value < 1:
                 raise ConfigError(f"{name} {value}", "not a degree", "use 1 or more")

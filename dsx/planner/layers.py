@@ -68,7 +68,6 @@ class ModelLayers(PlannedLayers):
         )
 
     def _chunk(self, layout: Candidate) -> int:
-        """Tokens whose logits the head makes at a time."""
         if self.chunk_tokens != "auto":
             return self.chunk_tokens or 0
         return auto_chunk(

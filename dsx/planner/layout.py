@@ -93,7 +93,6 @@ class Task:
 
     @property
     def width(self) -> int:
-        """Bytes of a parameter."""
         return WIDTHS[self.machine.precision]
 
     @property
@@ -150,7 +149,6 @@ class Candidate:
         return Program(name=self.schedule)
 
     def micro_batches(self, global_batch: int) -> int:
-        """Micro-batches per step and data-parallel rank."""
         return global_batch // (self.data * self.micro_batch)
 
     @property

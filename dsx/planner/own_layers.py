@@ -144,7 +144,6 @@ class OwnInputs(PlanInputs):
 
 
 def _counts(layout: Candidate, predictor: Predictor) -> list[int]:
-    """Layers of each virtual stage."""
     return [b - a for a, b in pairwise(predictor.stages(layout).bounds)]
 
 

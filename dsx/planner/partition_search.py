@@ -125,7 +125,6 @@ class SimulatedPipeline:
         ).bounds
 
     def costs(self, stages: Sequence[LayerCost]) -> Costs:
-        """Seconds of stages, for the simulator."""
         return action_costs(stages, self.transfer_seconds)
 
     def judge(self, bounds: Bounds) -> LayerCut:

@@ -255,7 +255,6 @@ class Search:
         )
 
     def judge(self, layout: Candidate) -> Ranked | None:
-        """One layout; None if it cannot be run."""
         if not self._can_run(layout):
             return None
         ranked = self._judge(layout, self._time(layout))

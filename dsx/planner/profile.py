@@ -116,7 +116,6 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str, *, name: str = "profile") -> Self:
-        """Read what :meth:`to_json` wrote."""
         try:
             content = json.loads(text)
             if content["version"] != VERSION:

@@ -84,7 +84,6 @@ class LayerBench:
 
     @property
     def costs(self) -> dict[LayerKey, LayerCost]:
-        """Everything measured so far."""
         return {key: cost for key, (cost, _) in self._known.items()}
 
     def output(self, key: LayerKey, spec: Any, inputs: Any) -> Any:
@@ -174,7 +173,6 @@ class _Clock:
 
     @contextmanager
     def lap(self) -> Iterator[None]:
-        """Time what is inside."""
         start = self._mark()
         yield
         self._laps.append((start, self._mark()))

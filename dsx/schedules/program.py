@@ -103,7 +103,6 @@ class Program:
 
     @property
     def placement(self) -> Placement:
-        """How virtual stages lie on ranks."""
         return placement_of(self.name) if self.rows is None else self.rows.placement
 
     @property
@@ -123,7 +122,6 @@ class Program:
         return any(one is two is Op.FORWARD for one, two in pairwise(done))
 
     def build(self, num_ranks: int, num_chunks: int, num_micro_batches: int) -> Schedule:
-        """The schedule's compute actions for this size."""
         if self.rows is None:
             return build(self.name, num_ranks, num_chunks, num_micro_batches, self.options)
         have = (self.rows.num_ranks, self.rows.num_chunks, self.rows.num_micro_batches)

@@ -93,7 +93,6 @@ class Schedule:
         return placements.rank_of(stage, self.num_ranks, self.placement)
 
     def chunk_of(self, stage: int) -> int:
-        """Index of virtual stage ``stage`` among its rank's chunks."""
         return stage // self.num_ranks
 
     def stages_of(self, rank: int) -> tuple[int, ...]:

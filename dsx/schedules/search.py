@@ -141,7 +141,6 @@ class SchedulingProblem:
         return schedule
 
     def fits(self, rows: Rows) -> bool:
-        """Whether no rank keeps more than it may."""
         return all(self.fits_from(0.0, row) for row in rows)
 
     def fits_from(self, live: float, actions: Iterable[int]) -> bool:

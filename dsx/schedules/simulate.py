@@ -78,7 +78,6 @@ class Timeline:
 
     @property
     def busy_seconds(self) -> tuple[float, ...]:
-        """Time spent computing, per rank."""
         return tuple(sum(end - start for _, start, end in row) for row in self.spans)
 
     @property

@@ -257,7 +257,6 @@ class Monitor:
             self._tracker.log(report.step, {**report.metrics(), "train/tokens": self._tokens(report.step)})
 
     def wrote(self, label: str, path: Path) -> None:
-        """Remember something that was written, for the summary."""
         self._written[label] = path
 
     def saved(self, checkpoint: Path, *, background: bool) -> None:

@@ -104,7 +104,6 @@ class StepReport:
 
     @property
     def tokens_per_second(self) -> float:
-        """Throughput of all ranks together."""
         return self.rates.tokens_per_step / self.step_seconds
 
     @property
@@ -185,7 +184,6 @@ class EvaluationReport:
 
     @property
     def perplexity(self) -> float:
-        """``exp(loss)``."""
         try:
             return math.exp(self.loss)
         except OverflowError:
@@ -252,15 +250,12 @@ class Progress:
         self._print((f"{count} | ", "dim"), (loss, style), (f" | {' | '.join(rest)}", ""))
 
     def evaluation(self, report: EvaluationReport) -> None:
-        """Print an evaluation's line."""
         self._print((report.line(), "green"))
 
     def note(self, text: str) -> None:
-        """Print a remark."""
         self._print((text, "dim"))
 
     def warning(self, text: str) -> None:
-        """Print something that the user should look at."""
         who = "" if self._warns_as is None else f"{self._warns_as}: "
         loud = self._warns_as is not None
         self._print(("warning: ", "bold yellow"), (f"{who}{text}", "yellow"), loud=loud)
@@ -420,7 +415,6 @@ class RoundsTotal:
     drift: float | None = None
 
     def add(self, report: OuterReport) -> None:
-        """Count one more."""
         self.counted += bool(report.islands)
         self.missed += not report.islands
         self.sent_bytes += report.sent_bytes

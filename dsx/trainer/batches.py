@@ -87,7 +87,6 @@ class Loading:
         )
 
     def evaluation(self, dataset: Any) -> DataLoader[Any]:
-        """Batches to evaluate on."""
         return self._loader(dataset, self.args.per_device_eval_batch_size, self._evaluation_order)
 
     def _loader(self, dataset: Any, size: int, order: Callable[[Any], Any]) -> DataLoader[Any]:
@@ -155,7 +154,6 @@ class _ByLength(LengthGroupedSampler):  # type: ignore[misc]
         self._seed = seed
 
     def set_epoch(self, number: int) -> None:
-        """Begin epoch ``number``."""
         self.generator = torch.Generator().manual_seed(self._seed + number)
         torch.empty((), dtype=torch.int64).random_(
             generator=self.generator

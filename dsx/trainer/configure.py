@@ -188,7 +188,6 @@ def _folder(name: str) -> str:
 
 
 def _config_of(folder: str) -> PreTrainedConfig:
-    """The config in a model folder."""
     try:
         return AutoConfig.from_pretrained(folder)
     except (*_OF_CONFIGS, OSError) as error:

@@ -259,7 +259,6 @@ class Trainer:
         return self._loading.evaluation(dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
-        """Batches of a data set to predict."""
         return self._loading.evaluation(test_dataset)
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
@@ -748,11 +747,9 @@ class Trainer:
         self.callback_handler.remove_callback(callback)
 
     def is_local_process_zero(self) -> bool:
-        """Whether this is the first rank of its machine."""
         return local_rank() == 0
 
     def is_world_process_zero(self) -> bool:
-        """Whether this is the first rank of all."""
         return (dist.get_rank() if dist.is_initialized() else rank()) == 0
 
     def get_num_trainable_parameters(self) -> int:
@@ -760,7 +757,6 @@ class Trainer:
         return sum(spec.numel for spec in self.config.param_specs if spec.trained)
 
     def get_learning_rates(self) -> list[float]:
-        """The learning rate of each group of the optimizer."""
         return [] if self.optimizer is None else [float(each["lr"]) for each in self.optimizer.param_groups]
 
     def end(self) -> None:

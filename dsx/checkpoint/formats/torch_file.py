@@ -88,7 +88,6 @@ class TensorRef:
 
     @property
     def numel(self) -> int:
-        """Elements."""
         return prod(self.shape)
 
     @property

@@ -44,7 +44,6 @@ class Hole:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensor."""
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 

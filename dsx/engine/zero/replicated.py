@@ -55,7 +55,6 @@ class ReplicatedAdapter(ZeroAdapter):
         optimizer.overflow, optimizer.step = False, MethodType(unless_refused, optimizer)
 
     def before_step(self, refuses: Refuses | None = None) -> None:
-        """Sum ties, then compute the norm and clip."""
         super().before_step(refuses)
         parts = self._final()
         # DeepSpeed asks every optimizer that has it.
@@ -102,7 +101,6 @@ class WidenedAdapter(ReplicatedAdapter):
         optimizer.unscale_and_clip_grads = with_norm_of_all
 
     def before_step(self, refuses: Refuses | None = None) -> None:
-        """Sum ties and compute the norm."""
         ZeroAdapter.before_step(self, refuses)
         self._final()
 

@@ -60,12 +60,10 @@ class StockFiles:
 
     @property
     def shards(self) -> range:
-        """Tensor-parallel ranks."""
         return range(self.mesh.tp)
 
     @property
     def replicas(self) -> range:
-        """Data-parallel ranks."""
         return range(self.mesh.num_replicas)
 
     @property
@@ -89,7 +87,6 @@ class StockFiles:
 
     @property
     def all(self) -> tuple[TorchFile, ...]:
-        """Every file."""
         return (*self.models.values(), *self.optimizers.values(), *self.layers.values())
 
 

@@ -57,12 +57,10 @@ class _Possible:
 
     @property
     def some(self) -> bool:
-        """Whether there is a way."""
         return bool(self._living[0])
 
     @property
     def start(self) -> _Taken:
-        """Nothing named yet."""
         return (0,) * len(self._groups)
 
     def ways(self, at: int, taken: _Taken) -> list[tuple[int | None, _Taken]]:

@@ -190,7 +190,6 @@ class StockPlan:
 
     @property
     def num_stages(self) -> int:
-        """Pipeline stages."""
         return max(1, len(self.layout.bounds) - 1)
 
     def ranks(self) -> tuple[StockPlan, ...]:

@@ -113,7 +113,6 @@ class Files:
         return copy if plan.is_cut(name) else copy * plan.layout.tp + plan.tensor
 
     def entries(self) -> tuple[Entry, ...]:
-        """Every entry with its pieces."""
         return tuple(replace(blank, pieces=tuple(self._pieces[key])) for key, blank in self._blanks.items())
 
 
