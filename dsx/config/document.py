@@ -34,13 +34,7 @@ BEYOND = "a number beyond 1e308, which nothing can hold"
 
 @dataclass(frozen=True, slots=True)
 class Unusable:
-    """A value that no program can use.
-
-    Attributes:
-        path: The key, or the object around a key that cannot be one.
-        what: What is wrong.
-        fix: What to write.
-    """
+    """A value that no program can use."""
 
     path: Path
     what: str

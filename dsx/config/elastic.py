@@ -44,13 +44,6 @@ def lay_out(
     pipeline), or, with a scorer, the shortest predicted step that fits its memory. The micro-batch is the
     largest divisor of the config's that keeps the global batch. The choice depends on the arguments alone, so
     that every rank makes the same choice.
-
-    Args:
-        deepspeed: DeepSpeed's keys, checked.
-        dsx: The block; its ``elastic`` is not None.
-        world_size: Ranks that were started.
-        attempt: Resolves a config for a number of ranks.
-        scorer: Of the cluster that ``dsx.elastic`` names.
     """
     limits = dsx.elastic
     assert limits is not None

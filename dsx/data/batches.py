@@ -79,13 +79,7 @@ class Mixed:
 
 
 class OfIsland:
-    """The samples of one island, numbered from 0, of those that all islands take turns at.
-
-    Args:
-        samples: All of them, by number in the whole job.
-        islands: Which island of which.
-        batch: Samples of an island's optimizer step.
-    """
+    """The samples of one island, numbered from 0, of those that all islands take turns at."""
 
     def __init__(self, samples: Samples, islands: Islands, batch: int) -> None:
         self._samples, self._islands, self._batch = samples, islands, batch

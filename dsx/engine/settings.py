@@ -21,13 +21,7 @@ Config = RunConfig | Mapping[str, Any] | str | Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The settings that :func:`dsx.initialize` makes of a config.
-
-    Attributes:
-        deepspeed: The config for ``deepspeed.initialize``.
-        zero_stage: ZeRO stage.
-        clipping: Largest norm of the whole model's gradient; 0 for none.
-    """
+    """The settings that :func:`dsx.initialize` makes of a config."""
 
     deepspeed: dict[str, Any]
     zero_stage: int

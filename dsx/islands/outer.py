@@ -56,12 +56,7 @@ class OuterRun(Protocol):
 class Outer:
     """Takes an engine's outer steps. Every rank of the island makes one and calls it alike.
 
-    Args:
-        run: The engine.
-        node: This rank's connections.
-        settings: The block ``dsx.outer``.
-        last_step: Number of the last inner step.
-        fingerprint: Says what ranks with the same coordinates must have in common.
+    ``fingerprint`` says what ranks with the same coordinates must have in common.
 
     Attributes:
         state: Common weights and momentum; None before the first step.

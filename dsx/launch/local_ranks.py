@@ -67,16 +67,7 @@ class RankError(Exception):
 
 @dataclass(frozen=True)
 class RankJob:
-    """What one rank is told to do.
-
-    Attributes:
-        rank: Which.
-        world_size: Number of ranks.
-        call: The function and its arguments, pickled.
-        folder: Where the ranks meet and write their output.
-        timeout_seconds: Of the run.
-        environ: The rank's environment, but for what a launcher sets.
-    """
+    """What one rank is told to do."""
 
     rank: int
     world_size: int

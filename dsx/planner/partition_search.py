@@ -71,17 +71,7 @@ class LayerCut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedPipeline:
-    """What a cut is judged by.
-
-    Attributes:
-        layers: Measured costs of the layer list.
-        program: The schedule.
-        num_ranks: Pipeline degree.
-        num_chunks: Virtual stages per rank.
-        num_micro_batches: Micro-batches per step.
-        transfer_seconds: Time of one transfer between ranks.
-        most_bytes: Most activation memory of a rank; None for any.
-    """
+    """What a cut is judged by."""
 
     layers: Sequence[LayerCost]
     program: Program

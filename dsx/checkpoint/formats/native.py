@@ -454,13 +454,7 @@ def file_order(blocks: Iterable[StoredBlock]) -> list[StoredBlock]:
 
 
 def blocks_of(layout: Layout, rank: int, wanted: Mapping[str, Sequence[Entry]]) -> list[StoredBlock]:
-    """What ``rank`` writes, in the order of its file.
-
-    Args:
-        layout: The layout.
-        rank: The rank.
-        wanted: The entries (without pieces) of every parameter, by name.
-    """
+    """What ``rank`` writes, in the order of its file; entries of ``wanted`` have no pieces yet."""
     mesh, at = layout.mesh, layout.mesh.at(rank)
     numbers = {spec.name: number for number, spec in enumerate(layout.params)}
     found = []

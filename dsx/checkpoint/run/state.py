@@ -390,13 +390,7 @@ def _frozen(run: CheckpointedRun) -> frozenset[str]:
 def require_same_model(
     catalog: Catalog, here: Mapping[str, tuple[int, ...]], left_out: Sequence[ParamSpec] = ()
 ) -> None:
-    """Raise CheckpointError unless a run's parameters, by name and shape, are those of the checkpoint.
-
-    Args:
-        catalog: The checkpoint.
-        here: Parameters that the run's own checkpoints hold.
-        left_out: Parameters that they leave out, which the run has frozen.
-    """
+    """Raise CheckpointError unless a run's parameters, by name and shape, are those of the checkpoint."""
     saved = {entry.name: entry.shape for entry in catalog.entries if entry.role != "buffer"}
     thawed = next((spec.name for spec in left_out if spec.name in saved), None)
     missing = next((name for name in sorted(here) if name not in saved), None)

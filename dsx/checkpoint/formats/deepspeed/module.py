@@ -161,12 +161,7 @@ class Module:
 
 
 def modules_of(files: StockFiles, ties: Ties | None = None) -> dict[int, Module]:
-    """The model's tensors by model-parallel rank. A pipeline's layers are all listed at its first stage.
-
-    Args:
-        files: The checkpoint.
-        ties: A pipeline's tied modules, where the user says which there are.
-    """
+    """The model's tensors by model-parallel rank. A pipeline's layers are all listed at its first stage."""
     if files.layers:
         tied = tied_layers(files, ties)
         return {rank: _pipeline(files, rank, tied) for rank in files.ranks}

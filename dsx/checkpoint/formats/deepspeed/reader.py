@@ -63,14 +63,7 @@ def facts_of(
     canonical: Mapping[str, str],
     common: TorchFile | None = None,
 ) -> dict[str, Any]:
-    """The facts of a checkpoint; what is no plain data is named under ``left_behind``.
-
-    Args:
-        files: The checkpoint.
-        states: Optimizer state by model-parallel rank.
-        canonical: Canonical name of every tensor's other names.
-        common: The universal format's file of what all parameters have in common.
-    """
+    """The facts of a checkpoint; what is no plain data is named under ``left_behind``."""
     file, first = files.models[0, 0], files.first
     left = _unused(first)
     config = config_of(first)

@@ -423,13 +423,7 @@ def _renamed_number(value: Any, names_of: Callable[[str], Sequence[str]]) -> Any
 
 
 def renamed(facts: Mapping[str, Any], names_of: Callable[[str], Sequence[str]], where: str) -> dict[str, Any]:
-    """Facts with the optimizer's groups under other names.
-
-    Args:
-        facts: As in :class:`~dsx.checkpoint.catalog.Catalog`.
-        names_of: The new names of the parts of an old one.
-        where: The checkpoint, for messages.
-    """
+    """Facts with the optimizer's groups under other names."""
     groups = []
     seen: dict[str, int] = {}
     for place, group in enumerate(facts.get("param_groups") or ()):

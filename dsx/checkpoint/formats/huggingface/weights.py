@@ -189,12 +189,6 @@ def finish_adapter(
     """Complete an export of an adapter, as :func:`finish` does one of a model.
 
     The result loads with ``PeftModel.from_pretrained(model, folder)``.
-
-    Args:
-        folder: As given to :func:`write_shard`.
-        settings: Content of its ``adapter_config.json``.
-        files: As for :func:`finish`.
-        specs: What is trained, under the names of PEFT's files.
     """
     folder = Path(folder)
     check_absent(folder)
