@@ -41,13 +41,11 @@ def decided(block: Mapping[str, Any]) -> Iterator[ConfigError]:
                 yield ConfigError(where, f"dsx.Trainer takes it from {decider}", "remove it")
     for part, decider in _WHOLE.items():
         if part in block:
-            where = KeyPlace(at(f"dsx.{part}", block[part]), ("dsx", part), block[part])
+            where = at(f"dsx.{part}", block[part])
             yield ConfigError(where, f"dsx.Trainer takes it from {decider}", "remove it")
     if block.get("outer") is not None:
-        where = KeyPlace(at("dsx.outer", block["outer"]), ("dsx", "outer"), block["outer"])
-        yield ConfigError(
-            where, "dsx.Trainer trains one job, no islands", "use a recipe, e.g. recipes/finetune.py"
-        )
+        what, fix = "dsx.Trainer trains one job, no islands", "use a recipe, e.g. recipes/finetune.py"
+        yield ConfigError(at("dsx.outer", block["outer"]), what, fix)
     faults = block.get("faults")
     for key, value in faults.items() if isinstance(faults, dict) else ():
         if value == "roll_back":

@@ -390,9 +390,6 @@ class Inbox:
 
         Args:
             signature: What it will be. None waits for its header, which says so; the sender must send one.
-
-        Returns:
-            The signature.
         """
         if signature is None:
             header = torch.empty(HEADER_NUMEL, dtype=torch.int64, device=self.device)

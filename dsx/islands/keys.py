@@ -29,9 +29,6 @@ def write_keys(folder: Path, count: int) -> list[Path]:
         folder: Is made. ``ca.pem`` in it is for every site, ``island0.pem`` and so on are secret.
         count: How many islands there are.
 
-    Returns:
-        The files.
-
     Raises:
         DataError: There are keys in the folder already, or it cannot be written.
     """

@@ -28,15 +28,8 @@ _ANEW = 'measure anew (dsx.profile = "measure")'
 class Conditions:
     """The conditions of a profile, under which alone its figures mean something.
 
-    Attributes:
-        model: :func:`digest` of the architecture, or any name for a layer list of one's own.
-        micro_batch_size: Sequences (samples) per micro-batch.
-        sequence_length: Tokens per sequence; 0 where there is no such thing.
-        tensor: Tensor-parallel degree.
-        sequence_parallel: Whether activations between layers are cut along the sequence.
-        precision: Dtype of the computation.
-        device: The accelerator's name.
-        dsx: Version of dsx.
+    ``model`` is the :func:`digest` of the architecture, or any name for a layer list of one's own, whose
+    ``sequence_length`` is 0 where there is no such thing.
     """
 
     model: str

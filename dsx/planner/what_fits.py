@@ -29,7 +29,6 @@ class Saving:
 
     Attributes:
         words: The changes in a few words.
-
         fields: Of the :class:`~dsx.planner.layout.Candidate`, with their new values.
         degrees: New degrees, by axis.
         more: Further settings of the config.

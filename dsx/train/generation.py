@@ -81,9 +81,6 @@ def load_transformers(
         trust_remote_code: Run Python code that comes with the model's folder or the tokenizer. Without it
             what needs such code is refused; nobody is asked.
 
-    Returns:
-        The model, in evaluation mode on ``device``, and the tokenizer.
-
     Raises:
         CheckpointError: Nothing that can be read there, tensors that are not the config's model's, or a model
             that needs code which is not trusted.

@@ -341,9 +341,6 @@ def export_hf(
         config: The Hugging Face config to write; that of the dsx config by default, which the engine knows
             if :func:`dsx.initialize` was given it.
 
-    Returns:
-        The folder.
-
     Raises:
         CheckpointError: The folder cannot be written.
         ModelError: The layers are not dsx's own, or there is no Hugging Face config.
