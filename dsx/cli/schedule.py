@@ -45,12 +45,7 @@ def _ranked_text(
     style: str,
     draw: Callable[..., str | bytes],
 ) -> str | bytes:
-    """The ranking as a table or JSON; in other styles the chosen schedule, drawn with its measured costs.
-
-    Raises:
-        ConfigError: The profile cannot be read.
-        ScheduleError: Nothing can be chosen.
-    """
+    """The ranking as a table or JSON; in other styles the chosen schedule, drawn with its measured costs."""
     profile = Profile.from_json(text_of(file, f"--profile {file}", "give a profile.json"), name=str(file))
     space = replace(space, recompute=tuple(profile.layers))
     ranking = choose(profile, num_ranks=sizes[0], num_micro_batches=sizes[1], space=space)

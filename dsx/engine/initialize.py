@@ -203,9 +203,6 @@ def require_drives(lr_scheduler: Any, optimizer: Any) -> None:
     Args:
         lr_scheduler: The schedule as it was made. One that does not name its optimizer passes.
         optimizer: The optimizer that trains, inside of DeepSpeed's wrapper; None if nothing trains.
-
-    Raises:
-        ConfigError: It is another optimizer's, or wants a metric.
     """
     _require_no_metric(lr_scheduler)
     own = getattr(lr_scheduler, "optimizer", None)

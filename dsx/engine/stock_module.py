@@ -295,9 +295,6 @@ def require_kept(kind: type, base: type, stock: type, taken: Sequence[str] | set
         base: dsx's class.
         stock: Stock DeepSpeed's class of the same name.
         taken: Names that may be overridden; names with two underscores always may.
-
-    Raises:
-        ModelError: It overrides another name of ``stock``.
     """
     for each in kind.mro()[: kind.mro().index(base) + 1]:
         for name, value in vars(each).items():
@@ -319,9 +316,6 @@ def require_engine_unpatched(num_stages: int, stage_id: int, micro_batches: int)
     """Refuse what a program has changed of how stock's engine runs a step.
 
     Patched schedules pass if they compute in stock's order: when transfers and data are due is dsx's own.
-
-    Raises:
-        ModelError: Names the class or module, and what has been assigned to it.
     """
     _refuse("deepspeed.runtime.pipe.engine.PipelineEngine", _changed(stock_pipe_engine.PipelineEngine))
     table = stock_pipe_engine.PipelineEngine._INSTRUCTION_MAP  # noqa: SLF001

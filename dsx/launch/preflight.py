@@ -42,9 +42,6 @@ def check_machines(config: RunConfig, peers: Sequence[Peer], rank: int) -> None:
     note there for the others to find, and each of the others one for rank 0. Versions of dsx, torch,
     DeepSpeed and Python and the resolved config must be the same. Clocks and free space are warned of, on
     rank 0's console.
-
-    Raises:
-        RunError: On every rank: which machine differs, in what, and the fix.
     """
     leaders = {peer.machine: peer.rank for peer in reversed(peers)}
     if len(leaders) < 2:

@@ -152,11 +152,7 @@ def _savings(config: RunConfig) -> Iterator[Saving]:
 
 
 def _items(saving: Saving, config: RunConfig) -> tuple[str, ...]:
-    """As ``--set`` takes them, with all three batch keys where they change.
-
-    Raises:
-        LayoutError: The degrees do not divide the ranks, or the batch not by what they leave.
-    """
+    """As ``--set`` takes them, with all three batch keys where they change."""
     now, batch = layout_of(config), config.global_batch_size
     kept = {axis.name: now.mesh.degree(axis.name) for axis in AXES if axis.divides != "samples"}
     mesh = Mesh.over(config.mesh.size, **kept | dict(saving.degrees))

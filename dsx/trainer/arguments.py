@@ -310,11 +310,7 @@ def refuse_means_by_rank(args: Any, shares: int) -> None:
 
 
 def require_called(kind: type, ours: type) -> None:
-    """Refuse a subclass of ``ours`` whose overrides are never called, or called with other arguments.
-
-    Raises:
-        ModelError: Names one.
-    """
+    """Refuse a subclass of ``ours`` whose overrides are never called, or called with other arguments."""
     added = {name for each in kind.__mro__ if each not in ours.__mro__ for name in vars(each)}
     for name in sorted(added):
         why = NOT_THERE.get(name)

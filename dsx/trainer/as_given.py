@@ -37,11 +37,7 @@ _FIX = "say it in the config before the model is made, or give the model's folde
 
 
 def require_no_code_of_its_own(model: nn.Module, where: str) -> None:
-    """Refuse hooks, and methods that were put in the place of a class's, on modules or tensors of a model.
-
-    Raises:
-        ModelError: Names the module or tensor.
-    """
+    """Refuse hooks, and methods that were put in the place of a class's, on modules or tensors of a model."""
     for path, module in model.named_modules():
         hooks = chain.from_iterable(getattr(module, kind).values() for kind in _HOOKS)
         own = [name for name, value in vars(module).items() if _replaces_method(module, name, value)]
@@ -70,11 +66,7 @@ def _is_foreign(hook: Any) -> bool:
 
 
 def require_classes_own_code(made: nn.Module, where: str) -> None:
-    """Refuse classes whose forward is not the library's any more: dsx's own layers would not have it.
-
-    Raises:
-        ModelError: Names the class.
-    """
+    """Refuse classes whose forward is not the library's any more: dsx's own layers would not have it."""
     for kind, module in {type(each): each for each in made.modules()}.items():
         source = str(getattr(module.forward, "__module__", ""))
         if not source.startswith(("transformers.", "torch.", "peft.")):
@@ -92,9 +84,6 @@ def require_as_made(model: PreTrainedModel, made: nn.Module, where: str) -> None
         model: The model as it was given, or PEFT's around it.
         made: Another of the same config, its parameters on the meta device and its buffers with values.
         where: What begins an error.
-
-    Raises:
-        ModelError: Names the first difference.
     """
     for path, what in _differences(model, made):
         raise ModelError(f"{where}: {path}", f"{what}, and dsx makes its layers of the config", _FIX)

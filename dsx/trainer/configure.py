@@ -401,11 +401,7 @@ def _frozen(given: GivenModel) -> list[str]:
 
 
 def require_trained_as_given(pipeline: nn.Module, given: GivenModel) -> None:
-    """Refuse parameters that would be trained though the given model freezes them.
-
-    Raises:
-        ModelError: Names one. Names in a model and in its files differ, or one tensor here is several there.
-    """
+    """Refuse parameters that would be trained though the given model freezes them."""
     if given.whole is None or given.adapter is not None:
         return
     held = dict(given.whole.named_parameters(remove_duplicate=False))
@@ -501,11 +497,7 @@ def schedule(args: TrainingArguments, steps: int, optimizer: Any) -> Any:
 
 
 def require_schedule(args: TrainingArguments, steps: int) -> None:
-    """Refuse lr_scheduler_kwargs that the schedule does not take, before weights are read.
-
-    Raises:
-        ConfigError: Says what it does not take.
-    """
+    """Refuse lr_scheduler_kwargs that the schedule does not take, before weights are read."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=args.learning_rate)
     try:
         schedule(args, steps, optimizer)
