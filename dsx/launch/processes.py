@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
 from dsx.errors import ConfigError, DsxError
 from dsx.fault_tolerance.waits import clock, named
@@ -39,7 +38,8 @@ if TYPE_CHECKING:
 _LOOK_SECONDS = 1.0
 _ASK_SECONDS = 0.05
 _FAREWELL_SECONDS = 60.0
-_PATIENCE_SECONDS = 60.0
+_PATIENCE_SECONDS = 5.0
+_FAR_PATIENCE_SECONDS = 60.0
 
 _ROUND = "dsx/round"
 _DONE = "dsx/done"
@@ -61,14 +61,18 @@ def meet(timeout: timedelta) -> tuple[Any, int, int]:
     if missing:
         fix = "start it under torchrun or deepspeed, which set all of it; or unset WORLD_SIZE for one rank"
         raise ConfigError("WORLD_SIZE", f"it is set without {', '.join(missing)}", fix)
-    _await_listener(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    place, size = rank(), int(os.environ["WORLD_SIZE"])
+    _await_listener(address, port, timeout)
+    leads = place == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        store, place, size = next(rendezvous("env://", timeout=timeout))
+        # Not torch's rendezvous: on rank 0 it waits for the others without a word.
+        store = dist.TCPStore(address, port, size, leads, timeout, wait_for_workers=False, multi_tenant=True)
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
         raise ConfigError(
-            f"port {os.environ['MASTER_PORT']}, where the ranks are to meet",
+            f"port {port}, where the ranks are to meet",
             "another program listens there, perhaps another run",
             "give this run a port of its own: deepspeed --master_port 29501, or torchrun --master_port 29501",
         ) from None
@@ -90,39 +94,38 @@ def _call(store: Any, size: int) -> str:
 
 def _await_all(store: Any, greetings: list[str]) -> None:
     """Wait for every rank, and say now and then which have not come: one that died cannot say so."""
-    began = time.time()
-    deadline, patience = time.monotonic() + store.timeout.total_seconds(), _PATIENCE_SECONDS
-    while True:
-        left = deadline - time.monotonic()
-        try:
-            store.wait(greetings, timedelta(seconds=max(_ASK_SECONDS, min(left, patience))))
-        except dist.DistStoreError:
-            if left <= patience:
-                raise
-        else:
-            return
-        missing = named([place for place, key in enumerate(greetings, 1) if not store.check([key])])
-        sys.stderr.write(
-            f"[rank 0 on {socket.gethostname()}] waits for {missing} since {clock(began)}: to be started, or "
-            "to read the data; if they have failed, their own machine's console says why\n"
-        )
-        patience *= 2
+    began, patience = time.time(), _PATIENCE_SECONDS
+    while not store.check(greetings):  # not store.wait: torch warns, in two lines, of each that ends in vain
+        waited = time.time() - began
+        if waited > store.timeout.total_seconds():
+            raise TimeoutError("rank 0 has waited too long for the others")
+        if waited > patience:
+            missing = named([place for place, key in enumerate(greetings, 1) if not store.check([key])])
+            _say_waiting(missing, began, "if they have failed, their own machine's console says why")
+            patience *= 2
+        time.sleep(_ASK_SECONDS)
+
+
+def _say_waiting(missing: str, began: float, hint: str) -> None:
+    why = f"to be started, or to read the data; {hint}"
+    sys.stderr.write(
+        f"[rank {rank()} on {socket.gethostname()}] waits for {missing} since {clock(began)}: {why}\n"
+    )
 
 
 def _answer(store: Any, place: int, timeout: timedelta) -> str:
     """On another rank: greet whichever start is called, until rank 0 has repeated the greeting."""
     own = secrets.token_hex(8)
-    deadline = time.monotonic() + timeout.total_seconds()
+    deadline, pause = time.monotonic() + timeout.total_seconds(), _ASK_SECONDS
     while time.monotonic() < deadline:
         word = str(store.get(_ROUND).decode())
         store.set(_greeting(word, place), own)
-        try:
-            store.wait([f"{word}/heard"], timedelta(seconds=_LOOK_SECONDS))
-        except dist.DistStoreError:
-            continue  # the others are not all there yet, or never will be: a start that failed
-        if json.loads(store.get(f"{word}/heard"))[place] == own:
+        # The others are not all there yet; or never will be, and a new start's word is still to come.
+        heard = f"{word}/heard"
+        if store.check([heard]) and json.loads(store.get(heard))[place] == own:
             return word
-        time.sleep(_ASK_SECONDS)  # an earlier start's word: the new one is still to come
+        time.sleep(pause)
+        pause = min(2 * pause, _LOOK_SECONDS)
     raise TimeoutError(f"rank {place} has not met rank 0")
 
 
@@ -132,10 +135,14 @@ def _greeting(word: str, place: int) -> str:
 
 def _await_listener(address: str, port: int, timeout: timedelta) -> None:
     """Wait until rank 0, or torchrun, listens: torch itself soon looks only once a minute."""
+    began, patience = time.time(), _FAR_PATIENCE_SECONDS
     deadline = time.monotonic() + timeout.total_seconds()
     while rank() != 0 and time.monotonic() < deadline:
         with suppress(OSError), socket.create_connection((address, port), timeout=_LOOK_SECONDS):
             return
+        if local_rank() == 0 and time.time() - began > patience:
+            _say_waiting("rank 0", began, f"nothing answers at {address}, port {port}")
+            patience *= 2
         time.sleep(_LOOK_SECONDS)
 
 
@@ -250,7 +257,8 @@ def _join_world(
         return store
     if dist.is_initialized():
         # A group of all islands, which is of no use to any one of them.
-        place, size, store = dist.get_rank(), dist.get_world_size(), _default_store()
+        place, size = dist.get_rank(), dist.get_world_size()
+        store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public name for it
         dist.destroy_process_group()
     else:
         store, place, size = meet(start_timeout)
@@ -275,11 +283,6 @@ def _in_island(islands: Islands, place: int, size: int) -> tuple[int, int]:
     rank_in_island = place % islands.ranks
     os.environ.update(RANK=str(rank_in_island), WORLD_SIZE=str(islands.ranks))
     return rank_in_island, islands.ranks
-
-
-def _default_store() -> Any:
-    """The store of the default process group."""
-    return dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public name for it
 
 
 @contextmanager

@@ -86,6 +86,24 @@ def test_rank_0_says_who_has_not_come(monkeypatch, capfd):
     assert words[0] == words[1]
 
 
+def test_a_rank_that_meets_nobody_says_so(monkeypatch, capfd):
+    """Under DeepSpeed's launcher, whose ssh to the other machine failed, or has a firewall before it."""
+    monkeypatch.setattr(processes, "_PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(processes, "_FAR_PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(processes, "_LOOK_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    told = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "LOCAL_RANK": "0"}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(TimeoutError):
+        processes.meet(timedelta(seconds=1))
+    assert "waits for ranks 1, 2 since" in capfd.readouterr().err
+    monkeypatch.setenv("RANK", "2")
+    processes._await_listener("127.0.0.1", port, timedelta(seconds=1))
+    assert f"nothing answers at 127.0.0.1, port {port}" in capfd.readouterr().err
+
+
 def test_one_of_several_that_no_launcher_of_ours_has_started_does_not_train_alone(monkeypatch):
     for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
