@@ -213,7 +213,7 @@ def execute(
         try:
             run.work(workers)
             checked = reader.check_rest(job.source for job in plan.jobs)
-            # An open file is read to its end though its name is another's: it may be two checkpoints.
+            # An open file is read to its end though its name is another's by then: two checkpoints in one.
             now = _stamps(source)
             changed = next((file for file in before if before[file] != now[file]), None)
             if changed is not None:

@@ -92,16 +92,12 @@ def _told(error: DsxError, keys: Sequence[str]) -> DsxError:
 
 
 def _is_about(error: DsxError, key: str) -> bool:
-    if _begins(error.path, key):
+    parts = key.split(".")
+    if [str(part) for part in error.path[: len(parts)]] == parts:
         return True
     # A model's own keys are told by their names in its config.json.
     names = [key, key.removeprefix(_MODEL)] if key.startswith(_MODEL) else [key]
     return any(re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", error.where) for name in names)
-
-
-def _begins(path: Sequence[str | int], key: str) -> bool:
-    parts = key.split(".")
-    return [str(part) for part in path[: len(parts)]] == parts
 
 
 def explain(

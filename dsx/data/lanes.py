@@ -183,16 +183,13 @@ class LaneReader:
             batch.append((place, text))
             length += len(text)
             if length >= wanted:
-                yield self._ids(batch)
+                tokenizer = self._source.tokenizer
+                encoded: list[TokenIds] = tokenizer.encode([text for _, text in batch])
+                yield [
+                    (place, np.append(ids, tokenizer.end_id).astype(self._dtype))
+                    for (place, _), ids in zip(batch, encoded, strict=True)
+                ]
                 batch, length, wanted = [], 0, min(2 * wanted, _MOST_CHARACTERS)
-
-    def _ids(self, batch: list[tuple[StreamPlace, str]]) -> list[tuple[StreamPlace, npt.NDArray[Any]]]:
-        tokenizer = self._source.tokenizer
-        encoded: list[TokenIds] = tokenizer.encode([text for _, text in batch])
-        return [
-            (place, np.append(ids, tokenizer.end_id).astype(self._dtype))
-            for (place, _), ids in zip(batch, encoded, strict=True)
-        ]
 
     def _documents(self) -> Iterator[tuple[StreamPlace, str]]:
         turn, at, offset = self._begun.turn, self._begun.unit, self._begun.offset

@@ -27,7 +27,7 @@ def builds_said(waiting: Waiting) -> Iterator[None]:
         for lock in extension_locks(folder) if local_rank() == 0 else ():
             if lock.path.parent.name == name and lock.builder is None:
                 sys.stderr.write(f"warning: {lock.text()}\n")
-        # Whether an operator has been compiled: torch then looks whether it is still up to date, in a second
+        # It has been compiled: torch looks whether it is still up to date, in a second.
         if any(True for place in ("", "*/") for _ in folder.glob(f"{place}{name}/{name}.so")):
             return build(builder, *given, **named)
         with waiting.instead(f"compiling DeepSpeed's {name}, once on this machine, a minute or two"):

@@ -386,7 +386,7 @@ def load_compilers_late() -> None:
     Where transformers has been imported, which loads ``torch._dynamo``, the inductor is still spared.
     """
     sys.modules.setdefault(_DYNAMO, LateDynamo())
-    # Import DeepSpeed's Muon so that what it compiles is compiled at its first call
+    # DeepSpeed's Muon is imported so that what it compiles is compiled at its first call.
     from deepspeed.runtime import compiler
 
     now = compiler.compile

@@ -140,7 +140,12 @@ def estimate(
             kept += _quantized(quantized, job, ledger)
         phases.append(_phase(name, ledger, ""))
     if job.built_width is not None:
-        phases[0] = _built_whole(states, job.built_width, sum(storage.size_bytes for storage in kept))
+        # All parameters and buffers, before DeepSpeed converts and cuts the parameters.
+        buffer_bytes = sum(storage.size_bytes for storage in kept)
+        size = sum(states.ledger.rounded(leaf.numel * job.built_width) for leaf in states.leaves.values())
+        lines = [(Label("parameters", "parameter"), size)]
+        lines += [(_BUFFERS, buffer_bytes)] if buffer_bytes else []
+        phases[0] = Phase(name="build", peak_bytes=size + buffer_bytes, lines=tuple(lines), place="")
     kept += _kept(walk.layers, at["pp"])
     islands = job.islands and IslandMemory(job.islands, states, unified=job.device == "cpu")
     for step in range(STEPS):
@@ -186,14 +191,6 @@ class _Watch:
 
 def _phase(name: str, ledger: Ledger, place: Action | str) -> Phase:
     return Phase(name=name, peak_bytes=ledger.peak_bytes, lines=_sorted(ledger.at_peak), place=place)
-
-
-def _built_whole(states: States, width: int, buffer_bytes: int) -> Phase:
-    """All parameters and buffers, before DeepSpeed converts and cuts the parameters."""
-    size = sum(states.ledger.rounded(leaf.numel * width) for leaf in states.leaves.values())
-    lines = [(Label("parameters", "parameter"), size)]
-    lines += [(_BUFFERS, buffer_bytes)] if buffer_bytes else []
-    return Phase(name="build", peak_bytes=size + buffer_bytes, lines=tuple(lines), place="")
 
 
 _BUFFERS = Label("parameters", "buffers")

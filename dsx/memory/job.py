@@ -54,7 +54,7 @@ def offload_of(
             "remove it for the estimate",
         )
     if zero.get("stage") in (1, 2):
-        # Refuse settings that differ where, at ZeRO-1 and 2, DeepSpeed itself reduces what goes to the host
+        # At ZeRO-1 and 2 DeepSpeed itself reduces what goes to the host, and these settings change how.
         for key in ("reduce_scatter", "use_multi_rank_bucket_allreduce"):
             if zero.get(key, True) is False:
                 raise ConfigError(

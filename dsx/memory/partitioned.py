@@ -388,7 +388,7 @@ class PartitionedOffload(Bucketed):
     def step(self) -> None:
         """Send the last gradients to the host, where the update runs."""
         if self.plan.stage == 1:
-            # reduce_gradients, called as the step begins
+            # DeepSpeed's reduce_gradients, called as the step begins.
             self.over = False
             for leaf in self.order:
                 gradient = self.take(leaf)

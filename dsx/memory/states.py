@@ -482,7 +482,7 @@ class Flat(States):
             free(*casts)
             self.drop_gradients()
             if self.replicated:
-                # Where a copy of a tied weight does not count (runtime/utils.py, get_flattened_grad_norm)
+                # A copy of a tied weight does not count (runtime/utils.py, get_flattened_grad_norm).
                 kind = "temporaries", "mask of the norm", self._total
                 marks, sums, mask = (self.new(*kind, width) for width in (4, 4, 1))
                 free(marks, sums)

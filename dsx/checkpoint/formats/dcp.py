@@ -84,7 +84,13 @@ def catalog_of(root: Path, *, objects: bool = True) -> Catalog:
     index = _Index.read(root)
     shapes = {_name_of(index.paths[flat]): about[0] for flat, about in index.tensors.items()}
     found = _Found({name: shape for (name, state), shape in shapes.items() if state == "weight"})
-    others = _other_names(index)
+    # Weights that lie where another does, and which: a tied one's names, after the optimizer's or first.
+    trained = {name for name, state in map(_name_of, index.paths.values()) if state != "weight"}
+    weights = [flat for flat in index.tensors if _name_of(index.paths[flat])[1] == "weight"]
+    weights.sort(key=lambda flat: _name_of(index.paths[flat])[0] not in trained)
+    places = {flat: frozenset(index.tensors[flat][2]) for flat in weights}
+    homes = {place: flat for flat, place in reversed(places.items()) if place}
+    others = {flat: homes[place] for flat, place in places.items() if homes.get(place, flat) != flat}
     for name, about in index.tensors.items():
         if name not in others:
             _take(root, index, name, about, found)
@@ -110,16 +116,6 @@ def catalog_of(root: Path, *, objects: bool = True) -> Catalog:
         specs=tuple(spec for spec in specs if spec.name in names),
         checksums=tuple(found.checksums),
     )
-
-
-def _other_names(index: _Index) -> dict[str, str]:
-    """Weights that lie where another does, and which: a tied one's names, after the optimizer's or first."""
-    trained = {name for name, state in map(_name_of, index.paths.values()) if state != "weight"}
-    weights = [flat for flat in index.tensors if _name_of(index.paths[flat])[1] == "weight"]
-    weights.sort(key=lambda flat: _name_of(index.paths[flat])[0] not in trained)
-    places = {flat: frozenset(index.tensors[flat][2]) for flat in weights}
-    homes = {place: flat for flat, place in reversed(places.items()) if place}
-    return {flat: homes[place] for flat, place in places.items() if homes.get(place, flat) != flat}
 
 
 @dataclass(slots=True)

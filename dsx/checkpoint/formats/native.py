@@ -356,13 +356,22 @@ def target_of(
         Skeleton(file=random_file(rank), num_bytes=len(data), parts=((0, data),))
         for rank, data in random.items()
     ]
+    dtypes = [states[0].dtype for states in wanted.values() if states[0].role != "buffer"]
+    names = {dtype: precision for precision, dtype in PRECISIONS.items()}
+    told = {k: v for k, v in source.facts.items() if k not in ("left_behind", "random_files")}
     catalog = Catalog(
         root=root,
         format=FORMAT_NAME,
         entries=tuple(
             replace(entry, pieces=tuple(pieces[entry.key])) for states in wanted.values() for entry in states
         ),
-        facts=_facts(source, layout, wanted, random),
+        facts={
+            **told,
+            "versions": {**source.facts.get("versions", {}), "dsx": metadata.version("dsx")},
+            **layout_facts(layout.mesh, layout.stages, layout.zero_stage),
+            "precision": names.get(dtypes[0], dtypes[0]) if dtypes else "fp32",
+            **({"random_files": {rank: random_file(rank) for rank in random}} if random else {}),
+        },
         specs=tuple(spec for spec in layout.params if not spec.is_guess),
         tile_elements=source.tile_elements or TILE_ELEMENTS,
     )
@@ -518,21 +527,6 @@ def _states(spec: ParamSpec, held: Mapping[str, Entry], default: str, *, forced:
         yield replace(blank, state="master", dtype="float32")
     for entry in moments:
         yield replace(blank, state=entry.state, dtype=entry.dtype)
-
-
-def _facts(
-    source: Catalog, layout: Layout, wanted: Mapping[str, Sequence[Entry]], random: Mapping[str, bytes]
-) -> dict[str, Any]:
-    dtypes = [states[0].dtype for states in wanted.values() if states[0].role != "buffer"]
-    names = {dtype: precision for precision, dtype in PRECISIONS.items()}
-    told = {k: v for k, v in source.facts.items() if k not in ("left_behind", "random_files")}
-    return {
-        **told,
-        "versions": {**source.facts.get("versions", {}), "dsx": metadata.version("dsx")},
-        **layout_facts(layout.mesh, layout.stages, layout.zero_stage),
-        "precision": names.get(dtypes[0], dtypes[0]) if dtypes else "fp32",
-        **({"random_files": {rank: random_file(rank) for rank in random}} if random else {}),
-    }
 
 
 def layout_facts(mesh: Mesh, stages: StageMap, zero_stage: int) -> dict[str, Any]:

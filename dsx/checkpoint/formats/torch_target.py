@@ -133,7 +133,14 @@ class _Pickler:
 
     def _object(self, value: Any) -> bytes:
         if isinstance(value, Hole):
-            return self._tensor(value)
+            key = self._keys.setdefault(id(value), len(self.holes))
+            if key == len(self.holes):
+                self.holes.append(value)
+            kind = Global("torch", str(_STORAGE_CLASS[value.dtype]))
+            storage = self.of(("storage", kind, str(key), "cpu", prod(value.shape))) + b"Q"
+            rest = (0, value.shape, contiguous(value.shape), False, Ordered({}))
+            args = b"(" + storage + b"".join(map(self.of, rest)) + b"t"
+            return self.of(Global("torch._utils", "_rebuild_tensor_v2")) + args + b"R"
         if isinstance(value, bytes):
             return self.of(Call(Global("_codecs", "encode"), (value.decode("latin-1"), "latin1")))
         if isinstance(value, Global):
@@ -158,17 +165,6 @@ class _Pickler:
             return b"J" + struct.pack("<i", value)
         data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
         return b"\x8a" + bytes([len(data)]) + data
-
-    def _tensor(self, hole: Hole) -> bytes:
-        """``torch._utils._rebuild_tensor_v2(storage, 0, shape, strides, False, OrderedDict())``."""
-        key = self._keys.setdefault(id(hole), len(self.holes))
-        if key == len(self.holes):
-            self.holes.append(hole)
-        kind = Global("torch", str(_STORAGE_CLASS[hole.dtype]))
-        storage = self.of(("storage", kind, str(key), "cpu", prod(hole.shape))) + b"Q"
-        rest = (0, hole.shape, contiguous(hole.shape), False, Ordered({}))
-        args = b"(" + storage + b"".join(map(self.of, rest)) + b"t"
-        return self.of(Global("torch._utils", "_rebuild_tensor_v2")) + args + b"R"
 
 
 class _Archive:

@@ -79,7 +79,7 @@ class LayerPartitioner:
 
     def partition(self, layer: nn.Module) -> None:
         """Keep this rank's part of each parameter, and put a stand-in in the parameter's place."""
-        # The dtype that the engine would cast to; None in fp32, which leaves layers as built
+        # ``low`` is the dtype that the engine would cast to; None in fp32, which leaves layers as built.
         init, low = self._init, None if self._init.dtype == torch.float32 else self._init.dtype
         for parameter in layer.parameters():
             if hasattr(parameter, "ds_id"):

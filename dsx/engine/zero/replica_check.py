@@ -117,7 +117,7 @@ class ReplicaGradients:
             self._any = self._any and not self._due  # where it is due each rank that has replicas asks
             return
         self._due = False
-        # Squared norm and projection of each replica's gradient, (2, replicas), from this rank's parts
+        # Squared norm and projection of each replica's gradient, (2, replicas), from this rank's parts.
         mine = torch.zeros(2, len(self._place), device=device)
         for part in parts:
             at = self._place.get(part.parameter)

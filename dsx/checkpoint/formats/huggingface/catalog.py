@@ -152,7 +152,7 @@ def as_dsx(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:
         found, states = states_of(source, spec, by_name)
         homes.update(dict.fromkeys(found, spec.name))
         entries += states
-    # The tied tensors that a checkpoint stores a second time, each with the one that the model is given
+    # Tied tensors that a checkpoint stores a second time, each with the one that the model is given.
     kept = {home: name for name, home in homes.items()}
     copies = {
         name: kept[spec.name]
