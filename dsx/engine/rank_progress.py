@@ -67,7 +67,7 @@ class RankProgress:
     def reach(self, position: int) -> None:
         """Note that the host has come to the action at ``position``."""
         if self._event is not None:
-            # An event before the action at ``position``: the device reaches it when it has ended those before.
+            # The event before the action at ``position``: the device reaches it after those before it.
             while len(self._marks) <= position:
                 self._marks.append(self._event())
             self._marks[position].record()
