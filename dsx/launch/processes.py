@@ -67,7 +67,7 @@ def meet(timeout: timedelta) -> tuple[Any, int, int]:
     leads = place == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         # Not torch's rendezvous: on rank 0 it waits for the others without a word.
-        store = dist.TCPStore(address, port, size, leads, timeout, wait_for_workers=False, multi_tenant=True)
+        store = dist.TCPStore(address, port, size, leads, timeout, wait_for_workers=False, multi_tenant=True)  # type: ignore[attr-defined]
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
@@ -252,7 +252,7 @@ def _join_world(
     """
     if "WORLD_SIZE" not in os.environ:
         refuse_alone()
-        store = dist.HashStore()  # type: ignore[attr-defined]
+        store: Any = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
         return store
     if dist.is_initialized():
