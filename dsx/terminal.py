@@ -62,18 +62,35 @@ def lost_output(error: OSError) -> bool:
     Its disk is full, or who read it has gone (``| head``): ``error.errno`` says which.
     """
     try:
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        with suppress(ValueError):  # it is closed
+            sys.stdout.write("\n")
+            sys.stdout.flush()
     except OSError as again:
-        found = again.errno == error.errno
-    except ValueError:  # it is closed
-        found = False
-    else:
-        found = False
-    if found:
-        with suppress(OSError, ValueError):  # or Python would try again at its end, and say so
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return found
+        if again.errno == error.errno:
+            _forget(sys.stdout)
+            return True
+    return False
+
+
+def complain(text: str, *, raw: bool = False) -> None:
+    """A line on standard error; one that takes nothing (full, closed, its reader gone) stops nobody.
+
+    ``raw``: past Python's buffers, whose locks another thread may hold.
+    """
+    try:
+        if raw:
+            os.write(sys.stderr.fileno(), f"{text}\n".encode())
+        else:
+            sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()
+    except (OSError, ValueError, AttributeError):
+        _forget(sys.stderr)
+
+
+def _forget(stream: Any) -> None:
+    """From now on, what is written there goes nowhere; else Python would try again at its end, and say so."""
+    with suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 _UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))

@@ -115,7 +115,7 @@ class Waiting:
         elapsed = time.monotonic() - self._began
         parts = [self._counted()] if self._unit else []
         parts.append(seconds(elapsed))
-        if self._total and 0 < self._count < self._total:
+        if self._total and self._total <= 20 * self._count < 20 * self._total:  # the first take longer
             parts.append(f"about {seconds(elapsed * (self._total - self._count) / self._count)} left")
         return f"... {self._what}: {', '.join(parts)}"
 

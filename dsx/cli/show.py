@@ -26,22 +26,22 @@ def env(
 ) -> None:
     """Print what a bug report needs to say about this machine.
 
-    That is versions, devices, links, locks of extension builds, limits, ports and variables.
+    That is versions, devices, links, locks of extension builds, limits, ports and variables. Exit code 1 if a
+    machine of the hostfile does not answer.
     """
     from dsx.launch.entry import quiet
-    from dsx.launch.environment import sections
+    from dsx.launch.environment import ANSWERS, sections
 
     kind = style_of(style, output, ("table", "json"))
     quiet()
     found = sections(hostfile)
-    if kind == "json":
-        deliver(json.dumps(found, indent=2) + "\n", output)
-        return
     lines = []
     for title, rows in found.items():
         width = max((len(label) for label, _ in rows), default=0)
         lines += [title, *(f"  {label:<{width}}  {value}" for label, value in rows)]
-    deliver("\n".join(lines) + "\n", output)
+    text = json.dumps(found, indent=2) if kind == "json" else "\n".join(lines)
+    deliver(f"{text}\n", output)
+    raise typer.Exit(any(not value.endswith(ANSWERS) for _, value in found.get("hosts", ())))
 
 
 def guide(

@@ -47,6 +47,7 @@ from dsx.fault_tolerance.waits import (
     waits,
 )
 from dsx.launch.entry import launched
+from dsx.terminal import complain
 
 
 class Board:
@@ -290,7 +291,7 @@ class Watch:
         """Ctrl-C has come: say once where the run stands, and how another one would save first."""
         self._interrupted, standing, self._standing = True, self._standing, None
         if standing is not None:
-            os.write(sys.stderr.fileno(), f"{standing()}\n{_SAVES_FIRST}\n".encode())
+            complain(f"{standing()}\n{_SAVES_FIRST}", raw=True)
 
     def _look(self) -> None:
         now = time.monotonic()
@@ -393,13 +394,13 @@ class Watch:
         if min(told) == self._rank:
             report = report_of(told, self._rank, self._hosts, self._board)
             self._board.put_text("report.txt", report)
-            os.write(sys.stderr.fileno(), f"{report}\n".encode())
+            complain(report, raw=True)
         else:
             while time.monotonic() < deadline + _SETTLE_SECONDS and "report.txt" not in self._board.names():
                 time.sleep(_LOOK_SECONDS)
             if self._hosts[min(told)] != self._hosts[self._rank] and self._speaks():
                 text = self._board.text("report.txt") or report_of(told, self._rank, self._hosts, self._board)
-                os.write(sys.stderr.fileno(), f"{text.splitlines()[0]}\n".encode())
+                complain(text.splitlines()[0], raw=True)
         for peer in self._local:
             if peer.fate() if alone else peer.rank not in told:  # it cannot end by itself
                 peer.kill()
@@ -446,9 +447,8 @@ class Watch:
         )
 
     def _say(self, text: str) -> None:
-        """Print past Python's buffers, whose locks the main thread may hold."""
         name = located([self._rank], self._hosts)
-        os.write(sys.stderr.fileno(), f"[{name}] {text}\n".encode())
+        complain(f"[{name}] {text}", raw=True)
 
     def _leave(self, code: int) -> None:
         self._keepalive.close()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from dsx.launch.entry import local_rank
 from dsx.launch.extension_locks import extension_locks, extensions_folder
+from dsx.terminal import complain
 from dsx.waiting import Waiting
 
 
@@ -26,7 +26,7 @@ def builds_said(waiting: Waiting) -> Iterator[None]:
         folder, name = extensions_folder(), str(builder.name)
         for lock in extension_locks(folder) if local_rank() == 0 else ():
             if lock.path.parent.name == name and lock.builder is None:
-                sys.stderr.write(f"warning: {lock.text()}\n")
+                complain(f"warning: {lock.text()}")
         # It has been compiled: torch looks whether it is still up to date, in a second.
         if any(True for place in ("", "*/") for _ in folder.glob(f"{place}{name}/{name}.so")):
             return build(builder, *given, **named)

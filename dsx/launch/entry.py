@@ -14,7 +14,6 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from errno import EPIPE
 from importlib.abc import Loader, MetaPathFinder
@@ -25,7 +24,7 @@ from typing import Any, cast
 
 from dsx.config.wording import item_without_secrets
 from dsx.errors import ConfigError, DsxError
-from dsx.terminal import READER_GONE, lost_output, open_streams, printable
+from dsx.terminal import READER_GONE, complain, lost_output, open_streams, printable
 
 AGREED = "every rank raises this error"
 """Note on an error that all ranks share: one of them reports it."""
@@ -259,11 +258,9 @@ def _keep_interrupts() -> None:
 
 
 def announce(line: str) -> None:
-    """Tell rank 0's console; one that takes nothing (full, closed, none at all) stops nobody."""
+    """Tell rank 0's console."""
     if rank() == 0:
-        with suppress(OSError, ValueError, AttributeError):
-            sys.stderr.write(f"{line}\n")
-            sys.stderr.flush()
+        complain(line)
 
 
 _SLOW = {
@@ -337,7 +334,7 @@ def _outcome(main: Callable[[], int | None]) -> int:
         together = AGREED in notes or not (_grouped() or ALONE in notes)
         if rank() == 0 or not together:
             prefix = "" if rank() == 0 else f"{_name()} "
-            sys.stderr.write(f"{prefix}error: {error}\n")
+            complain(f"{prefix}error: {error}")
         else:
             # A launcher ends all ranks when the first one ends: rank 0 gets the time to report before that.
             time.sleep(_SPEAKER_SECONDS)
@@ -348,7 +345,7 @@ def _outcome(main: Callable[[], int | None]) -> int:
         if error.errno == EPIPE:
             return READER_GONE
         full = ConfigError("standard output", error.strerror or str(error), "make room, or send it elsewhere")
-        sys.stderr.write(f"error: {full}\n")
+        complain(f"error: {full}")
         return 2
     except Exception as error:  # noqa: BLE001 - the last line of defence reports everything
         return _unexpected(error)
@@ -361,9 +358,9 @@ def _unexpected(error: Exception) -> int:
         at = time.strftime("%H:%M:%S")
         time.sleep(_SPEAKER_SECONDS)
         line = printable(str(error).splitlines()[0])
-        sys.stderr.write(f"{_name()} ended because its connection to another rank broke at {at}: {line}\n")
+        complain(f"{_name()} ended because its connection to another rank broke at {at}: {line}")
         return 1
-    sys.stderr.write(f"{_name()} {printable(traceback.format_exc())}\n")
+    complain(f"{_name()} {printable(traceback.format_exc())}")
     return 1
 
 

@@ -46,6 +46,7 @@ _PORT = 29500
 
 _SSH = 22
 _ANSWER_SECONDS = 3.0
+ANSWERS = "sshd answers"
 
 
 def sections(hostfile: Path | None = None) -> dict[str, Rows]:
@@ -145,12 +146,8 @@ def _ports() -> Iterator[tuple[str, str]]:
         try:
             listener.bind(("", _PORT))
         except OSError as error:
-            what = (
-                "taken by another program: use --master_port"
-                if error.errno == errno.EADDRINUSE
-                else str(error)
-            )
-            yield str(_PORT), what
+            taken = "taken by another program: use --master_port"
+            yield str(_PORT), taken if error.errno == errno.EADDRINUSE else str(error)
         else:
             yield str(_PORT), "free (the launchers' own)"
 
@@ -163,10 +160,10 @@ def _variables(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def _hosts(hostfile: Path) -> Iterator[tuple[str, str]]:
-    from deepspeed.launcher.runner import fetch_hostfile
-
     if not hostfile.is_file():
         raise ConfigError(f"--hostfile {hostfile}", "there is no such file", "name a DeepSpeed hostfile")
+    from deepspeed.launcher.runner import fetch_hostfile
+
     try:
         found = fetch_hostfile(str(hostfile))
     except (ValueError, OSError) as error:
@@ -174,7 +171,7 @@ def _hosts(hostfile: Path) -> Iterator[tuple[str, str]]:
             f"--hostfile {hostfile}", str(error), "write a line for each machine, such as node1 slots=8"
         ) from None
     for name, slots in found.items():
-        yield name, f"{slots} slots, {_addresses(name)}, {_answer(name)}"
+        yield name, f"{slots} slot{'s' * (slots != 1)}, {_addresses(name)}, {_answer(name)}"
 
 
 def _addresses(name: str) -> str:
@@ -189,6 +186,6 @@ def _answer(name: str) -> str:
     """Whether the machine's sshd, which DeepSpeed starts ranks through, answers."""
     try:
         with socket.create_connection((name, _SSH), timeout=_ANSWER_SECONDS):
-            return "sshd answers"
+            return ANSWERS
     except OSError as error:
         return f"no answer from port {_SSH} ({error.strerror or error})"

@@ -8,7 +8,6 @@ import os
 import platform
 import secrets
 import shutil
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -25,6 +24,7 @@ from dsx.fault_tolerance.keepalive import Peer, hosts_of
 from dsx.fault_tolerance.waits import located
 from dsx.launch.differences import Difference, MachineFacts, differences, short_of_space
 from dsx.launch.entry import AGREED
+from dsx.terminal import complain
 
 _PACKAGES = ("dsx", "torch", "deepspeed")
 _OUTPUT = "dsx.train.output"
@@ -115,7 +115,7 @@ def _judge(machines: Sequence[MachineFacts], config: RunConfig, rank: int) -> No
 
 def _warn(found: Iterable[Difference], rank: int) -> None:
     for difference in found if rank == 0 else ():
-        sys.stderr.write(f"warning: {difference.where}: {difference.what}. Fix: {difference.fix}.\n")
+        complain(f"warning: {difference.where}: {difference.what}. Fix: {difference.fix}.")
 
 
 def _free_bytes(config: RunConfig) -> dict[str, int]:

@@ -31,6 +31,7 @@ from dsx.launch.spared import lean_on_cpu
 from dsx.parallel.groups import Groups, make_groups
 from dsx.parallel.islands import Islands
 from dsx.parallel.mesh import Mesh
+from dsx.terminal import complain
 
 if TYPE_CHECKING:
     from dsx.islands.coordinator import IslandNode
@@ -85,7 +86,7 @@ def _call(store: Any, size: int) -> str:
     """On rank 0: name the start, hear every greeting, repeat them."""
     word = secrets.token_hex(8)
     store.set(_ROUND, word)
-    greetings = [_greeting(word, place) for place in range(1, size)]
+    greetings = [f"{word}/rank/{place}" for place in range(1, size)]
     if greetings:
         _await_all(store, greetings)
     store.set(f"{word}/heard", json.dumps(["", *(store.get(key).decode() for key in greetings)]))
@@ -108,9 +109,7 @@ def _await_all(store: Any, greetings: list[str]) -> None:
 
 def _say_waiting(missing: str, began: float, hint: str) -> None:
     why = f"to be started, or to read the data; {hint}"
-    sys.stderr.write(
-        f"[rank {rank()} on {socket.gethostname()}] waits for {missing} since {clock(began)}: {why}\n"
-    )
+    complain(f"[rank {rank()} on {socket.gethostname()}] waits for {missing} since {clock(began)}: {why}")
 
 
 def _answer(store: Any, place: int, timeout: timedelta) -> str:
@@ -119,7 +118,7 @@ def _answer(store: Any, place: int, timeout: timedelta) -> str:
     deadline, pause = time.monotonic() + timeout.total_seconds(), _ASK_SECONDS
     while time.monotonic() < deadline:
         word = str(store.get(_ROUND).decode())
-        store.set(_greeting(word, place), own)
+        store.set(f"{word}/rank/{place}", own)
         # The others are not all there yet; or never will be, and a new start's word is still to come.
         heard = f"{word}/heard"
         if store.check([heard]) and json.loads(store.get(heard))[place] == own:
@@ -129,15 +128,10 @@ def _answer(store: Any, place: int, timeout: timedelta) -> str:
     raise TimeoutError(f"rank {place} has not met rank 0")
 
 
-def _greeting(word: str, place: int) -> str:
-    return f"{word}/rank/{place}"
-
-
 def _await_listener(address: str, port: int, timeout: timedelta) -> None:
     """Wait until rank 0, or torchrun, listens: torch itself soon looks only once a minute."""
     began, patience = time.time(), _FAR_PATIENCE_SECONDS
-    deadline = time.monotonic() + timeout.total_seconds()
-    while rank() != 0 and time.monotonic() < deadline:
+    while rank() != 0 and time.time() - began < timeout.total_seconds():
         with suppress(OSError), socket.create_connection((address, port), timeout=_LOOK_SECONDS):
             return
         if local_rank() == 0 and time.time() - began > patience:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from dsx.config.run import RunConfig
 from dsx.errors import ConfigError
-from dsx.launch.entry import ALONE, local_rank, local_world_size, rank
+from dsx.launch.entry import ALONE, announce, local_rank, local_world_size
 from dsx.memory.meter import StorageMeter
 from dsx.terminal import amount
 
@@ -46,8 +45,7 @@ def check_memory(config: RunConfig) -> None:
     if isinstance(memory, Exception):
         if how == "refuse":
             raise memory
-        if rank() == 0:
-            sys.stderr.write(f"warning: memory is not checked: {memory}\n")
+        announce(f"warning: memory is not checked: {memory}")
         return
     if memory.peak_bytes <= capacity:
         return
@@ -65,8 +63,7 @@ def check_memory(config: RunConfig) -> None:
         error = ConfigError(where, what, fix)
         error.add_note(ALONE)
         raise error
-    if rank() == 0:
-        sys.stderr.write(f"warning: {where}: {what}. {fix}.\n")
+    announce(f"warning: {where}: {what}. {fix}.")
 
 
 def estimated(config: RunConfig) -> RunMemory | Exception:

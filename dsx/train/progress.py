@@ -19,7 +19,7 @@ from dsx.config.run import RunConfig
 from dsx.islands.standing import OuterReport
 from dsx.models.flops import flops_per_token, peak_flops
 from dsx.parallel.mesh import AXES
-from dsx.terminal import amount, lost_output, printable, seconds
+from dsx.terminal import amount, complain, lost_output, printable, seconds
 
 Rows = Iterable[tuple[str, str]]
 
@@ -273,7 +273,7 @@ class Progress:
             # Days of training are not lost for a full disk of logs, or for a viewer that has ended.
             self._quiet = True
             what = f"standard output takes no more ({error.strerror})"
-            sys.stderr.write(f"warning: {what}; the run goes on, with its figures in metrics.jsonl alone\n")
+            complain(f"warning: {what}; the run goes on, with its figures in metrics.jsonl alone")
 
 
 def start_rows(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -34,7 +33,7 @@ from dsx.launch.processes import agree
 from dsx.memory.watch import check_memory
 from dsx.models.spec import HubModel
 from dsx.parallel.groups import Groups
-from dsx.terminal import printable, seconds
+from dsx.terminal import complain, printable, seconds
 from dsx.train.building import build_layers
 from dsx.train.monitor import Monitor, device_name, is_due
 from dsx.train.proof import is_proved, known_proof
@@ -282,7 +281,7 @@ def _load(
         for key in (key for key in wanted if key in kept and kept[key] != wanted[key]):
             what = f"{at(f'optimizer.params.{key}', wanted[key])} is not taken"
             said = f"{what}: the optimizer goes on with the checkpoint's {kept[key]}"
-            sys.stderr.write(f"warning: {printable(said)}\n")
+            complain(f"warning: {printable(said)}")
     return state
 
 

@@ -49,7 +49,9 @@ def test_machines_of_a_hostfile_are_looked_up(dsx, tmp_path: Path, monkeypatch: 
         sshd.listen()
         monkeypatch.setattr("dsx.launch.environment._SSH", sshd.getsockname()[1])
         code, out, _ = dsx("--hostfile", hostfile, "--format", "json")
-    assert code == 0
+        hostfile.write_text("localhost slots=1\n")
+        assert dsx("--hostfile", hostfile)[0] == 0
+    assert code == 1
     hosts = dict(json.loads(out)["hosts"])
     assert hosts["localhost"].startswith("2 slots, ")
     assert hosts["localhost"].endswith("sshd answers")

@@ -46,6 +46,13 @@ def test_a_log_file_gets_lines_and_the_end() -> None:
     assert re.fullmatch(rf"\.\.\. counting: done in {took}", last)
 
 
+def test_what_is_left_is_not_reckoned_from_the_first_few() -> None:
+    waiting = Waiting("comparing", total=888, unit="layouts")
+    for count, says in (3, False), (60, True):
+        waiting.reach(count)
+        assert (" left" in waiting.text) is says
+
+
 def test_a_terminal_gets_one_line_that_disappears(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     said = waited(terminal=True)

@@ -33,11 +33,8 @@ def ended(body: str, *, rank: int = 0) -> tuple[int, str, str]:
 ERROR = "error = dsx.DataError('my.jsonl', 'it is empty', 'name another')\n"
 
 
-def test_a_good_end():
+def test_a_good_end_and_what_main_returns():
     assert ended("print('done')") == (0, "done\n", "")
-
-
-def test_what_main_returns_is_the_exit_code():
     assert ended("return 143") == (143, "", "")
 
 
@@ -106,6 +103,9 @@ def test_a_run_goes_on_without_its_lines(full):
         f"warning: standard output takes no more ({why}); the run goes on, with its figures in metrics.jsonl"
     )
     assert (code, err) == (0, f"{said} alone\ntrained\n")
+    leave = "dsx.terminal.complain('is lost', raw=True)\n    os._exit(3)"
+    both = "import os\nos.dup2(1, 2)" + RUN.replace(r'sys.stderr.write("trained\n")', leave)
+    assert into_nothing(both, full=full) == (3, "")  # errors go there as well, as where ssh breaks off
 
 
 @pytest.mark.parametrize("times", [1, 100_000])

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 import threading
 import weakref
 from bisect import bisect_left
@@ -43,7 +42,7 @@ from dsx.errors import ConfigError, LayoutError
 from dsx.parallel.groups import Groups
 from dsx.schedules.gathers import ChunkHolds, GatherPlan, StepTrace
 from dsx.schedules.schedule import Schedule
-from dsx.terminal import printable
+from dsx.terminal import complain, printable
 
 Parameter: TypeAlias = Any
 """An nn.Parameter with what ZeRO-3 adds to it (``ds_numel``, ``ds_persist``, ...)."""
@@ -185,8 +184,7 @@ def _look(watched: weakref.ref[FetchOrder], token: str, replica: int, size: int)
                 continue
             step, ran = json.loads(store.get(next_one))
             if step == now[0] and (found := _parted(now[1], ran)):
-                sys.stderr.write(f"error: {printable(str(_apart(found, size)))}\n")
-                sys.stderr.flush()
+                complain(f"error: {printable(str(_apart(found, size)))}", raw=True)
                 os._exit(1)
 
 
