@@ -73,12 +73,9 @@ def lost_output(error: OSError) -> bool:
 
 
 def complain(text: str, *, raw: bool = False) -> None:
-    """A line on standard error; one that takes nothing (full, closed, its reader gone) stops nobody.
-
-    ``raw``: past Python's buffers, whose locks another thread may hold.
-    """
+    """A line on standard error; one that takes nothing (full, closed, its reader gone) stops nobody."""
     try:
-        if raw:
+        if raw:  # past Python's buffers, whose locks another thread may hold
             os.write(sys.stderr.fileno(), f"{text}\n".encode())
         else:
             sys.stderr.write(f"{text}\n")

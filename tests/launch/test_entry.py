@@ -56,11 +56,8 @@ def test_anything_else_is_a_traceback_with_the_rank():
     assert "ValueError: seven" in err
 
 
-def test_ctrl_c_is_silent():
+def test_ctrl_c_is_silent_and_ends_the_run_in_a_finalizer_as_well():
     assert ended("raise KeyboardInterrupt") == (130, "", "")
-
-
-def test_ctrl_c_in_a_finalizer_ends_the_run_as_well():
     body = (
         "import signal, threading, weakref\n"
         "class Resource: pass\n"

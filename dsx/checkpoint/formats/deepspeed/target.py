@@ -148,7 +148,7 @@ def target_of(source: Catalog, root: Path, layout: StockLayout) -> Target:
         raise CheckpointError(
             f"zero = {layout.zero_stage}, precision = {layout.precision}, in a pipeline",
             "DeepSpeed's PipelineEngine has no ZeRO 2 and 3, and does not load what it saves at 0 in bf16",
-            "use ZeRO 1",
+            "use ZeRO 1: --zero 1",
         )
     files = Files(root)
     for plan in whole_plan.ranks():
