@@ -24,9 +24,10 @@ from dsx.fault_tolerance.keepalive import Peer, hosts_of
 from dsx.fault_tolerance.waits import located
 from dsx.launch.differences import Difference, MachineFacts, differences, short_of_space
 from dsx.launch.entry import AGREED
+from dsx.memory.record_cache import code_digest
 from dsx.terminal import complain
 
-_PACKAGES = ("dsx", "torch", "deepspeed")
+_PACKAGES = ("dsx", "torch", "deepspeed", "transformers")
 _OUTPUT = "dsx.train.output"
 _NOTE = ".dsx-preflight-"
 _SHARED_SECONDS = 10.0
@@ -40,8 +41,8 @@ def check_machines(config: RunConfig, peers: Sequence[Peer], rank: int) -> None:
 
     The output folder, below which the data cache lies, must be the same for all of them, so rank 0 leaves a
     note there for the others to find, and each of the others one for rank 0. Versions of dsx, torch,
-    DeepSpeed and Python and the resolved config must be the same. Clocks and free space are warned of, on
-    rank 0's console.
+    DeepSpeed, transformers and Python, dsx's files and the resolved config must be the same. Clocks and free
+    space are warned of, on rank 0's console.
     """
     leaders = {peer.machine: peer.rank for peer in reversed(peers)}
     if len(leaders) < 2:
@@ -82,7 +83,11 @@ def _facts(
     text = json.dumps(config.recorded(), sort_keys=True, default=str)
     facts = MachineFacts(
         name=located(here, hosts_of(peers)),
-        versions={**{package: _version(package) for package in _PACKAGES}, "Python": _python()},
+        versions={
+            **{package: _version(package) for package in _PACKAGES},
+            "Python": ".".join(platform.python_version_tuple()[:2]),
+            "dsx's code, of digest": code_digest("**/*.py", "**/*.toml"),
+        },
         config=hashlib.blake2b(text.encode(), digest_size=6).hexdigest(),
         clock=now,
         unseen={_OUTPUT: str(folder)} if rank != 0 and missing else {},
@@ -140,11 +145,6 @@ def _checkpoint_bytes(config: RunConfig) -> int:
 
 
 def _version(package: str) -> str:
-    try:
+    with suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "none"
-
-
-def _python() -> str:
-    return ".".join(platform.python_version_tuple()[:2])
+    return "none"
