@@ -7,7 +7,7 @@ changed.
 A schedule's step from dsx's simulator, with a short simulation standing in for a long one.
 
 Once a pipeline is full, each further round of micro-batches takes as long as the one before. So two short
-simulations tell the length of a round, and the rest is counting; tests/planner/test_planner_pipeline.py
+simulations tell the length of a round, and the rest is counting; tests/planner/test_planner_model.py
 compares with simulations at full length.
 """
 

@@ -1,4 +1,4 @@
-"""Wrong keys of DeepSpeed's: one message each, with the key, the value and the fix."""
+"""Keys of DeepSpeed's: wrong ones, one message each; names of optimizers and batches against its own."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from sample_config import REMOVE, changed, check_refused
 
-from dsx.config.refusals import refused
+from dsx.config.batch import resolve_batch
+from dsx.config.refusals import names, refused
 from dsx.config.resolve import resolve
 from dsx.errors import ConfigError
 
@@ -205,3 +207,57 @@ def test_an_error_carries_its_key_and_value_to_other_processes():
     with pytest.raises(ConfigError) as caught:
         resolve(changed({}) | {"bf16.enabled": True}, world_size=1)
     assert caught.value.path == ("bf16.enabled",)  # one key that has a dot in it
+
+
+def test_optimizers():
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+
+    optimizers = {
+        name
+        for name, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
+    } - {"Optimizer"}
+    assert {name.lower() for name in names("deepspeed")} == set(DEEPSPEED_OPTIMIZERS)
+    assert optimizers == names("torch")
+
+
+def test_zero_tested_optimizers():
+    from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+
+    theirs = {optimizer.__name__.lower() for optimizer in ZERO_SUPPORTED_OPTIMIZERS}
+    theirs = {name.removeprefix("deepspeed").removeprefix("zenflow") for name in theirs}
+    theirs = {name.removeprefix("cpu").removeprefix("fused") for name in theirs}
+    # Muon joins the list inside is_zero_supported_optimizer.
+    assert theirs | {"muon"} == names("tested")
+
+
+def test_every_other_optimizer_is_said_to_be_untested():
+    (row,) = [rule for rule in refused() if rule.check == "optimizer-untested"]
+    (said,) = [condition.value for condition in row.when if condition.key == "optimizer.type"]
+    known = {name.lower() for name in names("deepspeed") | names("torch")}
+    assert set(said) == known - names("tested")
+
+
+@pytest.mark.parametrize("train", [None, 8, 12, 64])
+@pytest.mark.parametrize("micro", [None, 1, 3, 4])
+@pytest.mark.parametrize("accumulation", [None, 1, 2, 8])
+def test_batch_sizes_are_deepspeeds(train, micro, accumulation):
+    """One data-parallel rank, where DeepSpeedConfig needs no process group."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    given = {
+        "train_batch_size": train,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": accumulation,
+    }
+    given = {key: value for key, value in given.items() if value is not None}
+    try:
+        theirs = DeepSpeedConfig(dict(given))
+    except AssertionError:
+        with pytest.raises(ConfigError):
+            resolve_batch(given, 1)
+    else:
+        ours = resolve_batch(given, 1)
+        assert ours.train == theirs.train_batch_size
+        assert ours.micro == theirs.train_micro_batch_size_per_gpu
+        assert ours.accumulation == theirs.gradient_accumulation_steps
