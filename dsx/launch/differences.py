@@ -62,7 +62,7 @@ def differences(machines: Sequence[MachineFacts], *, checkpoint_bytes: int) -> I
             machines,
             [machine.versions.get(package, "none") for machine in machines],
             package,
-            f"install the same {package} on all machines",
+            f"install the same {package.split()[0]} on all machines",
         )
     yield from _odd(
         machines,

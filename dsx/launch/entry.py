@@ -215,11 +215,11 @@ def run(main: Callable[[], int | None]) -> None:
     """Run a recipe's ``main`` and end the process with the right exit code.
 
     A :class:`~dsx.DsxError` becomes one message and exit code 2. While no process group exists every rank
-    finds the same errors, and rank 0 reports them (each rank those noted as :data:`ALONE`); afterwards each
-    rank reports its own (rank 0 those noted as :data:`AGREED`). Whatever else goes wrong is a traceback with
-    the rank, and exit code 1. Either way the process ends at once, so that a peer in a collective sees the
-    connection close, and the launcher ends the rest. What ``main`` returns is the exit code of a good end:
-    None or 0, or 128 + the signal that asked it to stop.
+    finds the same errors, and the first rank of each machine reports them (each rank those noted as
+    :data:`ALONE`); afterwards each rank reports its own (rank 0 those noted as :data:`AGREED`). Whatever else
+    goes wrong is a traceback with the rank, and exit code 1. Either way the process ends at once, so that a
+    peer in a collective sees the connection close, and the launcher ends the rest. What ``main`` returns is
+    the exit code of a good end: None or 0, or 128 + the signal that asked it to stop.
     """
     open_streams()
     quiet()
@@ -332,12 +332,14 @@ def _outcome(main: Callable[[], int | None]) -> int:
     except DsxError as error:
         notes = getattr(error, "__notes__", ())
         together = AGREED in notes or not (_grouped() or ALONE in notes)
+        if rank() != 0 and together:
+            # A launcher ends all ranks when the first one ends: rank 0 gets the time to report before that;
+            # and then the first rank of another machine, on which alone a file may be missing.
+            time.sleep(_SPEAKER_SECONDS / 2)
+            together = AGREED in notes or local_rank() != 0
+            time.sleep(_SPEAKER_SECONDS / 2 if together else 0)
         if rank() == 0 or not together:
-            prefix = "" if rank() == 0 else f"{_name()} "
-            complain(f"{prefix}error: {error}")
-        else:
-            # A launcher ends all ranks when the first one ends: rank 0 gets the time to report before that.
-            time.sleep(_SPEAKER_SECONDS)
+            complain(f"{'' if rank() == 0 else f'{_name()} '}error: {error}")
         return 2
     except OSError as error:
         if not lost_output(error):

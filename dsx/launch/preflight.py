@@ -86,7 +86,7 @@ def _facts(
         versions={
             **{package: _version(package) for package in _PACKAGES},
             "Python": ".".join(platform.python_version_tuple()[:2]),
-            "dsx's code, of digest": code_digest("**/*.py", "**/*.toml"),
+            "dsx with the files": code_digest("**/*.py", "**/*.toml"),
         },
         config=hashlib.blake2b(text.encode(), digest_size=6).hexdigest(),
         clock=now,

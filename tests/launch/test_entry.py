@@ -22,7 +22,7 @@ def ended(body: str, *, rank: int = 0) -> tuple[int, str, str]:
     source = "import dsx\nfrom dsx.launch import entry\ndef main():\n" + textwrap.indent(body, "    ")
     done = subprocess.run(
         [sys.executable, "-c", f"{source}\ndsx.run(main)"],
-        env=os.environ | {"RANK": str(rank)},
+        env=os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank % 8)},
         capture_output=True,
         text=True,
         check=False,
@@ -41,6 +41,16 @@ def test_a_good_end_and_what_main_returns():
 def test_an_error_of_all_ranks_is_told_by_one():
     assert ended(ERROR + "raise error") == (2, "", "error: my.jsonl: it is empty. Fix: name another.\n")
     assert ended(ERROR + "raise error", rank=1) == (2, "", "")
+
+
+def test_an_error_of_all_ranks_may_be_another_machines_alone():
+    code, _, err = ended(ERROR + "raise error", rank=8)
+    assert (code, err) == (
+        2,
+        f"[rank 8 on {socket.gethostname()}] error: my.jsonl: it is empty. Fix: name another.\n",
+    )
+    body = ERROR + "error.add_note(entry.AGREED)\nraise error"
+    assert ended(body, rank=8) == (2, "", "")
 
 
 def test_an_error_of_one_rank_is_told_by_it():
