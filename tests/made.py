@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from dsx.checkpoint.catalog import Catalog, Entry, Piece, check_files
+from dsx.checkpoint.claims import model_of
 from dsx.checkpoint.copy_plan import plan
 from dsx.checkpoint.execute import ConversionOptions, ConversionReport, execute
 from dsx.checkpoint.formats import native
@@ -16,7 +17,6 @@ from dsx.checkpoint.formats.torch_file import TorchFile
 from dsx.checkpoint.pieces import contiguous
 from dsx.checkpoint.read import verify
 from dsx.checkpoint.reshard import Conversion
-from dsx.models.hf_config import model_spec
 from dsx.models.param import ParamSpec
 from dsx.models.params import layer_kinds, param_specs
 from dsx.parallel.layout import Layout
@@ -31,6 +31,17 @@ CONFIGS = {
         "n_embd": 12,
         "n_layer": 3,
         "n_head": 2,
+    },
+    "qwen2": {
+        "model_type": "qwen2",
+        "vocab_size": 37,
+        "hidden_size": 12,
+        "intermediate_size": 20,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 8,
+        "tie_word_embeddings": True,
     },
     "llama": {
         "model_type": "llama",
@@ -72,7 +83,7 @@ def layout(
     family: str | Mapping[str, object], *, pp=1, dp=1, tp=1, chunks=1, zero=0, multiple=8, placement="loop"
 ) -> Layout:
     """A small model over ranks."""
-    model = model_spec(CONFIGS[family] if isinstance(family, str) else family)
+    model = model_of(CONFIGS[family] if isinstance(family, str) else family)
     kinds = layer_kinds(model)
     stages = partition("uniform", pp * chunks, pp, parameters=[1] * len(kinds), costs=None, names=list(kinds))
     return Layout(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from math import prod
 from re import error as RegexError
 from reprlib import repr as short_repr
@@ -23,6 +23,7 @@ from dsx.checkpoint import plain
 from dsx.checkpoint.catalog import NO_SETTINGS, SAVE_AGAIN, Catalog, Entry, locate
 from dsx.checkpoint.json_text import check_plain, is_unicode
 from dsx.errors import CheckpointError, ModelError
+from dsx.models.config_values import at
 from dsx.models.hf_config import FAMILIES, model_spec
 from dsx.models.param import ParamSpec
 from dsx.models.params import stored_specs
@@ -219,15 +220,27 @@ def model_of(config: Mapping[str, Any]) -> Model:
 
 
 def model_of_fact(fact: Mapping[str, Any]) -> Model:
-    """The model of a fact of :func:`~dsx.checkpoint.catalog.model_fact`. Raises what a wrong one causes."""
+    """The model of a fact of :func:`~dsx.checkpoint.catalog.model_fact`. Raises what a wrong one causes.
+
+    Raises:
+        ModelError: It is of modules that an earlier dsx had of a family.
+    """
     told = dict(fact)
     adapter = told.pop("adapter", None)
     if "config" in told:
         from dsx.hub.read import hub_model  # here: dsx's own families need neither torch nor transformers
 
         model: Model = hub_model(told["config"])
-    else:
-        model = ModelSpec(**told)
+    elif told["family"] not in FAMILIES:
+        raise ModelError(
+            at("family", told["family"]),
+            "the checkpoint is of modules that an earlier dsx had of it, and what is frozen or adapted of it "
+            "is made again of the family",
+            "resume it in a run of the same config, and export that (dsx.train.export_hf)",
+        )
+    else:  # an earlier dsx may have told more
+        known = {each.name for each in fields(ModelSpec)}
+        model = ModelSpec(**{key: value for key, value in told.items() if key in known})
     if adapter is None:
         return model
     made: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in adapter.items()}

@@ -170,7 +170,7 @@ def _under_peft_names(source: Catalog, specs: Sequence[ParamSpec]) -> Iterator[E
 
 def _model(source: Catalog) -> Model | None:
     told = source.facts.get("model")
-    if not isinstance(told, dict):
+    if not isinstance(told, dict) or told.get("adapter") is None:
         return None
     tensor = (source.facts.get("mesh") or {}).get("tp", 1)
     return model_of_fact(told).for_tensor(tensor)

@@ -86,18 +86,22 @@ def presets(style: Annotated[Literal["table", "json"], FORMAT] = "table") -> Non
 
     rows: list[dict[str, Any]] = []
     for preset in known():
-        model = model_spec(preset.config)
+        config = preset.config
+        # GPT-2 has names of its own; without key/value heads there are as many as heads.
+        layers = config.get("num_hidden_layers", config.get("n_layer"))
+        hidden = config.get("hidden_size", config.get("n_embd"))
+        heads = config.get("num_attention_heads", config.get("n_head"))
         rows.append(
             {
                 "family": preset.family,
                 "preset": preset.name,
-                "parameters": num_parameters(model),
-                "layers": model.num_layers,
-                "hidden": model.hidden_size,
-                "heads": model.num_heads,
-                "kv_heads": model.num_kv_heads,
+                "parameters": preset.parameters or num_parameters(model_spec(config)),
+                "layers": layers,
+                "hidden": hidden,
+                "heads": heads,
+                "kv_heads": config.get("num_key_value_heads") or heads,
                 "about": preset.about,
-                "config": preset.config,
+                "config": config,
             }
         )
     if style == "json":

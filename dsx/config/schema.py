@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from dsx.models.spec import Family, Recompute
+from dsx.models.spec import PresetFamily, Recompute
 from dsx.parallel.islands import wrong_meeting
 from dsx.schedules.builders import ScheduleName
 
@@ -316,7 +316,7 @@ class DataConfig(TextSource):
 class ModelConfig(SchemaBlock):
     """The model to train: exactly one of preset, config and path."""
 
-    family: Family | None = Field(
+    family: PresetFamily | None = Field(
         default=None,
         description='Architecture of the preset; needed for presets that several families have ("tiny").',
     )

@@ -150,7 +150,6 @@ def read_rope(
     config: Mapping[str, object],
     max_positions: int,
     *,
-    theta: str = "rope_theta",
     share: str | None = None,
     usual: float = 1.0,
 ) -> Rope:
@@ -159,7 +158,6 @@ def read_rope(
     Args:
         config: Content of config.json.
         max_positions: The model's positions; also those before scaling, unless the config says otherwise.
-        theta: Key of the base, outside the nested object.
         share: Key of the rotated part of each head; None for a family that rotates whole heads.
         usual: That part, unless the config says otherwise.
 
@@ -175,7 +173,7 @@ def read_rope(
     if strange is not None:
         fix = f"remove it if it changes nothing; dsx knows {', '.join(sorted(_ROPE_NAMES))}"
         raise ModelError(at(f"{key}.{strange}", given[strange]), "dsx does not know what it means", fix)
-    values = {"rope_theta": config.get(theta, 10000.0), **given}
+    values = {"rope_theta": config.get("rope_theta", 10000.0), **given}
     # The place in messages is the key inside the nested object.
     rope = {f"{key}.{name}": value for name, value in values.items()}
     kind = values.get("rope_type", values.get("type", "default"))

@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
 
 from dsx.models.family import TIE
-from dsx.models.hf_config import FAMILIES
 from dsx.models.param import ParamSpec
 from dsx.models.params import layer_kinds, param_specs
 from dsx.models.spec import HubModel, Model, ModelSpec, Recompute
 from dsx.nn.attention import CausalMask, Rotary
 from dsx.nn.block import Block
-from dsx.nn.embedding import Head, Positions, WordEmbedding
+from dsx.nn.embedding import Head, WordEmbedding
 from dsx.nn.loss import HeadLoss, TokenMean
 from dsx.nn.norm import FinalNorm
 from dsx.nn.parallel import TensorParallel
@@ -36,8 +34,6 @@ Layer: TypeAlias = "LayerSpec | TiedLayerSpec"
 
 _LAYERS: dict[str, Any] = {
     "WordEmbedding": WordEmbedding,
-    "Positions": Positions,
-    "Block": Block,
     "FinalNorm": FinalNorm,
     "Head": Head,
 }
@@ -82,15 +78,9 @@ class LayerListBuilder:
         return self.model
 
     @cached_property
-    def classes(self) -> dict[str, Any]:
-        """The class of each kind of layer: dsx.nn's, or the family's own."""
-        own = FAMILIES[self._own.family].layers
-        return _LAYERS | (import_module(own).LAYERS if own else {})
-
-    @cached_property
-    def rotary(self) -> Rotary | None:
+    def rotary(self) -> Rotary:
         """One object for all blocks, so that its tables exist once."""
-        return None if self._own.rope is None else Rotary(self._own.rope, self._own.rotary_size)
+        return Rotary(self._own.rope, self._own.rotary_size)
 
     @cached_property
     def masks(self) -> dict[int, CausalMask]:
@@ -127,11 +117,11 @@ class LayerListBuilder:
 
     def _block(self, layer: int, window: int) -> LayerEntry:
         shared = (self.rotary, self.recompute, self.masks[window])
-        return LayerEntry(self.classes["Block"], (self.model, self._weights(layer), *shared))
+        return LayerEntry(Block, (self.model, self._weights(layer), *shared))
 
     def _layer(self, kind: str, layer: int) -> LayerEntry:
         """A layer other than a block. The tied head is the word embedding's table once more."""
-        tied, layer_class = self.model.tied_embeddings, self.classes[kind]
+        tied, layer_class = self.model.tied_embeddings, _LAYERS[kind]
         if not tied or kind not in ("WordEmbedding", "Head"):
             return LayerEntry(layer_class, (self.model, self._weights(layer)))
         use = layer_class.as_head if kind == "Head" else None

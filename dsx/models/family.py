@@ -2,7 +2,7 @@
 
 A family is one module beside this one that makes a :class:`ModelFamily`, and its place in
 :data:`dsx.models.hf_config.FAMILIES`. Its blocks are those of :mod:`dsx.nn.block`, configured by the
-:class:`~dsx.models.spec.ModelSpec`, unless the family names layers of its own.
+:class:`~dsx.models.spec.ModelSpec`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
-from math import sqrt
 from typing import Any
 
 from dsx.models.param import Init, ParamSpec
-from dsx.models.spec import Family, ModelSpec
+from dsx.models.spec import Family, ModelSpec, PresetFamily
 
 BYTES_VOCABULARY = 257
 """Token ids of the byte tokenizer: 256 bytes and the end of a document."""
@@ -42,22 +41,30 @@ class Preset:
         name: What ``dsx.model.preset`` says.
         about: Where its numbers come from.
         config: Hugging Face config. Copy it before changing it.
+        parameters: Their number, for a family whose layers only transformers can make.
     """
 
-    family: Family
+    family: PresetFamily
     name: str
     about: str
     config: dict[str, Any] = field(repr=False)
+    parameters: int | None = field(default=None, repr=False)
 
 
-def shipped_presets(family: Family) -> tuple[Preset, ...]:
+def shipped_presets(family: PresetFamily) -> tuple[Preset, ...]:
     """The presets of a family that ``presets.toml`` beside this module lists."""
     tables = dict(_presets()[family])
     every = dict(tables.pop("every"))
     every |= dict.fromkeys(every.pop("null", ()))
     return tuple(
-        Preset(family, name, config["about"], every | {key: config[key] for key in config if key != "about"})
-        for name, config in tables.items()
+        Preset(
+            family,
+            name,
+            table["about"],
+            every | {key: table[key] for key in table if key not in ("about", "parameters")},
+            table.get("parameters"),
+        )
+        for name, table in tables.items()
     )
 
 
@@ -93,22 +100,14 @@ class LayerParams:
             tie=TIE if self.model.tied_embeddings else None,
         )
 
-    def positions(self) -> Iterator[ParamSpec]:
-        """A table of learned positions, replicated over tp."""
-        shape = self.model.max_positions, self.model.hidden_size
-        yield self._spec("position", "weight", shape, self._normal())
-
-    def norm(
-        self, module: str, *, size: int | None = None, weight: Init | None = None
-    ) -> Iterator[ParamSpec]:
+    def norm(self, module: str, *, size: int | None = None) -> Iterator[ParamSpec]:
         """The weight of a norm, and the bias of a LayerNorm, replicated over tp.
 
         Args:
             module: Path in the layer's module.
             size: Elements; None for the hidden size.
-            weight: Initial weight; None for ones.
         """
-        leaves = {"weight": weight or Init(kind="ones"), "bias": Init(kind="zeros")}
+        leaves = {"weight": Init(kind="ones"), "bias": Init(kind="zeros")}
         for leaf in ("weight", "bias") if self.model.norm == "layernorm" else ("weight",):
             yield self._spec(module, leaf, (size or self.model.hidden_size,), leaves[leaf])
 
@@ -119,27 +118,19 @@ class LayerParams:
         for leaf in ("weight", "bias") if bias else ("weight",):
             matrix = leaf == "weight"
             init = self._normal() if matrix else Init(kind="zeros")
-            turned = matrix and self.family.hf_transposed
-            yield self._spec(
-                module, leaf, shapes[leaf], init, split=0, parts=fused, hf_transposed=turned, linear=matrix
-            )
+            yield self._spec(module, leaf, shapes[leaf], init, split=0, parts=fused, linear=matrix)
 
     def row(self, module: str, inputs: int, *, bias: bool) -> Iterator[ParamSpec]:
         """A linear cut along its inputs; its bias is replicated and added once, after the reduction."""
-        model = self.model
-        std = model.init_std / sqrt(2 * model.num_layers) if model.scaled_output_init else model.init_std
-        init, turned = Init(kind="normal", std=std), self.family.hf_transposed
-        shape = model.hidden_size, inputs
-        yield self._spec(module, "weight", shape, init, split=1, hf_transposed=turned, linear=True)
+        hidden = self.model.hidden_size
+        yield self._spec(module, "weight", (hidden, inputs), self._normal(), split=1, linear=True)
         if bias:
-            yield self._spec(module, "bias", (model.hidden_size,), Init(kind="zeros"))
+            yield self._spec(module, "bias", (hidden,), Init(kind="zeros"))
 
     def attention(self) -> Iterator[ParamSpec]:
         """The parameters of :class:`dsx.nn.attention.Attention`."""
         model = self.model
-        qkv: tuple[int, ...] = (model.query_size, model.kv_size, model.kv_size)
-        if model.interleaved_qkv:  # It is one part, cut head by head.
-            qkv = (sum(qkv),)
+        qkv = (model.query_size, model.kv_size, model.kv_size)
         for fused in self.column("attention.qkv", qkv, bias=model.attention_bias):
             yield from _parted(fused) if model.shared_kv else (fused,)
         yield from self.row("attention.out", model.query_size, bias=model.attention_out_bias)
@@ -151,9 +142,15 @@ class LayerParams:
         """The parameters of :class:`dsx.nn.block.Mlp`."""
         model = self.model
         width = model.ffn_size
-        up = ("mlp.gate_up", (width,) * 2) if model.gated_mlp else ("mlp.up", (width,))
-        yield from self.column(*up, bias=model.mlp_bias)
+        yield from self.column("mlp.gate_up", (width,) * 2, bias=model.mlp_bias)
         yield from self.row("mlp.down", width, bias=model.mlp_bias)
+
+    def block_of(self) -> Iterator[ParamSpec]:
+        """The parameters of :class:`dsx.nn.block.Block`."""
+        yield from self.norm("norm_1")
+        yield from self.attention()
+        yield from self.norm("norm_2")
+        yield from self.mlp()
 
     def _normal(self) -> Init:
         return Init(kind="normal", std=self.model.init_std)
@@ -181,19 +178,6 @@ def _parted(fused: ParamSpec) -> Iterator[ParamSpec]:
         yield replace(fused, name=name, shape=shape, init=init, parts=(), **changes)
 
 
-def block_params(params: LayerParams) -> Iterator[ParamSpec]:
-    """The parameters of :class:`dsx.nn.block.Block`."""
-    yield from params.norm("norm_1")
-    yield from params.attention()
-    yield from params.norm("norm_2")
-    yield from params.mlp()
-
-
-def final_norm_params(params: LayerParams) -> Iterator[ParamSpec]:
-    """The parameters of :class:`dsx.nn.norm.FinalNorm`."""
-    yield from params.norm("norm")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:
     """A family of models.
@@ -206,13 +190,7 @@ class ModelFamily:
         read: Reads the architecture from a config whose keys have been checked.
         presets: Built-in models, smallest first.
         hf_names: Hugging Face module names by dsx's; ``{}`` is the block's number.
-        hf_transposed: Whether Hugging Face stores the matrices of linears transposed (GPT-2's Conv1D).
         fixed: The only accepted value of each key by which the model would compute what dsx does not.
-        own_names: The family's own name of a key by its general name, where both mean the same.
-        dropouts: Keys of its dropout probabilities.
-        block: Gives the parameters of a block.
-        final_norm: Gives the parameters of the norm before the head.
-        layers: Module whose ``LAYERS`` has the classes of layers that are not :mod:`dsx.nn`'s, by kind.
     """
 
     name: Family
@@ -221,10 +199,4 @@ class ModelFamily:
     read: Callable[[Mapping[str, object]], ModelSpec]
     presets: tuple[Preset, ...]
     hf_names: Mapping[str, tuple[str, ...]]
-    hf_transposed: bool = False
     fixed: Mapping[str, object] = field(default_factory=dict)
-    own_names: Mapping[str, str] = field(default_factory=dict)
-    dropouts: tuple[str, ...] = ("attention_dropout",)
-    block: Callable[[LayerParams], Iterator[ParamSpec]] = block_params
-    final_norm: Callable[[LayerParams], Iterator[ParamSpec]] = final_norm_params
-    layers: str | None = None

@@ -35,12 +35,10 @@ def layer_flops(model: Model, sequence_length: int) -> tuple[float, ...]:
     """
     kinds, specs = layer_kinds(model), param_specs(model)
     first, head = kinds.index("Block"), len(kinds) - 1
-    tables, looked_up = (*range(first), head), frozenset[str]()
-    if isinstance(model, HubModel):
-        tables, looked_up = (0, head), model.looked_up
+    looked_up = model.looked_up if isinstance(model, HubModel) else ()
     flops = [0.0] * len(kinds)
     for spec in specs:
-        if len(spec.shape) > 1 and spec.layer not in tables and spec.name not in looked_up:
+        if len(spec.shape) > 1 and spec.layer not in (0, head) and spec.name not in looked_up:
             flops[spec.layer] += (6.0 if spec.trained else 4.0) * multiplied(model, spec)
     for block in range(model.num_layers):
         window = model.window(block, sequence_length)

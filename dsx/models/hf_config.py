@@ -13,15 +13,10 @@ from difflib import get_close_matches
 from dsx.errors import ModelError
 from dsx.models.config_values import at
 from dsx.models.family import ModelFamily
-from dsx.models.gemma2 import GEMMA2
-from dsx.models.gpt2 import GPT2
-from dsx.models.gpt_neox import GPT_NEOX
 from dsx.models.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from dsx.models.spec import ModelSpec
 
-FAMILIES: dict[str, ModelFamily] = {
-    family.name: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GPT_NEOX, GEMMA2)
-}
+FAMILIES: dict[str, ModelFamily] = {family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
 """Every family of dsx's own, by its ``model_type``."""
 
 _MOST_KEYS = 1000  # each key is compared with all known ones
@@ -50,9 +45,8 @@ _SAY_NOTHING = frozenset({
     "prompt_lookup_num_tokens", "remove_invalid_values", "renormalize_logits", "repetition_penalty",
     "return_dict_in_generate", "sequence_bias", "speculation_type", "stop_strings", "target_lookbehind",
     "temperature", "token_healing", "top_h", "top_k", "top_p", "typical_p", "use_mtp", "watermarking_config",
-    # Heads for other tasks, in configs of GPT-2 and GPT-NeoX.
-    "classifier_dropout", "n_ctx", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
-    "summary_type", "summary_use_proj",
+    # A head for other tasks.
+    "classifier_dropout",
     # What published models have besides, and transformers does not read.
     "_flash_attn_2_enabled", "dual_chunk_attention_config", "n_special", "num_steps", "output_past",
     "predict_special_tokens", "sliding_window_size",

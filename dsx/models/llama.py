@@ -71,7 +71,6 @@ def _read(config: Mapping[str, object], family: Family) -> ModelSpec:
         norm="rmsnorm",
         norm_epsilon=values.positive(config, "rms_norm_eps", 1e-6),
         activation=values.activation(config, "hidden_act", "silu"),
-        gated_mlp=True,
         attention_bias=attention_bias,
         # Llama and Qwen3 build o_proj with the same flag, Qwen2 without a bias (modeling_qwen2.py).
         attention_out_bias=attention_bias and family != "qwen2",

@@ -2,9 +2,9 @@
 
 The layer list, which is what a pipeline is cut into, for L blocks:
 
-- GPT-2: 0 word embedding, 1 positions, 2 .. L+1 blocks, L+2 final norm, L+3 head.
-- All others of dsx's own: 0 word embedding, 1 .. L blocks, L+1 final norm, L+2 head.
-- Of transformers' modules: like one or the other, :attr:`dsx.models.spec.HubModel.kinds` says which.
+- Of dsx's own modules: 0 word embedding, 1 .. L blocks, L+1 final norm, L+2 head.
+- Of transformers' modules: the same, or with what the family does before its blocks as layer 1
+  (:attr:`dsx.models.spec.HubModel.kinds`).
 
 With tied embeddings the head is the word embedding once more, and adds no parameter.
 """
@@ -27,8 +27,7 @@ def layer_kinds(model: Model) -> tuple[str, ...]:
     """Kind of every layer of the layer list, as a ``type:<regex>`` partition matches it."""
     if isinstance(model, HubModel):
         return model.kinds
-    positions = () if model.rope else ("Positions",)
-    return ("WordEmbedding", *positions, *["Block"] * model.num_layers, "FinalNorm", "Head")
+    return ("WordEmbedding", *["Block"] * model.num_layers, "FinalNorm", "Head")
 
 
 def param_specs(model: Model, *, pad_multiple: int = 64) -> tuple[ParamSpec, ...]:
@@ -124,12 +123,10 @@ def _layer(model: ModelSpec, layer: int, kind: str, block: int, pad_multiple: in
     params = LayerParams(model, family, layer, block if kind == "Block" else 0)
     if kind == "WordEmbedding":
         yield from params.table("word", pad_multiple)
-    elif kind == "Positions":
-        yield from params.positions()
     elif kind == "Block":
-        yield from family.block(params)
+        yield from params.block_of()
     elif kind == "FinalNorm":
-        yield from family.final_norm(params)
+        yield from params.norm("norm")
     elif not model.tied_embeddings:
         yield from params.table("head", pad_multiple)
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from dsx.config.wording import at, either, suggest
 from dsx.errors import ConfigError
-from dsx.models.family import Preset
+from dsx.models.family import Preset, shipped_presets
 from dsx.models.hf_config import FAMILIES
-from dsx.models.spec import Family
+from dsx.models.spec import PresetFamily
 
 
 def presets() -> tuple[Preset, ...]:
     """Every built-in model, smallest first within a family."""
-    return tuple(preset for family in FAMILIES.values() for preset in family.presets)
+    return tuple(
+        preset
+        for name in get_args(PresetFamily)
+        for preset in (FAMILIES[name].presets if name in FAMILIES else shipped_presets(name))
+    )
 
 
-def find_preset(family: Family | None, name: str) -> Preset:
+def find_preset(family: PresetFamily | None, name: str) -> Preset:
     """The preset called ``name``, of ``family`` when that is given. Raises ConfigError."""
     named = [preset for preset in presets() if preset.name == name]
     found = [preset for preset in named if family in (None, preset.family)]

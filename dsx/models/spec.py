@@ -7,7 +7,12 @@ from typing import Literal, Self, TypeAlias
 
 from dsx.models.param import ParamSpec, Quantization
 
-Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gemma2"]
+Family = Literal["llama", "mistral", "qwen2", "qwen3"]
+"""A family of dsx's own modules."""
+
+PresetFamily: TypeAlias = Literal["gpt2", Family, "gpt_neox", "gemma2"]
+"""A family with built-in models. Those that dsx has no modules of are made of transformers'."""
+
 Recompute = Literal["none", "selective", "full"]
 
 
@@ -88,21 +93,11 @@ class ModelSpec:
         head_dim: Size of one head; ``num_heads * head_dim`` need not equal ``hidden_size``.
         ffn_size: Width of the MLP between its two linears.
         max_positions: Longest sequence the positions allow.
-        gated_mlp: SwiGLU-style gate times up (Llama) instead of a plain up projection (GPT-2).
         attention_bias: Biases on the fused QKV projection.
-        rope: Rotary embedding; None means learned absolute positions.
-        scaled_output_init: Divide the init std of the two residual output projections by
-            sqrt(2 * num_layers), as GPT-2 does (transformers, modeling_gpt2.py, _init_weights).
         windows: Per block, how many positions a token attends to, its own included; 0 means all before it.
             Empty means all in every block.
         qk_norm: RMSNorm of each query and key head before rotation (Qwen3).
-        interleaved_qkv: The fused projection has query, key and value head by head (GPT-NeoX), not all
-            queries, all keys, all values.
-        attention_scale: What attention's scores are multiplied by; None for 1 / sqrt(head_dim).
-        attention_cap: Soft cap of attention's scores (Gemma 2); None for none.
-        logit_cap: Soft cap of the logits.
         pad_token_id: The token whose row the word embedding gives no gradient; None for none.
-        parallel_residual: Attention and MLP read the same input, ``x + Attention(..) + MLP(..)`` (GPT-NeoX).
         shared_kv: Keys and values are a parameter beside the queries', whole on every tensor-parallel rank,
             because ranks share key/value heads: see :meth:`for_tensor`.
         adapter: What is trained in place of the whole; None for all of it.
@@ -122,24 +117,15 @@ class ModelSpec:
     norm: Literal["layernorm", "rmsnorm"]
     norm_epsilon: float
     activation: Literal["gelu", "gelu_new", "silu", "relu"]
-    gated_mlp: bool
     attention_bias: bool
     attention_out_bias: bool
     mlp_bias: bool
     tied_embeddings: bool
-    rope: Rope | None
-    embedding_dropout: float = 0.0
+    rope: Rope
     attention_dropout: float = 0.0
-    residual_dropout: float = 0.0
     init_std: float = 0.02
-    scaled_output_init: bool = False
     windows: tuple[int, ...] = ()
     qk_norm: bool = False
-    interleaved_qkv: bool = False
-    parallel_residual: bool = False
-    attention_scale: float | None = None
-    attention_cap: float | None = None
-    logit_cap: float | None = None
     pad_token_id: int | None = None
     shared_kv: bool = False
     adapter: Adapter | None = None
@@ -163,7 +149,7 @@ class ModelSpec:
     def dropout_in_blocks(self) -> float:
         """The largest probability of any dropout inside a block."""
         others = 0.0 if self.adapter is None else self.adapter.dropout
-        return max(self.residual_dropout, self.attention_dropout, others)
+        return max(self.attention_dropout, others)
 
     @property
     def query_size(self) -> int:
@@ -177,8 +163,8 @@ class ModelSpec:
 
     @property
     def rotary_size(self) -> int:
-        """Elements of each head that are rotated (modeling_gpt_neox.py: rotary_ndims)."""
-        return 0 if self.rope is None else int(self.head_dim * self.rope.share)
+        """Elements of each head that are rotated."""
+        return int(self.head_dim * self.rope.share)
 
     def window(self, block: int, sequence_length: int) -> int:
         """The window of a block if it is shorter than the sequence, else 0: then it leaves nothing out."""

@@ -12,7 +12,6 @@ projection of this rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -74,11 +73,11 @@ class RopeAndMask(NamedTuple):
     """What attention needs of the places of a micro-batch, made before a compiled block runs.
 
     Attributes:
-        tables: What :meth:`Rotary.found` gives; None without a rotary embedding.
+        tables: What :meth:`Rotary.found` gives.
         mask: What :class:`CausalMask` gives.
     """
 
-    tables: tuple[Tensor, Tensor] | None
+    tables: tuple[Tensor, Tensor]
     mask: Tensor | None
 
 
@@ -114,7 +113,6 @@ class Rotary:
     def _turn(self, x: Tensor, places: Places | RopeAndMask | None) -> Tensor:
         heads = (1,) * (x.dim() - 3)
         if isinstance(places, RopeAndMask):
-            assert places.tables is not None
             tables = places.tables
         else:
             tables = uncompiled(self.found, x.shape[1], x.dtype, x.device, places)
@@ -217,12 +215,6 @@ class CausalMask:
         return same_BSK.to(dtype).mul_(before_SS).log_().unsqueeze(1)[..., :length]
 
 
-Attend = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], Tensor]
-"""Queries [B, N, S, D], keys and values [B, K, S, D], a probability of dropout and a mask [S, S] or
-[B, 1, S, S] to be added to the scores (None: causal) to context [B, N, S, D]. Dropout draws from torch's
-generator."""
-
-
 def kv_heads(model: ModelSpec, tp: TensorParallel) -> range:
     """The key/value heads that this rank's queries attend to.
 
@@ -249,7 +241,7 @@ class Attention(nn.Module):
 
     Args:
         model: Sizes, biases and dropout.
-        rotary: Rotates queries and keys; None if positions are elsewhere.
+        rotary: Rotates queries and keys.
         mask: Limits the keys of a query; None for all keys before it.
         recompute_core: Keep only the fused projection for backward and compute what is between it and the
             output projection again ("selective", arXiv:2205.05198, section 5).
@@ -262,11 +254,10 @@ class Attention(nn.Module):
         self,
         model: ModelSpec,
         weights: Weights,
-        rotary: Rotary | None,
+        rotary: Rotary,
         mask: CausalMask | None = None,
         *,
         recompute_core: bool = False,
-        attend: Attend | None = None,
     ) -> None:
         super().__init__()
         tp = weights.tp
@@ -274,16 +265,14 @@ class Attention(nn.Module):
         self.head_dim, self.dropout = model.head_dim, model.attention_dropout
         self.tp, self.rotary, self.recompute_core = tp, rotary, recompute_core
         self.mask = mask or CausalMask()
-        self.interleaved, self.attend = model.interleaved_qkv, attend or scaled_dot_product
         sizes = (model.query_size, model.kv_size, model.kv_size)
-        parts = () if model.interleaved_qkv else sizes
         options: dict[str, Any] = {"bias": model.attention_bias, "init": None, **weights.form}
         self.qkv = (
             KeyValueLinear(
                 model.hidden_size, model.num_kv_heads, model.head_dim, tp, queries=model.query_size, **options
             )
             if model.shared_kv
-            else ColumnParallelLinear(model.hidden_size, sum(sizes), tp, parts=parts, **options)
+            else ColumnParallelLinear(model.hidden_size, sum(sizes), tp, parts=sizes, **options)
         )
         self.out = RowParallelLinear(
             model.query_size,
@@ -313,7 +302,7 @@ class Attention(nn.Module):
         """What :meth:`forward` takes in the place of places, so that a graph need not make it."""
         length = x_BsH.shape[1] * (self.tp.size if self.tp.sequence else 1)
         form = (length, x_BsH.dtype, x_BsH.device, places)
-        return RopeAndMask(None if self.rotary is None else self.rotary.found(*form), self.mask(*form))
+        return RopeAndMask(self.rotary.found(*form), self.mask(*form))
 
     def _drawn(self, qkv_BSP: Tensor, places: Places | RopeAndMask | None) -> Tensor:
         # Drawn outside the recomputed part, which then needs no generator; one per rank, as heads are cut.
@@ -335,24 +324,16 @@ class Attention(nn.Module):
         )
         q_BNSD, k_BKSD, v_BKSD = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if seed is None:
-            context_BNSD = self.attend(q_BNSD, k_BKSD, v_BKSD, 0.0, mask)
+            context_BNSD = scaled_dot_product(q_BNSD, k_BKSD, v_BKSD, 0.0, mask)
         else:
             with seeded(q.device, seed):
-                context_BNSD = self.attend(q_BNSD, k_BKSD, v_BKSD, self.dropout, mask)
+                context_BNSD = scaled_dot_product(q_BNSD, k_BKSD, v_BKSD, self.dropout, mask)
         return context_BNSD.transpose(1, 2).flatten(2)
 
     def _heads(self, qkv_BSP: Tensor, places: Places | RopeAndMask | None) -> tuple[Tensor, ...]:
         """Queries [B, S, N, D], keys and values [B, S, K, D], as attention takes them."""
-        if self.interleaved:
-            query_key, v = qkv_BSP.unflatten(-1, (-1, 3, self.head_dim)).split((2, 1), dim=3)
-            assert self.rotary is not None
-            q, k = self.rotary(query_key, places).unbind(dim=3)
-            return q, k, v.squeeze(3).contiguous()
         heads = qkv_BSP.unflatten(-1, (-1, self.head_dim))
         counts = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
-        if self.rotary is None:
-            q, k, v = heads.split(counts, dim=2)
-            return q, k, v
         if self.q_norm is not None:
             assert self.k_norm is not None
             q, k, v = heads.split(counts, dim=2)
@@ -367,7 +348,11 @@ class Attention(nn.Module):
 def scaled_dot_product(
     q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, dropout: float, mask: Tensor | None
 ) -> Tensor:
-    """Scaled dot-product attention, causal unless a mask says more; torch picks the fused kernel."""
+    """Scaled dot-product attention, causal unless a mask says more; torch picks the fused kernel.
+
+    Queries [B, N, S, D], keys and values [B, K, S, D], a probability of dropout, which draws from torch's
+    generator, and a mask [S, S] or [B, 1, S, S] to be added to the scores to context [B, N, S, D].
+    """
     groups = q_BNSD.shape[1] // k_BKSD.shape[1]
     if groups > 1 and q_BNSD.is_cuda and (q_BNSD.dtype == torch.float32 or mask is not None):
         # The only fused kernel on CUDA for float32 or with a mask, the memory-efficient one, takes no

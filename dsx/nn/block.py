@@ -1,7 +1,6 @@
 """The pre-norm transformer block, ``x + Attention(Norm(x))``, then ``x + MLP(Norm(x))``, and its MLP.
 
-With a parallel residual (GPT-J, GPT-NeoX: arXiv:2204.06745, section 2.1.2) both read the same x:
-``x + Attention(Norm(x)) + MLP(Norm'(x))``. The MLP's hidden width is cut over the tensor-parallel ranks.
+The MLP's hidden width is cut over the tensor-parallel ranks.
 
 Shapes: B micro-batch, S sequence, s this rank's slice of it under sequence parallelism, else S; H hidden;
 F this rank's part of the MLP's width.
@@ -22,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 from dsx.models.spec import ModelSpec, Recompute
 from dsx.nn.attention import Attention, CausalMask, RopeAndMask, Rotary
 from dsx.nn.documents import Given, Places, Stream
-from dsx.nn.dropout import Dropout
 from dsx.nn.linear import ColumnParallelLinear, RowParallelLinear
 from dsx.nn.norm import model_norm
 from dsx.nn.parameters import Weights
@@ -79,7 +77,7 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
 
 
 class Mlp(nn.Module):
-    """Two linears around an activation, the first one fused with a gate if the model's MLP is gated."""
+    """Two linears around an activation, the first one fused with its gate."""
 
     def __init__(self, model: ModelSpec, weights: Weights) -> None:
         super().__init__()
@@ -87,19 +85,12 @@ class Mlp(nn.Module):
         self.activation = model.activation
         tp, options = weights.tp, {"bias": model.mlp_bias, "init": None, **weights.form}
         hidden, parts = model.hidden_size, (width, width)
-        gated = model.gated_mlp
-        self.gate_up = ColumnParallelLinear(hidden, 2 * width, tp, parts=parts, **options) if gated else None
-        self.up = None if gated else ColumnParallelLinear(hidden, width, tp, **options)
+        self.gate_up = ColumnParallelLinear(hidden, 2 * width, tp, parts=parts, **options)
         self.down = RowParallelLinear(width, hidden, tp, **options)
 
     def forward(self, x_BsH: Tensor) -> Tensor:
         """[B, s, H] to the same."""
-        if self.gate_up is not None:
-            hidden_BSF = gated(self.gate_up(x_BsH), self.activation)
-        else:
-            assert self.up is not None
-            hidden_BSF = ACTIVATIONS[self.activation](self.up(x_BsH))
-        y: Tensor = self.down(hidden_BSF)
+        y: Tensor = self.down(gated(self.gate_up(x_BsH), self.activation))
         return y
 
 
@@ -132,7 +123,7 @@ class Block(nn.Module):
     """A transformer block as one layer of the layer list.
 
     Args:
-        rotary: Rotates queries and keys; None if positions are learned.
+        rotary: Rotates queries and keys.
         recompute: What to compute again in backward: nothing, the attention core ("selective"), or the whole
             block, of which only the input is then kept ("full").
         mask: Limits what a token attends to; None for all tokens before it.
@@ -144,18 +135,16 @@ class Block(nn.Module):
         self,
         model: ModelSpec,
         weights: Weights,
-        rotary: Rotary | None,
+        rotary: Rotary,
         recompute: Recompute = "none",
         mask: CausalMask | None = None,
     ) -> None:
         super().__init__()
-        tp = weights.tp
-        self.recompute, self.parallel = recompute, model.parallel_residual
+        self.recompute = recompute
         self.norm_1 = model_norm(model, weights)
         self.attention = Attention(model, weights, rotary, mask, recompute_core=recompute == "selective")
         self.norm_2 = model_norm(model, weights)
         self.mlp = Mlp(model, weights)
-        self.dropout = Dropout(model.residual_dropout, tp, sharded=tp.sequence)
         self.random = model.dropout_in_blocks > 0.0
         weights.initialise(self)
 
@@ -165,8 +154,6 @@ class Block(nn.Module):
 
     def computed(self, x_BsH: Tensor, places: Places | RopeAndMask | None) -> Tensor:
         """What of the forward is compiled; see :mod:`dsx.nn.compiled`."""
-        middle_BsH = x_BsH + self.dropout(self.attention(self.norm_1(x_BsH), places))
-        if not self.parallel:
-            x_BsH = middle_BsH
-        y: Tensor = middle_BsH + self.dropout(self.mlp(self.norm_2(x_BsH)))
+        x_BsH = x_BsH + self.attention(self.norm_1(x_BsH), places)
+        y: Tensor = x_BsH + self.mlp(self.norm_2(x_BsH))
         return y

@@ -19,7 +19,6 @@ from dsx.errors import ModelError
 from dsx.models.spec import ModelSpec
 from dsx.nn import collectives
 from dsx.nn.documents import Given, Stream, hidden_of
-from dsx.nn.dropout import Dropout
 from dsx.nn.linear import column_linear
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.parameters import NORMAL, Initialiser, Weights, fresh_parameter
@@ -288,26 +287,3 @@ class LearnedPositions(nn.Module):
         if self.tp.sequence:
             position_SH = collectives.scatter_to(position_SH, self.tp, dim=dim)
         return x_BsH + position_SH
-
-
-class Positions(nn.Module):
-    """Learned positions, then dropout, as a layer of the layer list."""
-
-    def __init__(self, model: ModelSpec, weights: Weights) -> None:
-        super().__init__()
-        tp = weights.tp
-        self.position = LearnedPositions(
-            model.max_positions,
-            model.hidden_size,
-            tp,
-            init=None,
-            **weights.form,
-        )
-        self.dropout = Dropout(model.embedding_dropout, tp, sharded=tp.sequence)
-        weights.initialise(self)
-
-    def forward(self, given: Given) -> Given:
-        """[B, s, H] to the same."""
-        stream = Stream.of(given)
-        positions = None if stream.places is None else stream.places.positions
-        return stream.then(self.dropout(self.position(stream.hidden, positions)))

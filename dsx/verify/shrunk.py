@@ -21,7 +21,6 @@ from dsx.config.schema import NO_TOKENIZER, OWN
 from dsx.models.adapters import ALL_LINEAR
 from dsx.models.custom_code import without_code
 from dsx.models.family import BYTES_VOCABULARY
-from dsx.models.hf_config import FAMILIES
 from dsx.models.params import frozen_names, layer_adapters, layer_kinds
 from dsx.models.spec import HubModel, ModelSpec
 
@@ -169,9 +168,7 @@ def _no_dropout(config: RunConfig) -> dict[str, float]:
         from dsx.hub.shrunk import random_keys  # here: as below
 
         return dict.fromkeys(random_keys(config.hf_config), 0.0)
-    model = config.model
-    drops = max(model.embedding_dropout, model.attention_dropout, model.residual_dropout) > 0.0
-    return dict.fromkeys(FAMILIES[model.family].dropouts, 0.0) if drops else {}
+    return {"attention_dropout": 0.0} if config.model.attention_dropout else {}
 
 
 def _model(

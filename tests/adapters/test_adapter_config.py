@@ -14,15 +14,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import dsx
+from dsx.checkpoint.claims import model_of
 from dsx.checkpoint.formats.huggingface.weights import HfWeights
 from dsx.config.adapter import WEIGHTS
 from dsx.errors import CheckpointError, ConfigError
 from dsx.hub.read import hub_model
 from dsx.models.adapters import peft_specs
-from dsx.models.hf_config import model_spec
 from dsx.models.params import param_specs
 from dsx.models.presets import find_preset
-from dsx.models.spec import Adapter, Family
+from dsx.models.spec import Adapter, PresetFamily
 from parity import dsx_run, oracle
 
 
@@ -215,11 +215,13 @@ def our_shapes(model: Any, adapter: Adapter) -> dict[str, tuple[int, ...]]:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt2", "gpt_neox", "gemma2"])
 @pytest.mark.parametrize("use_dora", [False, True])
-def test_an_adapter_on_every_linear_has_the_tensors_that_peft_saves(family: Family, use_dora: bool) -> None:
+def test_an_adapter_on_every_linear_has_the_tensors_that_peft_saves(
+    family: PresetFamily, use_dora: bool
+) -> None:
     config = dict(find_preset(family, "tiny").config)
     adapter = Adapter(type="dora" if use_dora else "lora", rank=4)
     theirs = peft_shapes(config, r=4, target_modules="all-linear", use_dora=use_dora)
-    assert our_shapes(model_spec(config), adapter) == theirs
+    assert our_shapes(model_of(config), adapter) == theirs
     assert our_shapes(hub_model(config), adapter) == theirs
 
 
@@ -239,7 +241,7 @@ def test_targets_name_the_modules_that_they_name_in_peft(
     modules = targets if isinstance(targets, str) else list(targets)
     theirs = peft_shapes(config, r=2, target_modules=modules, modules_to_save=list(also))
     adapter = Adapter(rank=2, targets=targets, train_also=also)
-    for model in (model_spec(config), hub_model(config)):
+    for model in (model_of(config), hub_model(config)):
         assert our_shapes(model, adapter) == theirs
 
 

@@ -37,7 +37,7 @@ def layouts(draw):
     }
 
 
-families = st.sampled_from(["gpt2", "llama"])
+families = st.sampled_from(["qwen2", "llama"])
 precisions = st.sampled_from([made.BF16, made.FP32, {"weight": "bfloat16"}])
 
 
@@ -78,7 +78,7 @@ PAIRED = [
 
 
 def test_every_pair_of_layouts_gives_what_the_layout_itself_gives(tmp_path):
-    layouts = [made.layout("gpt2", **paired) for paired in PAIRED]
+    layouts = [made.layout("qwen2", **paired) for paired in PAIRED]
     source = made.plain(tmp_path / "source", layouts[0].params, made.BF16)
     for number, layout in enumerate(layouts):
         made.reshard(source, tmp_path / str(number), layout, tile=2000)
@@ -90,7 +90,7 @@ def test_every_pair_of_layouts_gives_what_the_layout_itself_gives(tmp_path):
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
 def test_rank_files_hold_what_the_layout_says_and_every_element_once(tmp_path, family, zero):
     """Read back with safetensors, placed by the ranks' own coordinates and torch's slicing."""
     layout = made.layout(family, pp=2, dp=3, tp=2, chunks=2, zero=zero)
@@ -168,7 +168,7 @@ def test_a_bf16_run_becomes_fp32_from_its_masters_and_the_other_way_round(tmp_pa
 
 
 def test_facts_and_random_states_come_along(tmp_path):
-    layout = made.layout("gpt2", dp=2)
+    layout = made.layout("qwen2", dp=2)
     facts = {
         "step": 7,
         "param_groups": [{"names": ["a"], "lr": 0.1, "betas": [0.9, 0.95], "step": 7}],
@@ -179,7 +179,7 @@ def test_facts_and_random_states_come_along(tmp_path):
     source = made.plain(tmp_path / "source", layout.params, made.FP32, facts=facts)
     (tmp_path / "source" / "dsx_random_0.safetensors").write_bytes(b"zero")
     (tmp_path / "source" / "r1").write_bytes(b"one")
-    made.reshard(source, tmp_path / "out", made.layout("gpt2", tp=2))
+    made.reshard(source, tmp_path / "out", made.layout("qwen2", tp=2))
     read = native.catalog_of(tmp_path / "out").facts
     assert {key: read[key] for key in facts if key != "random_files"} == {
         key: facts[key] for key in facts if key != "random_files"
@@ -191,7 +191,7 @@ def test_facts_and_random_states_come_along(tmp_path):
 
 def test_random_states_of_older_checkpoints_have_their_own_digest(tmp_path):
     """A manifest that says nothing of the file: what the file says of itself is held, by conversions too."""
-    layout, path = made.layout("gpt2"), tmp_path / "source" / "dsx_random_0.safetensors"
+    layout, path = made.layout("qwen2"), tmp_path / "source" / "dsx_random_0.safetensors"
     facts = {"random_files": {"0": path.name}}
     source = made.plain(tmp_path / "source", layout.params, {"weight": "bfloat16"}, facts=facts)
     save_random_states(path.parent, 0)
@@ -209,14 +209,14 @@ def test_random_states_of_older_checkpoints_have_their_own_digest(tmp_path):
 
 
 def test_random_states_go_to_the_ranks_in_the_corresponding_places(tmp_path):
-    layout = made.layout("gpt2", pp=2, dp=2, tp=2)
+    layout = made.layout("qwen2", pp=2, dp=2, tp=2)
     files = {str(rank): f"r{rank}" for rank in range(8)}
     facts = {"mesh": {"pp": 2, "dp": 2, "tp": 2}, "random_files": files}
     source = made.plain(tmp_path / "source", layout.params, {"weight": "bfloat16"}, facts=facts)
     for rank in range(8):
         (tmp_path / "source" / f"r{rank}").write_bytes(str(layout.mesh.coords(rank)).encode())
     made.reshard(source, tmp_path / "same", layout)
-    made.reshard(source, tmp_path / "other", made.layout("gpt2", pp=2, dp=3))
+    made.reshard(source, tmp_path / "other", made.layout("qwen2", pp=2, dp=3))
 
     def states(folder):
         named = native.catalog_of(folder).facts["random_files"]
@@ -228,7 +228,7 @@ def test_random_states_go_to_the_ranks_in_the_corresponding_places(tmp_path):
 
 
 def test_the_manifest_refuses_what_was_changed(tmp_path):
-    layout = made.layout("gpt2")
+    layout = made.layout("qwen2")
     source = made.plain(tmp_path / "source", layout.params, made.FP32)
     made.reshard(source, tmp_path / "out", layout)
     file = tmp_path / "out" / "dsx.json"
@@ -249,7 +249,7 @@ def test_the_manifest_refuses_what_was_changed(tmp_path):
 
 
 def test_too_little_memory_is_said_with_the_amount_needed(tmp_path):
-    layout = made.layout("gpt2")
+    layout = made.layout("qwen2")
     source = made.plain(tmp_path / "source", layout.params, made.FP32)
     with pytest.raises(CheckpointError, match=r"--memory 16MiB: one worker needs 80 MiB"):
         made.reshard(source, tmp_path / "out", layout, options=ConversionOptions(memory_bytes=16 << 20))

@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Model
 
+from dsx.checkpoint.claims import model_of
 from dsx.checkpoint.formats.huggingface import names
 from dsx.checkpoint.formats.huggingface import weights as hf
 from dsx.checkpoint.formats.slices import merge
 from dsx.checkpoint.staging import claimed
 from dsx.errors import CheckpointError
-from dsx.models.hf_config import model_spec
 from dsx.models.params import param_specs
 from dsx.parallel.mesh import Mesh
 from tiny_configs import tiny
@@ -46,7 +46,7 @@ def save(name, folder, dtype=torch.float32, max_shard_size="5GB"):
 
 
 def specs_of(folder):
-    return param_specs(model_spec(names.read_config(folder)), pad_multiple=8)
+    return param_specs(model_of(names.read_config(folder)), pad_multiple=8)
 
 
 def exported(weights, specs):
@@ -158,14 +158,15 @@ def test_gpt2_is_turned_around(tmp_path):
     attention = model.transformer.h[0].attn
     q, k, v = attention.c_attn.weight.split(48, dim=1)
     expected = torch.cat([t[:, 24:].t() for t in (q, k, v)])
-    assert torch.equal(weights.read(specs["2.attention.qkv.weight"], SECOND), expected)
-    assert torch.equal(weights.read(specs["2.attention.out.weight"], FIRST), attention.c_proj.weight[:24].t())
+    assert torch.equal(weights.read(specs["2.block.attn.c_attn.weight"], SECOND), expected)
+    out = weights.read(specs["2.block.attn.c_proj.weight"], FIRST)
+    assert torch.equal(out, attention.c_proj.weight[:24].t())
 
 
 def test_a_rank_of_padding_only_gets_zeros(tmp_path):
     save("llama", tmp_path / "a")
     config = names.read_config(tmp_path / "a")
-    word = param_specs(model_spec(config), pad_multiple=64)[0]
+    word = param_specs(model_of(config), pad_multiple=64)[0]
     local = hf.HfWeights(tmp_path / "a").read(word, Mesh.of(tp=4).at(3))
     assert local.shape == (64, 48)
     assert not local.any()

@@ -136,7 +136,7 @@ def test_universal_and_back_keeps_every_state_and_fact(dsx, tmp_path):
     ],
 )
 def test_what_cannot_be_written_is_said(dsx, tmp_path, arguments, what):
-    specs = [replace(spec, name=f"x.{spec.name}") for spec in made.layout("gpt2").params]
+    specs = [replace(spec, name=f"x.{spec.name}") for spec in made.layout("qwen2").params]
     source = made.plain(tmp_path / "p", specs, made.FP32)
     source = replace(source, specs=())
     made.reshard(source, tmp_path / "run", layout_like(source, TargetDegrees()))

@@ -28,8 +28,8 @@ def test_the_cut_by_parameters_is_deepspeeds():
 
 
 def test_the_uniform_cut_is_deepspeeds(tmp_path: Path):
-    source = Catalog(root=tmp_path, format="plain", entries=(), specs=made.layout("gpt2").params)
-    for stages in range(1, 8):  # a GPT-2 of three blocks has seven layers, the last of which is the tied head
+    source = Catalog(root=tmp_path, format="plain", entries=(), specs=made.layout("qwen2").params)
+    for stages in range(1, 8):  # a model of four blocks has seven layers, the last of which is the tied head
         wanted = Pipeline(partition="uniform")
         _, layout = stock_layout(source, TargetDegrees(pipeline=stages), wanted, PLAIN)
         assert list(layout.bounds) == partition_uniform(7, stages)

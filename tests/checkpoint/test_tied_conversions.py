@@ -100,8 +100,8 @@ def test_a_tied_head_through_dcp(dsx, plain, tmp_path):
 
 
 def test_the_head_of_a_tied_model_folder_is_a_layer(tmp_path):
-    """A GPT-2's last norm is the layer before its head: taken for the head it would be lost in a pipeline."""
-    specs = made.layout("gpt2").params
+    """The last norm is the layer before its head: taken for the head it would be lost in a pipeline."""
+    specs = made.layout("qwen2").params
     names = [spec.name for spec in specs]
     facts = {"param_groups": [{"names": names, "lr": 0.1}], "precision": "fp32"}
     source = made.plain(tmp_path / "plain", specs, made.FP32, facts=facts)

@@ -20,8 +20,8 @@ from said import own_words
 
 @pytest.fixture
 def saved(tmp_path):
-    """A folder of checkpoints with one of dsx's: gpt2, pp 2 x dp 2, ZeRO-1."""
-    first = made.layout("gpt2", pp=2, dp=2, zero=1)
+    """A folder of checkpoints with one of dsx's: tied, pp 2 x dp 2, ZeRO-1."""
+    first = made.layout("qwen2", pp=2, dp=2, zero=1)
     source = made.plain(tmp_path / "plain", first.params, made.BF16, facts={"step": 12})
     made.reshard(source, tmp_path / "runs" / "step12", first)
     (tmp_path / "runs" / "latest").write_text("step12")
@@ -44,7 +44,7 @@ def test_there_and_back_and_no_difference(dsx, saved, tmp_path):
     for one, two in [(saved, other), (other, back), (saved / "step12", back)]:
         code, out, err = dsx("diff", one, two)
         assert (code, err) == (0, "")
-        assert "160 of 160 tensors' states are equal, bit for bit" in out
+        assert "120 of 120 tensors' states are equal, bit for bit" in out
     # the stages are cut by parameters on the way back; all else is the same
     assert (tmp_path / "x" / "latest").read_text() == "back"
     code, out, _ = dsx("reshard", other, tmp_path / "x" / "more", "--no-latest")
@@ -57,7 +57,7 @@ def test_there_and_back_and_no_difference(dsx, saved, tmp_path):
 
 
 def test_a_config_gives_the_layout(dsx, tmp_path):
-    model = dict(made.CONFIGS["gpt2"], vocab_size=300)  # the tokenizer of bytes needs that many
+    model = dict(made.CONFIGS["qwen2"], vocab_size=300)  # the tokenizer of bytes needs that many
     first, saved = made.layout(model), tmp_path / "saved"
     made.reshard(made.plain(tmp_path / "plain", first.params, made.BF16), saved, first, tile=1000)
     config = tmp_path / "config.json"
@@ -79,7 +79,7 @@ def test_a_config_gives_the_layout(dsx, tmp_path):
     facts = native.catalog_of(tmp_path / "out").facts
     assert (facts["mesh"], facts["zero_stage"]) == ({"pp": 2, "dp": 2, "tp": 2}, 2)
     assert facts["model"]["hidden_size"] == 12
-    content["dsx"]["model"]["config"] = model | {"n_embd": 24}
+    content["dsx"]["model"]["config"] = model | {"hidden_size": 24}
     config.write_text(json.dumps(content))
     code, _, err = dsx("reshard", saved, tmp_path / "more", config, "--gpus", 8)
     assert code == 2
@@ -146,9 +146,9 @@ def test_inspect_names_layout_states_and_tensors(dsx, saved, monkeypatch):
     content = json.loads(out)
     assert (content["format"], content["facts"]["step"]) == ("dsx-2", 12)
     assert content["states"]["master"] == {
-        "tensors": 40,
-        "elements": sum(spec.numel for spec in made.layout("gpt2").params),
-        "bytes": 4 * sum(spec.numel for spec in made.layout("gpt2").params),
+        "tensors": 30,
+        "elements": sum(spec.numel for spec in made.layout("qwen2").params),
+        "bytes": 4 * sum(spec.numel for spec in made.layout("qwen2").params),
         "dtypes": ["float32"],
     }
 
@@ -168,28 +168,28 @@ def test_inspect_verifies_and_names_what_is_damaged(dsx, saved):
 
 
 def test_diff_says_what_differs_and_how_far(dsx, saved, tmp_path):
-    layout = made.layout("gpt2", dp=2)
-    specs = [spec for spec in layout.params if spec.name != "5.norm.bias"]
+    layout = made.layout("qwen2", dp=2)
+    specs = [spec for spec in layout.params if spec.name != "5.norm.weight"]
     bits = made.random_bits(layout.params, made.BF16)
-    one = bits["2.mlp.up.weight", "master"].reshape(-1)
+    one = bits["2.mlp.down.weight", "master"].reshape(-1)
     one[:] = 0x3F800000
     made.reshard(made.plain(tmp_path / "p", specs, made.BF16, bits=bits), tmp_path / "a", layout_of(specs))
     one[3:5] += 7
     made.reshard(made.plain(tmp_path / "q", specs, made.BF16, bits=bits), tmp_path / "b", layout_of(specs))
     code, out, err = dsx("diff", tmp_path / "a", tmp_path / "b")
     assert (code, err) == (1, "")
-    told = "2.mlp.up.weight, master: 2 of 576 elements differ, at most 7 ulp, 8.34e-07 absolute"
+    told = "2.mlp.down.weight, master: 2 of 240 elements differ, at most 7 ulp, 8.34e-07 absolute"
     assert (told in " ".join(out.split()), max(map(len, out.splitlines())) <= 80) == (True, True)
-    assert "155 of 156 tensors' states are equal" in out
+    assert "115 of 116 tensors' states are equal" in out
     code, out, _ = dsx("diff", saved, tmp_path / "b", "--format", "json")
     content = json.loads(out)
     assert code == 1
-    assert ["5.norm.bias", "exp_avg"] in content["only_in"][str(saved)]
+    assert ["5.norm.weight", "exp_avg"] in content["only_in"][str(saved)]
     assert dsx("diff", saved, saved, "--common")[0] == 0
 
 
 def layout_of(specs):
-    return replace(made.layout("gpt2", dp=2), params=tuple(specs))
+    return replace(made.layout("qwen2", dp=2), params=tuple(specs))
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dsx.models.hf_config import model_spec
+from dsx.checkpoint.claims import model_of
 from dsx.models.params import num_parameters
 from dsx.models.presets import presets
-from dsx.models.spec import Family
+from dsx.models.spec import HubModel, PresetFamily
 
 # Parameter counts of the hub's models (safetensors metadata), tied tables once.
 PUBLISHED = {
@@ -39,11 +39,12 @@ def test_parameters_equal_transformers(preset):
     config = AutoConfig.for_model(**preset.config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    assert num_parameters(model_spec(preset.config)) == sum(p.numel() for p in model.parameters())
+    theirs = sum(p.numel() for p in model.parameters())
+    assert num_parameters(model_of(preset.config)) == (preset.parameters or theirs) == theirs
 
 
 def test_published_counts():
-    counts = {preset.name: num_parameters(model_spec(preset.config)) for preset in presets()}
+    counts = {preset.name: num_parameters(model_of(preset.config)) for preset in presets()}
     assert {name: counts[name] for name in PUBLISHED} == PUBLISHED
 
 
@@ -56,13 +57,16 @@ def test_transformers_knows_every_key(preset):
     assert {key for key in preset.config if not hasattr(known, key)} <= extra
 
 
-@pytest.mark.parametrize("family", get_args(Family))
+@pytest.mark.parametrize("family", get_args(PresetFamily))
 def test_tiny_suits_3d_on_a_laptop(family):
     tiny = next(preset for preset in presets() if (preset.family, preset.name) == (family, "tiny"))
-    model = model_spec(tiny.config)
+    model = model_of(tiny.config)
     assert 5e5 <= num_parameters(model) <= 1e6
     assert model.vocab_size == 257
     assert model.num_layers >= 4
     assert model.max_positions >= 512
-    assert not any(size % 4 for size in (model.num_heads, model.num_kv_heads, model.ffn_size))
-    assert model.embedding_dropout == model.attention_dropout == model.residual_dropout == 0.0
+    assert not any(value for key, value in tiny.config.items() if "drop" in key)
+    if isinstance(model, HubModel):
+        assert model.uncut(4) is None
+    else:
+        assert not any(size % 4 for size in (model.num_heads, model.num_kv_heads, model.ffn_size))

@@ -72,11 +72,12 @@ def test_degrees(world_size, edits, wanted):
     schedule=st.sampled_from(["auto", "1f1b", "gpipe"]),
 )
 def test_auto_is_always_legal_and_uses_every_rank(world_size, heads, blocks, schedule):
-    model = {"n_embd": 8 * heads, "n_head": heads, "n_layer": blocks}
+    model = {"hidden_size": 8 * heads, "num_attention_heads": heads, "num_key_value_heads": heads}
+    model |= {"intermediate_size": 32 * heads, "num_hidden_layers": blocks}
     run = resolve(
         changed(
             {
-                "dsx.model": {"family": "gpt2", "preset": "tiny", "overrides": model},
+                "dsx.model": {"family": "llama", "preset": "tiny", "overrides": model},
                 "dsx.schedule.name": schedule,
             }
         ),

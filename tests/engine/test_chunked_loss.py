@@ -28,9 +28,11 @@ SIZES: dict[str, Any] = {
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, untied": ("dsx", {"model_type": "llama", "tie_word_embeddings": False}),
     "llama, tied": ("dsx", {"model_type": "llama", "tie_word_embeddings": True}),
-    "gemma2, caps": ("dsx", {"model_type": "gemma2", "head_dim": 8, "final_logit_softcapping": 2.0}),
-    "gpt_neox": ("dsx", {"model_type": "gpt_neox", "num_key_value_heads": "none", "pad_token_id": "none"}),
-    "gemma2 of transformers, caps": (
+    "gpt_neox": (
+        "transformers",
+        {"model_type": "gpt_neox", "num_key_value_heads": "none", "pad_token_id": "none"},
+    ),
+    "gemma2, caps": (
         "transformers",
         {"model_type": "gemma2", "head_dim": 8, "final_logit_softcapping": 2.0},
     ),

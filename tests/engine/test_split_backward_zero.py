@@ -11,8 +11,9 @@ from torch import nn
 
 import ranks
 from often import often
-from parity.oracle import GPT2, LLAMA
+from parity.oracle import LLAMA
 
+TIED = LLAMA | {"tie_word_embeddings": True}
 STEPS, MICRO_BATCHES, SEQUENCE = 2, 3, 12
 REDUCE_ALL = {
     "stage3_param_persistence_threshold": 0,
@@ -37,14 +38,14 @@ class Case:
 
 
 CASES = {
-    "zero0-tied-over-two-ranks": Case(GPT2, 0, pp=2, chunks=1),
-    "zero0-tied-on-one-rank": Case(GPT2, 0, dp=2, recompute="full"),
+    "zero0-tied-over-two-ranks": Case(TIED, 0, pp=2, chunks=1),
+    "zero0-tied-on-one-rank": Case(TIED, 0, dp=2, recompute="full"),
     "zero1": Case(LLAMA, 1, dp=2),
     "zero1-bf16": Case(LLAMA, 1, dp=2, bf16=True, precision=(("immediate_grad_update", False),)),
-    "zero2": Case(GPT2, 2, dp=2, recompute="selective"),
+    "zero2": Case(TIED, 2, dp=2, recompute="selective"),
     "zero2-overlap": Case(LLAMA, 2, dp=2, settings=(("overlap_comm", True), ("reduce_bucket_size", 2000))),
     "zero2-offload": Case(LLAMA, 2, dp=2, settings=(("offload_optimizer", {"device": "cpu"}),)),
-    "zero3": Case(GPT2, 3, dp=2, recompute="full", settings=tuple(REDUCE_ALL.items())),
+    "zero3": Case(TIED, 3, dp=2, recompute="full", settings=tuple(REDUCE_ALL.items())),
     "zero3-prefetch-bf16": Case(LLAMA, 3, dp=2, bf16=True),
     "zero3-tensor-parallel": Case(LLAMA, 3, tp=2, recompute="full"),
 }

@@ -35,13 +35,13 @@ TO = {"dp": 2, "tp": 2, "zero": 3}
 @pytest.fixture
 def saved(tmp_path):
     """A dsx checkpoint, pp 2 x dp 2, ZeRO-1, by tiles of 500 elements."""
-    first = made.layout("gpt2", pp=2, dp=2, zero=1)
+    first = made.layout("qwen2", pp=2, dp=2, zero=1)
     made.reshard(made.plain(tmp_path / "plain", first.params, made.BF16), tmp_path / "A", first, tile=500)
     return tmp_path / "A"
 
 
 def convert(source, target, **options):
-    conversion = made.prepared(source, target, made.layout("gpt2", **TO))
+    conversion = made.prepared(source, target, made.layout("qwen2", **TO))
     return conversion.run(ConversionOptions(workers=2, **options))
 
 
@@ -63,7 +63,7 @@ def progress(count):
     done += count
     if done >= limit:
         os.kill(os.getpid(), signal.SIGKILL)
-layout = made.layout("gpt2", dp=2, tp=2, zero=3)
+layout = made.layout("qwen2", dp=2, tp=2, zero=3)
 conversion = made.prepared(open_checkpoint(source), target, layout)
 conversion.run(ConversionOptions(workers=2, progress=progress))
 """
@@ -76,7 +76,7 @@ import made
 from dsx.checkpoint.execute import ConversionOptions
 from dsx.checkpoint.open import open_checkpoint
 source, folder, times = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-layout = made.layout("gpt2", dp=2, tp=2, zero=3)
+layout = made.layout("qwen2", dp=2, tp=2, zero=3)
 def convert(target):
     conversion = made.prepared(open_checkpoint(source), target, layout)
     return conversion.run(ConversionOptions(workers=2, point_latest=True))
@@ -211,7 +211,7 @@ def test_paths_out_of_the_folder_are_refused(saved, tmp_path, name):
 
 
 def test_links_into_a_cache_are_followed_where_the_format_has_them(tmp_path):
-    layout = made.layout("gpt2")
+    layout = made.layout("qwen2")
     source = made.plain(tmp_path / "source", layout.params, {"weight": "bfloat16"})
     (tmp_path / "source" / "all.bin").rename(tmp_path / "blob")
     (tmp_path / "source" / "all.bin").symlink_to(tmp_path / "blob")
@@ -229,10 +229,10 @@ def test_what_a_kill_left_is_not_taken_from_a_conversion_that_runs(saved, tmp_pa
         with pytest.raises(CheckpointError, match="another process is writing this checkpoint now"):
             convert(open_checkpoint(saved), target)
     assert contents(data) == left
-    other = made.prepared(open_checkpoint(saved), target, made.layout("gpt2", dp=3))
+    other = made.prepared(open_checkpoint(saved), target, made.layout("qwen2", dp=3))
     other.run(ConversionOptions())
     assert not partial.exists()
-    other = made.prepared(open_checkpoint(saved), tmp_path / "other", made.layout("gpt2", dp=3))
+    other = made.prepared(open_checkpoint(saved), tmp_path / "other", made.layout("qwen2", dp=3))
     other.run(ConversionOptions())
     assert contents(target) == contents(tmp_path / "other")
 
@@ -276,7 +276,7 @@ def test_a_folder_of_files_that_another_made_is_not_named(saved, tmp_path, monke
         folder.rename(tmp_path / "away")
         folder.mkdir()
 
-    conversion = made.prepared(open_checkpoint(saved), tmp_path / "out", made.layout("gpt2", **TO))
+    conversion = made.prepared(open_checkpoint(saved), tmp_path / "out", made.layout("qwen2", **TO))
     with pytest.raises(CheckpointError, match="another process removed it"):
         execute(conversion.source, conversion.target, conversion.plan, ConversionOptions(), check=exchanged)
     assert not list(tmp_path.glob("out*"))
@@ -337,7 +337,7 @@ def test_targets_whose_name_no_folder_can_take_are_refused_at_once(saved, tmp_pa
         (tmp_path / "link", "exists already"),
     ]:
         with pytest.raises(CheckpointError, match=what):
-            made.prepared(open_checkpoint(saved), target, made.layout("gpt2", **TO)).run(ConversionOptions())
+            made.prepared(open_checkpoint(saved), target, made.layout("qwen2", **TO)).run(ConversionOptions())
     assert sorted(tmp_path.iterdir()) == before
     assert not list(here.iterdir())
 
@@ -400,7 +400,7 @@ def test_a_limit_of_the_system_on_file_sizes_is_one_message(saved, tmp_path):
 
 def test_zip_members_get_their_crc32(tmp_path):
     """A target like torch's: stored members, their CRC32 in two places, padding that nothing writes."""
-    layout = made.layout("gpt2")
+    layout = made.layout("qwen2")
     source = made.plain(tmp_path / "source", layout.params[:3], made.FP32)
     names = [entry.name for entry in source.entries]
     blank = tmp_path / "blank.zip"

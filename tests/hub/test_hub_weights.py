@@ -141,7 +141,7 @@ def both_implementations(rank: int, world_size: int, family: str, folder: Path) 
             dsx.export_hf(each, folder / f"{one} {name}")
 
 
-@pytest.mark.parametrize("family", often(["llama", "gpt2", "gpt_neox", "gemma2", "qwen3"], 5))
+@pytest.mark.parametrize("family", often(["llama", "mistral", "qwen3"], 3))
 def test_both_implementations_of_a_family_read_each_others_checkpoints(family: str, tmp_path: Path) -> None:
     oracle.hf_model(family).save_pretrained(tmp_path / "model")
     ranks.run(both_implementations, 2, family, tmp_path)

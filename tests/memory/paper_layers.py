@@ -27,52 +27,36 @@ from meta_engine import accelerator as paper
 BATCH, LENGTH = 2, 128
 
 
-# What the families beside GPT-2 and Llama have of their own.
+# What the families have of their own beside Llama.
 _OWN = {
     "llama": {},
     "mistral": {"windows": (48, 0)},
     "qwen2": {"attention_bias": True, "tied_embeddings": True},
     "qwen3": {"qk_norm": True},
-    "gpt_neox": {
-        "rope": Rope(share=0.25),
-        "num_kv_heads": 4,
-        "norm": "layernorm",
-        "activation": "gelu",
-        "gated_mlp": False,
-        "attention_bias": True,
-        "attention_out_bias": True,
-        "mlp_bias": True,
-        "interleaved_qkv": True,
-        "parallel_residual": True,
-    },
 }
 
 
 def model(family, dropout):
     """Two blocks; a vocabulary that needs padding and several chunks of logits."""
-    gpt2 = family == "gpt2"
     spec = ModelSpec(
         family=family,
         num_layers=2,
         hidden_size=128,
         num_heads=4,
-        num_kv_heads=4 if gpt2 else 2,
+        num_kv_heads=2,
         head_dim=32,
         ffn_size=384,
         vocab_size=50001,
         max_positions=256,
         norm_epsilon=1e-5,
-        norm="layernorm" if gpt2 else "rmsnorm",
-        activation="gelu_new" if gpt2 else "silu",
-        gated_mlp=not gpt2,
-        attention_bias=gpt2,
-        attention_out_bias=gpt2,
-        mlp_bias=gpt2,
-        tied_embeddings=gpt2,
-        rope=None if gpt2 else Rope(),
-        residual_dropout=dropout,
+        norm="rmsnorm",
+        activation="silu",
+        attention_bias=False,
+        attention_out_bias=False,
+        mlp_bias=False,
+        tied_embeddings=False,
+        rope=Rope(),
         attention_dropout=dropout,
-        embedding_dropout=dropout,
     )
     return replace(spec, **_OWN.get(family, {}))
 
@@ -115,9 +99,8 @@ def by_torch(spec, device, tp, sequence, width, recompute, divided, layers):
                 getattr(module, "attention", None),
                 {2: torch.bfloat16, 4: torch.float32}[width],
             )
-            if getattr(attention, "rotary", None) is not None:
-                attention.rotary.tables(LENGTH, dtype, ids.device)
             if attention is not None:
+                attention.rotary.tables(LENGTH, dtype, ids.device)
                 attention.mask(LENGTH, dtype, ids.device)
         before = meter.current_bytes
 

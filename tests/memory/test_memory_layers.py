@@ -15,15 +15,14 @@ def cases():
     """(device, family, dropout, tp, sequence, width, recompute, divided, layers), a fifth of all."""
     found = []
     for family, (tp, sequence), width, recompute, divided in product(
-        ("gpt2", "llama"),
+        ("qwen2", "llama"),
         ((1, False), (2, False), (2, True)),
         (2, 4),
         ("none", "selective", "full"),
         (False, True),
     ):
-        last = 5 if family == "gpt2" else 4
-        for layers in ([0], [1], [last - 1, last], list(range(last + 1))):
-            dropout = 0.1 if family == "gpt2" and width == 2 else 0.0
+        for layers in ([0], [1], [3, 4], [0, 1, 2, 3, 4]):
+            dropout = 0.1 if family == "qwen2" and width == 2 else 0.0
             found.append(["paper", family, dropout, tp, sequence, width, recompute, divided, layers])
     return found[::5] + others() + on_a_cpu()
 
@@ -33,7 +32,7 @@ def others():
     found = [
         ["paper", family, 0.0, tp, sequence, width, recompute, divided, layers]
         for family, (tp, sequence), width, recompute, divided, layers in product(
-            ("mistral", "qwen2", "qwen3", "gpt_neox"),
+            ("mistral", "qwen3"),
             ((1, False), (2, False), (2, True)),
             (2, 4),
             ("none", "selective", "full"),
@@ -49,7 +48,7 @@ def on_a_cpu():
     found = [
         ["cpu", family, dropout, tp, sequence, width, recompute, divided, layers]
         for family, dropout, (tp, sequence), width, recompute, divided, layers in product(
-            ("gpt2", "llama", "mistral", "qwen3", "gpt_neox"),
+            ("llama", "mistral", "qwen2", "qwen3"),
             (0.1, 0.0),
             ((1, False), (2, False), (2, True)),
             (2, 4),

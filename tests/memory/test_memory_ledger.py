@@ -35,7 +35,7 @@ CASES = {
             "dsx.parallel.pipeline=2",
             "dsx.parallel.chunks=2",
             "dsx.schedule.name=interleaved_zb",
-            "dsx.recompute=selective",
+            "dsx.recompute=full",
         ],
     ),
     "zero0_bf16_fused_tied": (
@@ -199,7 +199,10 @@ def test_bf16_summed_in_fp32_takes_6_and_12_by_n_and_two_buckets(dp, degrees, bu
         plan = job.layout.zero_plan(pp)
         padded = sum(buffer.numel for buffer in plan.buffers(0)) * dp
         largest = max(numel for group in plan.groups for _, numel in group)
-        assert found.steady_bytes == (6 + 12 / dp) * padded
+        # Besides, transformers' modules are given the positions of 64 tokens and a scalar, which stay.
+        given = {size for label, size in found.phases[-1].lines if label.name == "kept by BlockArguments"}
+        assert given == {64 * 8, 2}
+        assert found.steady_bytes == (6 + 12 / dp) * padded + sum(given)
         for phase in found.phases:
             held = {label.name: size for label, size in phase.lines if label.category == "buckets"}
             assert held.get("gradients under way", 0) <= 2 * 2 * bucket

@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
-from dsx.hub.read import hub_model
+from dsx.checkpoint.claims import model_of
 from dsx.models.flops import flops_per_token, layer_flops, peak_flops
 from dsx.models.hf_config import model_spec
 from dsx.models.params import layer_kinds
@@ -39,14 +39,17 @@ def test_flops_equal_what_torch_counts(name, length):
     # transformers below 5.18 makes the rotary table by a product of matrices.
     table = sum(sum(n.values()) for at, n in counter.get_flop_counts().items() if at.endswith("rotary_emb"))
     counted = counter.get_total_flops() - table
-    for model in (model_spec(config.to_dict()), hub_model(config.to_dict())):
-        assert flops_per_token(model, length) * batch * length == counted
+    assert flops_per_token(model_of(config.to_dict()), length) * batch * length == counted
 
 
 def test_windows_of_transformers_modules_count_where_the_config_names_layers():
+    """Beside the same model with a window that is never reached; its blocks have one by turns."""
     config = dict(find_preset("gemma2", "tiny").config)
-    for length in (64, 512):
-        assert layer_flops(hub_model(config), length) == layer_flops(model_spec(config), length)
+    model, whole = model_of(config), model_of(config | {"sliding_window": 1024})
+    assert layer_flops(model, 64) == layer_flops(whole, 64)
+    windowed, full = layer_flops(model, 512), layer_flops(whole, 512)
+    less = 12 * model.query_size * (512 - 128)
+    assert [b - a for a, b in zip(windowed, full, strict=True)] == [0, less, 0, less, 0, 0, 0]
 
 
 def test_a_window_takes_the_place_of_a_longer_sequence():

@@ -79,8 +79,8 @@ def test_documents_apart(recompute: str) -> None:
 
 def test_dropout_masks_are_those_of_a_block_as_it_is() -> None:
     """They are drawn between graphs, from the generator that the ranks share."""
-    plain, model = pair("gpt2-dropout")
-    ids, labels = tiny_models.batch("gpt2-dropout", 2)
+    plain, model = pair("llama-dropout")
+    ids, labels = tiny_models.batch("llama-dropout", 2)
     for seed in range(2):
         require_equal(plain, model, ids, labels, seed=seed)
 
@@ -90,7 +90,7 @@ def test_bfloat16() -> None:
     require_equal(plain, model, *tiny_models.batch("llama-tied", 2), rtol=0.02)
 
 
-@pytest.mark.parametrize("name", ["gpt2-dropout", "llama"])
+@pytest.mark.parametrize("name", ["llama-dropout", "llama"])
 def test_the_backward_is_divided(name: str) -> None:
     """The first part gives no parameter a gradient, the second gives all of them theirs."""
     split = WeightGradients()

@@ -45,8 +45,13 @@ def calls(model: Model, recompute: Any) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "qwen3", "gpt_neox", "gemma2"])
-@pytest.mark.parametrize("implementation", ["dsx", "transformers"])
+@pytest.mark.parametrize(
+    ("family", "implementation"),
+    [
+        *((family, "dsx") for family in ("llama", "mistral", "qwen3")),
+        *((family, "transformers") for family in ("llama", "gpt2", "mistral", "qwen3", "gpt_neox", "gemma2")),
+    ],
+)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_another_document_changes_nothing(family: str, implementation: str, recompute: str) -> None:
     config = tiny_models.reference(family).config.to_dict()

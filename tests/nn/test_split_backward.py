@@ -8,6 +8,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import ranks
 from dsx.errors import ScheduleError
+from dsx.models.spec import ModelSpec
 from dsx.nn import ColumnParallelLinear, WeightGradients, collectives
 from dsx.nn.parallel import TensorParallel
 
@@ -39,7 +40,8 @@ def divided(name, tp=tiny_models.SINGLE, **options):
         with split.deferring((0, number)):
             loss.backward()
         for p, old in zip(model.parameters(), before, strict=True):
-            assert (p.grad is None) if old is None else torch.equal(p.grad, old)
+            if p.dsx_spec.linear or isinstance(model.spec, ModelSpec):  # transformers' norms do not wait
+                assert (p.grad is None) if old is None else torch.equal(p.grad, old)
         if number:
             deliver(split, (0, number - 1))
     deliver(split, (0, number))
@@ -55,7 +57,7 @@ def deliver(split, key):
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("name", ["gpt2-dropout", "llama", "llama-tied"])
+@pytest.mark.parametrize("name", ["llama-dropout", "llama", "llama-tied"])
 def test_gradients_equal_the_undivided_backward(name, recompute):
     expected, gradients = undivided(name, recompute=recompute), divided(name, recompute=recompute)
     assert expected.keys() == gradients.keys()
@@ -193,7 +195,7 @@ CASES = [
     ("llama", False, "none", 0),
     # x of Q, K, V and of up, dy of the two row-parallel linears in two blocks, and x of the head.
     ("llama", True, "selective", 4 * 2 + 1),
-    ("gpt2", True, "full", 4 * 2 + 1),
+    ("qwen2", True, "full", 4 * 2 + 1),
     ("llama-tied", True, "none", 4 * 2 + 1),
 ]
 

@@ -7,8 +7,8 @@ import torch
 from deepspeed.pipe import PipelineModule
 
 import ranks
+from dsx.checkpoint.claims import model_of
 from dsx.models.families import layers, loss
-from dsx.models.hf_config import model_spec
 from dsx.nn.parallel import TensorParallel
 
 STEPS, MICRO_BATCHES = 3, 2
@@ -23,7 +23,7 @@ CONFIG = {
 
 def pipeline_losses(rank, world_size, name, batches):
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
-    spec = model_spec(tiny_models.CONFIGS[name].to_dict())
+    spec = model_of(tiny_models.CONFIGS[name].to_dict())
     one = TensorParallel()
     module = PipelineModule(
         layers(spec, one, dtype=torch.float32, seed=3),

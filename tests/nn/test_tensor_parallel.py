@@ -184,11 +184,11 @@ def test_one_rank_does_not_communicate(monkeypatch):
 def random_masks(rank, world_size, sequence_parallel):
     """A dropout model's logits on each rank, and the state of the generator after it."""
     tp = TensorParallel(world_size, rank, dist.group.WORLD, sequence_parallel)
-    ids, labels = tiny_models.batch("gpt2-dropout")
+    ids, labels = tiny_models.batch("llama-dropout")
     grads = []
     for recompute in ("none", "full"):
         torch.manual_seed(3)
-        model = tiny_models.Model("gpt2-dropout", tp, recompute=recompute)
+        model = tiny_models.Model("llama-dropout", tp, recompute=recompute)
         model.loss_fn(model(ids), labels).backward()
         grads.append([p.grad for p in model.parameters()])
     for a, b in zip(*grads, strict=True):

@@ -17,9 +17,9 @@ from transformers import (
     Qwen3Config,
 )
 
+from dsx.checkpoint.claims import model_of
 from dsx.checkpoint.formats.slices import part_of
 from dsx.models.families import layers, loss
-from dsx.models.hf_config import model_spec
 from dsx.nn.parallel import TensorParallel
 
 _LLAMA3 = {
@@ -81,6 +81,7 @@ CONFIGS = {
         rope_parameters={"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0}, hidden_act="gelu"
     ),
     "llama-tp4": _llama(num_attention_heads=12, num_key_value_heads=4, vocab_size=65),
+    "llama-dropout": _llama(attention_dropout=0.2),
     "gpt2": _gpt2(),
     "gpt2-untied": _gpt2(tie_word_embeddings=False, activation_function="relu"),
     "gpt2-dropout": _gpt2(resid_pdrop=0.2, embd_pdrop=0.2, attn_pdrop=0.2),
@@ -164,7 +165,7 @@ class Model(nn.Module):
 
     def __init__(self, name, tp=SINGLE, dtype=torch.float32, **options):
         super().__init__()
-        self.spec = model_spec(CONFIGS[name].to_dict()).for_tensor(tp.size)
+        self.spec = model_of(CONFIGS[name].to_dict()).for_tensor(tp.size)
         self.loss_fn = loss(self.spec, tp)
         self.calls, tied = [], {}
         for index, entry in enumerate(layers(self.spec, tp, dtype=dtype, **options)):

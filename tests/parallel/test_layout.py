@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 
 import made
 import ranks
+from dsx.checkpoint.claims import model_of
 from dsx.errors import LayoutError
-from dsx.models.hf_config import model_spec
 from dsx.models.params import layer_kinds, param_specs
 from dsx.parallel.layout import Layout
 from dsx.parallel.mesh import Mesh
 from dsx.parallel.partition import partition
 
-CONFIGS = {family: made.CONFIGS[family] for family in ("gpt2", "llama")}
+CONFIGS = {family: made.CONFIGS[family] for family in ("qwen2", "llama")}
 
 
 def _layout(family: str, mesh: Mesh, chunks: int, zero_stage: int) -> Layout:
-    model = model_spec(CONFIGS[family])
+    model = model_of(CONFIGS[family])
     names = layer_kinds(model)
     stages = partition("uniform", mesh.pp * chunks, mesh.pp, parameters=[0] * len(names), names=names)
     return Layout(mesh=mesh, stages=stages, params=param_specs(model, pad_multiple=4), zero_stage=zero_stage)
@@ -35,7 +35,7 @@ def _engine_state(rank: int, world_size: int, family: str, layout: Layout) -> di
     from dsx.models import families
     from dsx.parallel.groups import make_groups
 
-    model = model_spec(CONFIGS[family])
+    model = model_of(CONFIGS[family])
     groups = make_groups(layout.mesh)
     tp = groups.tensor_parallel
     layers = families.layers(model, tp, dtype=torch.float32, pad_multiple=4)
@@ -61,7 +61,7 @@ def _engine_state(rank: int, world_size: int, family: str, layout: Layout) -> di
 
 @pytest.mark.parametrize(
     ("family", "degrees", "chunks", "zero_stage"),
-    [("gpt2", (2, 1, 2), 2, 1), ("gpt2", (2, 2, 1), 1, 3), ("llama", (2, 2, 1), 2, 2)],
+    [("qwen2", (2, 1, 2), 2, 1), ("qwen2", (2, 2, 1), 1, 3), ("llama", (2, 2, 1), 2, 2)],
 )
 def test_engines_hold_what_the_layout_says(family, degrees, chunks, zero_stage):
     pp, dp, tp = degrees
@@ -108,14 +108,14 @@ def test_holdings_cover_every_element_of_the_model(family, degrees, chunks, zero
 
 
 def test_a_tied_weight_has_two_owners_and_its_own_group():
-    layout = _layout("gpt2", Mesh.of(pp=2, dp=2), 1, 1)
+    layout = _layout("qwen2", Mesh.of(pp=2, dp=2), 1, 1)
     tied = layout.params[0]
     assert layout.owners(tied) == (0, 1)
     for pp_rank in (0, 1):
         assert layout.zero_plan(pp_rank).groups[-1] == ((tied.name, 40 * 12),)
     # Alike on both ranks, so that the copies stay equal under any ZeRO stage.
     assert layout.zero_plan(0).state(1)[tied.name] == layout.zero_plan(1).state(1)[tied.name]
-    assert _layout("gpt2", Mesh.of(pp=1, dp=2), 1, 1).owners(tied) == (0,)
+    assert _layout("qwen2", Mesh.of(pp=1, dp=2), 1, 1).owners(tied) == (0,)
 
 
 def test_layouts_that_cannot_be_are_refused():

@@ -7,10 +7,11 @@ from math import prod
 
 import pytest
 
+from dsx.checkpoint.claims import model_of
 from dsx.errors import LayoutError, ScheduleError
-from dsx.models.hf_config import model_spec
 from dsx.models.params import param_specs
 from dsx.models.presets import presets
+from dsx.models.spec import ModelSpec
 from dsx.parallel.limits import LayoutRequest, possible, violations
 from dsx.parallel.mesh import Mesh
 from dsx.schedules.builders import NAMES, build
@@ -33,13 +34,15 @@ def test_chunks_without_objection_can_be_built(name):
 
 @pytest.mark.parametrize("preset", MODELS, ids=lambda preset: f"{preset.family} {preset.name}")
 def test_tensor_degrees_without_objection_cut_every_parameter(preset):
-    model = model_spec(preset.config)
-    degrees = possible(LayoutRequest(model=model), "tensor", range(1, model.num_heads + 1))
+    model = model_of(preset.config)
+    queries, heads = (
+        (model.num_heads, model.num_kv_heads) if isinstance(model, ModelSpec) else model.heads or (0, 0)
+    )
+    degrees = possible(LayoutRequest(model=model), "tensor", range(1, queries + 1))
     for tensor in degrees:
         for spec in param_specs(model.for_tensor(tensor)):
             if spec.split is not None and spec.pad_multiple is None:
                 assert tensor * prod(spec.local_shape(Mesh.of(tp=tensor).at())) == spec.numel
-    heads = model.num_kv_heads
     assert degrees == [n for n in degrees if heads % n == 0 or n % heads == 0]
 
 

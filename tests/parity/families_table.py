@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from dsx.models.hf_config import FAMILIES, model_spec
+from dsx.models.hf_config import FAMILIES
 from dsx.models.presets import presets
-from dsx.models.spec import ModelSpec
 from parity.dsx_run import Case
 from parity.oracle import CONFIGS
 
-HEADER = ("`model_type`", "class", "what its blocks have", "published presets", "trained in")
+HEADER = ("`model_type`", "class", "modules", "published presets", "trained in")
 
 
 def table(cases: Iterable[Case]) -> str:
@@ -27,40 +26,13 @@ def table(cases: Iterable[Case]) -> str:
         rows.append(
             (
                 f"`{family}`",
-                f"`{FAMILIES[family].classes[0]}`",
-                _blocks(model_spec(CONFIGS[family])),
+                f"`{CONFIGS[family]['architectures'][0]}`",
+                "dsx's" if family in FAMILIES else "transformers'",
                 ", ".join(f"`{name}`" for name in named),
                 _layouts(known),
             )
         )
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def _blocks(model: ModelSpec) -> str:
-    biases = [
-        name
-        for name, has in (
-            ("Q, K, V", model.attention_bias),
-            ("attention output", model.attention_out_bias),
-            ("MLP", model.mlp_bias),
-        )
-        if has
-    ]
-    rotated = "learned positions"
-    if model.rope is not None:
-        share = "" if model.rope.share == 1.0 else " of a part of each head"
-        rotated = "rope" + share
-    found = [
-        rotated,
-        "LayerNorm" if model.norm == "layernorm" else "RMSNorm",
-        "grouped queries" if model.num_kv_heads < model.num_heads else "",
-        "norms of query and key heads" if model.qk_norm else "",
-        "sliding windows" + ("" if all(model.windows) else " in some layers") if model.windows else "",
-        f"biases ({', '.join(biases)})" if biases else "",
-        "parallel residual" if model.parallel_residual else "",
-        "norms after attention and MLP too, soft caps, scaled embedding" if model.family == "gemma2" else "",
-    ]
-    return ", ".join(filter(None, found))
 
 
 def _layouts(cases: Sequence[Case]) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
+from dsx.checkpoint.claims import model_of
 from dsx.models.flops import layer_flops
-from dsx.models.hf_config import model_spec
 from dsx.models.presets import find_preset
 from dsx.planner.layer_cost import LayerCost
 from dsx.planner.profile import Conditions, Profile
@@ -40,7 +40,7 @@ def cost(
 
 def gpt2(sequence_length: int) -> list[LayerCost]:
     """GPT-2's 16 layers, a second per 1e9 FLOPs of a token."""
-    model = model_spec(find_preset("gpt2", "gpt2").config)
+    model = model_of(find_preset("gpt2", "gpt2").config)
     return [cost(flops / 1e9) for flops in layer_flops(model, sequence_length)]
 
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from dsx.checkpoint.claims import model_of
 from dsx.errors import ConfigError, DsxError
 from dsx.memory.layer_record import Shape
 from dsx.memory.record_cache import ModelRecords
 from dsx.models.flops import layer_flops
-from dsx.models.hf_config import model_spec
 from dsx.models.params import layer_kinds, num_parameters, param_specs
 from dsx.models.presets import presets
 from dsx.parallel.mesh import ALONE, Mesh
@@ -24,8 +24,8 @@ from dsx.schedules.builders import NAMES, default_chunks, placement_of
 from dsx.schedules.program import Program
 from dsx.schedules.simulate import Costs, simulate
 
-MODELS = [model_spec(each.config) for each in presets()]
-LLAMA = model_spec(next(each.config for each in presets() if each.name == "llama-3-8b"))
+MODELS = [model_of(each.config) for each in presets()]
+LLAMA = model_of(next(each.config for each in presets() if each.name == "llama-3-8b"))
 
 
 def machine(cluster="H100", software=None, efficiency=None):

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from dsx.checkpoint.claims import model_of
 from dsx.errors import LayoutError
 from dsx.memory.estimate import Job, estimate
 from dsx.memory.record_cache import ModelRecords
 from dsx.memory.states import Optimizer, StateSettings
-from dsx.models.hf_config import model_spec
 from dsx.models.params import param_specs
 from dsx.models.presets import presets
 from dsx.parallel.layout import Layout
@@ -27,8 +27,8 @@ from dsx.planner.plan import MemoryFloor, Search, reason
 from dsx.planner.step_time import Predictor
 from dsx.schedules.schedule import lower
 
-LLAMA = model_spec(next(each.config for each in presets() if each.name == "llama-3.2-1b"))
-GPT2 = model_spec(next(each.config for each in presets() if each.name == "gpt2-medium"))
+LLAMA = model_of(next(each.config for each in presets() if each.name == "llama-3.2-1b"))
+GPT2 = model_of(next(each.config for each in presets() if each.name == "gpt2-medium"))
 
 
 def task(model=LLAMA, batch=32, length=2048):

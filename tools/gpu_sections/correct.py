@@ -24,8 +24,7 @@ def parities(place: Place, *, family: str, layout: Json, implementation: str) ->
     torch.backends.cuda.matmul.allow_tf32 = False
     shape = parity.Layout(**layout)
     folder = _shared_folder(place, family)
-    # The row of a padding id is trained by dsx's own modules, and not by transformers', whose versions below
-    # 5.18 besides take a kernel for Gemma 2 that leaves the soft cap out.
+    # The row of a padding id is trained by dsx's own modules, and not by transformers'.
     changes: Json = {"pad_token_id": None, "attention": "eager"} if implementation == "dsx" else {}
     expected = parity.reference(0, 1, family, folder, **changes) if place.rank == 0 else None
     _barrier()

@@ -67,12 +67,12 @@ CASES: dict[str, tuple[int, list[str]]] = {
             _PP,
         ],
     ),
-    "ZeRO-2, tp 2 with sequence parallelism, GPT-2, selective": (
+    "ZeRO-2, tp 2 with sequence parallelism, GPT-2, recompute full": (
         4,
         [
             "zero_optimization.stage=2",
             "dsx.parallel.sequence_parallel=true",
-            "dsx.recompute=selective",
+            "dsx.recompute=full",
             "gradient_accumulation_steps=2",
             _TP,
             *_GPT2,

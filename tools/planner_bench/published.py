@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from dsx.models.hf_config import model_spec
-from dsx.models.spec import ModelSpec, Recompute
+from dsx.checkpoint.claims import model_of
+from dsx.models.spec import Model, Recompute
 from dsx.parallel.mesh import Mesh
 from dsx.planner.cluster import preset
 from dsx.planner.costs import MEGATRON_2021, Efficiency, Network, Software
@@ -40,6 +40,8 @@ class Run:
         recompute: What backward computes again.
         zero_stage: 0, or 3 for DeepSpeed's in table 2.
         published: TFLOP/s per GPU; 0 where the paper has a curve only.
+        gated: Whether a Llama with as many FLOPs stands in for the GPT, of whose modules dsx computes the
+            attention core again.
     """
 
     name: str
@@ -55,13 +57,15 @@ class Run:
     recompute: Recompute = "full"
     zero_stage: int = 0
     published: float = 0.0
+    gated: bool = False
 
     @property
     def layout(self) -> Candidate:
         """As the planner takes it: equal stages, embedding on the first, head on the last."""
         stages = self.pipeline * self.chunks
         each = self.layers // stages
-        inner = [2 + each * stage for stage in range(1, stages)]
+        before = 1 if self.gated else 2  # GPT-2 has learned positions
+        inner = [before + each * stage for stage in range(1, stages)]
         return Candidate(
             mesh=Mesh.over(self.gpus, pp=self.pipeline, tp=self.tensor),
             schedule="interleaved" if self.chunks > 1 else "1f1b",
@@ -70,17 +74,28 @@ class Run:
             recompute=self.recompute,
             sequence_parallel=False,
             zero_stage=self.zero_stage,
-            bounds=(0, *inner, self.layers + 4),
+            bounds=(0, *inner, before + self.layers + 2),
         )
 
     @property
-    def model(self) -> ModelSpec:
+    def model(self) -> Model:
         """GPT of its sizes."""
-        return model_spec(self.hf_config)
+        return model_of(self.hf_config)
 
     @property
     def hf_config(self) -> dict[str, object]:
         """The same as a Hugging Face config."""
+        if self.gated:  # three matrices of 8/3 of the hidden size instead of two of four times
+            return {
+                "model_type": "llama",
+                "num_hidden_layers": self.layers,
+                "hidden_size": self.hidden,
+                "num_attention_heads": self.heads,
+                "intermediate_size": 8 * self.hidden // 3 // self.tensor * self.tensor,
+                "max_position_embeddings": SEQUENCE_LENGTH,
+                "vocab_size": VOCABULARY,
+                "tie_word_embeddings": True,
+            }
         return {
             "model_type": "gpt2",
             "n_layer": self.layers,
@@ -210,8 +225,9 @@ The chunks of the 174.6B runs are figure 12's (its script), those of the 529.6B 
 ZERO3_FITTED_TO = (TABLE_2[0], TABLE_2[2])
 """The rows of table 2 to which ZeRO-3's two constants are fitted: one bound by compute, one by gathers."""
 
+_GATED = replace(_530B, gpus=2240, gated=True)
 LATER = (
-    (replace(_530B, gpus=2240, recompute="full"), False, 0.421),
-    (replace(_530B, gpus=2240, recompute="selective"), True, 0.542),
+    (replace(_GATED, recompute="full"), False, 0.421),
+    (replace(_GATED, recompute="selective"), True, 0.542),
 )
 """530B on 2240 GPUs, arXiv:2205.05198, abstract: (run, sequence parallelism, model FLOPs utilization)."""

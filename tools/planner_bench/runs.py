@@ -9,7 +9,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from dsx.models.hf_config import model_spec
+from dsx.checkpoint.claims import model_of
 from dsx.parallel.mesh import Mesh
 from dsx.planner.cluster import Cluster, ClusterConfig, described
 from dsx.planner.costs import Efficiency, Network, Software
@@ -102,7 +102,7 @@ class PublishedRun:
 
     @cached_property
     def _spec(self) -> Any:
-        return model_spec(self.config)
+        return model_of(self.config)
 
     @property
     def layout(self) -> Candidate:

@@ -1,6 +1,7 @@
 """The run that computes: a small GPT-2 on two ranks.
 
-dsx and stock DeepSpeed train the same layers, dsx's own; torch trains plain modules of the same sizes.
+dsx and stock DeepSpeed train the same layers, of transformers' modules; torch trains plain modules of the
+same sizes.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from schedule_bench.workload import Workload
 from torch import nn
 from torch.nn import functional as F
 
+from dsx.checkpoint.claims import model_of
 from dsx.models import families
-from dsx.models.hf_config import model_spec
-from dsx.models.spec import ModelSpec
+from dsx.models.spec import Model
 from dsx.nn import TensorParallel
 from dsx.nn.split import WeightGradients
 
@@ -44,9 +45,9 @@ class Sizes:
     rows: int = 2
 
 
-def spec(sizes: Sizes) -> ModelSpec:
+def spec(sizes: Sizes) -> Model:
     """The model, untied so that torch's stages need no exchange of gradients, without dropout."""
-    return model_spec(
+    return model_of(
         {
             "model_type": "gpt2",
             "vocab_size": VOCABULARY,

@@ -7,7 +7,7 @@ What differs is how the model lies in them (megatron-core 0.16, transformer_bloc
   with layers that differ, numbered, ``decoder.layers.0.mlp.linear_fc2.weight``;
 - ``linear_qkv`` has, for every group of query heads, its queries, its key and its value, one after another;
 - a norm's key may be that of the linear after it: ``linear_qkv.layer_norm_weight``;
-- vocabularies are padded; ``linear_fc1`` of a gated MLP is the gate, then the other half;
+- vocabularies are padded; ``linear_fc1`` is the gate, then the other half;
 - optimizer states are ``optimizer.state.<state>.<tensor>``, fp32 masters ``optimizer.state.fp32_param``;
   ``common.pt`` has the iteration, the optimizer's step count and its groups without their tensors.
 
@@ -44,13 +44,8 @@ _BLOCK: Mapping[str, tuple[str, ...]] = {
     "attention.qkv": ("self_attention.linear_qkv.{leaf}",),
     "attention.out": ("self_attention.linear_proj.{leaf}",),
     "norm_2": ("pre_mlp_layernorm.{leaf}", "mlp.linear_fc1.layer_norm_{leaf}"),
-    "mlp.up": ("mlp.linear_fc1.{leaf}",),
     "mlp.gate_up": ("mlp.linear_fc1.{leaf}",),
     "mlp.down": ("mlp.linear_fc2.{leaf}",),
-}
-_REST: Mapping[str, str] = {
-    "position": "embedding.position_embeddings.{leaf}",
-    "norm": "decoder.final_layernorm.{leaf}",
 }
 _GIVE = "give the config of the model that was trained: --hf-config FILE, or CONFIG"
 
@@ -124,7 +119,7 @@ def as_dsx(source: Catalog, specs: Sequence[ParamSpec], model: ModelSpec) -> Cat
     facts["param_groups"] = [
         {**group, "names": [spec.name for spec in specs]} for group in facts.get("param_groups", ())
     ]
-    used = {_home(spec, held, model)[0] for spec in specs}
+    used = {_home(spec, held)[0] for spec in specs}
     rest = [str(entry) for entry in source.entries if entry.name not in used]
     if rest:
         facts["left_behind"] = [*facts.get("left_behind", ()), *rest]
@@ -134,7 +129,7 @@ def as_dsx(source: Catalog, specs: Sequence[ParamSpec], model: ModelSpec) -> Cat
 def _of_spec(
     source: Catalog, spec: ParamSpec, held: Mapping[str, Mapping[str, Entry]], model: ModelSpec
 ) -> Iterator[Entry]:
-    name, layer = _home(spec, held, model)
+    name, layer = _home(spec, held)
     if name not in held:
         raise CheckpointError(
             f"{source.root}: tensor {name}", f"it is missing, and is the model's {spec.name}", _GIVE
@@ -146,9 +141,9 @@ def _of_spec(
         yield _fitted(source, found, spec, state)
 
 
-def _home(spec: ParamSpec, held: Mapping[str, object], model: ModelSpec) -> tuple[str, int | None]:
+def _home(spec: ParamSpec, held: Mapping[str, object]) -> tuple[str, int | None]:
     """Megatron's name of a tensor, or the first possible one; and the layer, if layers are stacked."""
-    names = list(_candidates(spec, spec.layer - 1 - (model.rope is None)))
+    names = list(_candidates(spec, spec.layer - 1))  # after the word embedding
     return next((one for one in names if one[0] in held), names[0])
 
 
@@ -157,8 +152,8 @@ def _candidates(spec: ParamSpec, block: int) -> Iterator[tuple[str, int | None]]
     module, _, leaf = spec.name.partition(".")[2].rpartition(".")
     if module == "word":
         yield ("output_layer.weight" if spec.layer else "embedding.word_embeddings.weight"), None
-    elif module in _REST:
-        yield _REST[module].format(leaf=leaf), None
+    elif module == "norm":
+        yield f"decoder.final_layernorm.{leaf}", None
     else:
         for name in _BLOCK[module]:
             yield f"decoder.layers.{name.format(leaf=leaf)}", block

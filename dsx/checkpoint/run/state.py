@@ -33,7 +33,7 @@ from dsx.engine.zero.master_shards import master_shards, refresh_weights
 from dsx.errors import CheckpointError, DsxError, ModelError
 from dsx.launch.entry import AGREED
 from dsx.launch.processes import agree
-from dsx.models.hf_config import model_spec
+from dsx.models.hf_config import FAMILIES, model_spec
 from dsx.models.param import ParamSpec
 from dsx.models.params import stored_specs
 from dsx.parallel.islands import carried_over
@@ -423,11 +423,11 @@ def require_same_model(
 
 # What a run may change and go on: it trains the same weights otherwise, or reads longer sequences with them.
 _FREE = (
-    "max_positions", "embedding_dropout", "attention_dropout", "residual_dropout", "init_std",
-    "scaled_output_init",
+    "max_positions", "attention_dropout", "init_std",
     # The same in configs of transformers, and what says nothing of the model.
-    "max_position_embeddings", "hidden_dropout", "initializer_range", "use_cache", "dtype", "torch_dtype",
-    "architectures", "transformers_version", "_name_or_path", "bos_token_id", "eos_token_id", "pad_token_id",
+    "max_position_embeddings", "n_positions", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop",
+    "initializer_range", "use_cache", "dtype", "torch_dtype", "architectures", "transformers_version",
+    "_name_or_path", "bos_token_id", "eos_token_id", "pad_token_id",
 )  # fmt: skip
 
 
@@ -436,12 +436,12 @@ def _numbers(model: Mapping[str, Any], hf_config: Mapping[str, Any]) -> Mapping[
     adapter = model.get("adapter") or {}
     told = {key: adapter[key] for key in ("type", "rank", "alpha", "rslora")} if adapter else {}
     scale = {"adapter": told | {"start": adapter.get("start", "none")}} if adapter else {}
-    if "config" not in model:
+    if "config" not in model and model.get("family") in FAMILIES:
         return {**model, **scale}
     try:
         return model_fact(model_spec(hf_config)) | scale
-    except ModelError:
-        return dict(model["config"]) | scale
+    except ModelError:  # of transformers' modules, or of a dsx that had its own modules of the family
+        return dict(model.get("config") or hf_config) | scale
 
 
 def _require_same_numbers(catalog: Catalog, here: Mapping[str, Any]) -> None:

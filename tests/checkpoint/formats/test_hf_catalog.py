@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import ranks
 from checkpoint.stock_checkpoints import read_entry
+from dsx.checkpoint import claims
 from dsx.checkpoint.catalog import Catalog, check_files
 from dsx.checkpoint.copy_plan import plan
 from dsx.checkpoint.execute import ConversionOptions, execute
@@ -29,7 +30,6 @@ from dsx.checkpoint.formats.huggingface import weights as hf
 from dsx.checkpoint.layouts import TargetDegrees, layout_like
 from dsx.checkpoint.read import DamagedError, verify
 from dsx.errors import CheckpointError
-from dsx.models.hf_config import model_spec
 from dsx.models.params import param_specs
 from tiny_configs import tiny
 
@@ -55,7 +55,9 @@ def model_of(name: str) -> Any:
 
 
 def specs_of(name: str) -> Any:
-    return param_specs(model_spec(json.loads(CONFIGS[name].to_json_string(use_diff=False))), pad_multiple=8)
+    return param_specs(
+        claims.model_of(json.loads(CONFIGS[name].to_json_string(use_diff=False))), pad_multiple=8
+    )
 
 
 def run(source: Catalog, target: Any) -> Path:

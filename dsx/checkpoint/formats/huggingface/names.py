@@ -93,10 +93,11 @@ def stored_names(spec: ParamSpec, name: str) -> Iterator[str]:
 
 def tied_names(spec: ParamSpec) -> tuple[str, ...]:
     """Names of the copies of a tied tensor that some writers store as well."""
-    if spec.hf_copies or spec.tie is None:
+    if spec.tie is None:
         return spec.hf_copies
     head = head_of(spec.hf[0])
-    return head, OTHER_HEADS[head]
+    known = (*spec.hf_copies, *spec.hf)
+    return (*spec.hf_copies, *(name for name in (head, OTHER_HEADS[head]) if name not in known))
 
 
 def in_memory(spec: ParamSpec) -> ParamSpec:
