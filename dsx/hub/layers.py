@@ -7,7 +7,7 @@ import inspect
 import textwrap
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from typing import Any, Self, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -41,13 +41,11 @@ def settled(module: nn.Module, model: HubModel, weights: Weights, summed: set[st
         shape = weights.specs[path].local_shape(weights.tp.at)
         empty = torch.empty(shape, dtype=weights.dtype, device=weights.device)
         setattr(module.get_submodule(owner), name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
-    paths = {inner: path for path, inner in module.named_modules()}
-    for inner in module.modules():
-        for name, buffer in inner.named_buffers(recurse=False):
-            # Those that are stored with the weights have their dtype, as from_pretrained gives it.
-            stored = name not in inner._non_persistent_buffers_set and buffer.is_floating_point()  # noqa: SLF001
-            wide = structure_of(model.config).keeps_wide(f"{paths[inner]}.{name}")
-            setattr(inner, name, buffer.to(weights.device, weights.dtype if stored and not wide else None))
+    dtypes = values.buffer_dtypes(model.config, weights.dtype)
+    for path, buffer in list(module.named_buffers(remove_duplicate=False)):
+        owner, _, name = path.rpartition(".")
+        to = dtypes.get(path.removeprefix("block.")) if path.startswith("block.") else None
+        setattr(module.get_submodule(owner), name, buffer.to(weights.device, to))
     weights.initialise(module)
     memory = dict(model.own_values)
     for path, spec in weights.specs.items():
@@ -151,22 +149,12 @@ class HubBlock(nn.Module):
         self.block = copied(structure.list_of_blocks[number])
         self._number, self._arguments, self._recompute = number, arguments, recompute
         self._times = weights.tp.size if weights.tp.sequence else 1
-        self._wide = tuple(path for path, _ in self.named_buffers() if structure.keeps_wide(path))
         summed = apply_plan(self.block, block_plan(model, structure, number), weights.tp, weights.split)
         settled(self, model, weights, {f"block.{path}" for path in summed})
         for inner in filter(loops_over_children, self.block.modules()):
             inner._z3_leaf = True  # noqa: SLF001 (deepspeed/utils/z3_leaf_module.py)
         self._balance, path = model.balance, f"{structure.blocks}.{number}"
         self._routers = None if self._balance is None else Routers(structure.model, self.block, path)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Buffers that transformers keeps in float32 keep their bits when an engine casts the layer."""
-        wide = {path: self.get_buffer(path) for path in self._wide}
-        super()._apply(fn, recurse)
-        for path, buffer in wide.items():
-            owner, _, name = path.rpartition(".")
-            setattr(self.get_submodule(owner), name, buffer.to(self.get_buffer(path).device))
-        return self
 
     def forward(self, given: Given) -> Given:
         """[B, s, ...] to the same, and the sums of an auxiliary loss beside it."""

@@ -129,7 +129,7 @@ def _told(error: Exception) -> str:
 _MOST_TOLD = 300
 
 
-def without_weights(config: Mapping[str, Any]) -> nn.Module:
+def without_weights(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> nn.Module:
     """The causal language model of a config.json, its parameters on the meta device, in training.
 
     Raises:
@@ -142,7 +142,7 @@ def without_weights(config: Mapping[str, Any]) -> nn.Module:
     try:
         with quiet_transformers(), parameters_on_meta():
             model: nn.Module = AutoModelForCausalLM.from_config(
-                described, dtype=torch.float32, trust_remote_code=False
+                described, dtype=dtype, trust_remote_code=False
             )
     except Exception as error:  # noqa: BLE001 - as above
         raise ModelError(
@@ -306,11 +306,6 @@ class ModelStructure:
     def takes_positions(self) -> bool:
         base = self.model.get_submodule(self.base)
         return "position_ids" in inspect.signature(type(base).forward).parameters
-
-    def keeps_wide(self, path: str) -> bool:
-        """Whether transformers keeps a tensor in float32 in a model of bf16."""
-        names = self.model._keep_in_fp32_modules_strict or ()  # noqa: SLF001 (as from_pretrained reads it)
-        return any(re.search(rf"(^|\.){name}($|\.)", path) for name in names)
 
     def stripped(
         self,

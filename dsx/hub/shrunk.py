@@ -96,7 +96,7 @@ def shrunk(
     window: int = 8,
     small_too: bool = False,
 ) -> dict[str, Any]:
-    """A small config of the same structure; the config itself if its model is small.
+    """A small config of the same structure; the config with shorter windows if its model is small.
 
     Args:
         config: Content of the config.json of a causal language model that dsx can cut.
@@ -118,9 +118,10 @@ def shrunk(
 def _shrunk(text: str, layers: int, tensor: int, vocab_size: int, window: int, small_too: bool) -> str:
     structure = structure_of(text)
     size = sum(parameter.numel() for parameter in structure.model.parameters())
-    if size <= _SMALL_ENOUGH and not small_too:
-        return text
     own = json.loads(text)
+    if size <= _SMALL_ENOUGH and not small_too:
+        windows = {key: min(own[key], window) for key in _WINDOWS if type(own.get(key)) is int}
+        return json.dumps({**own, **windows}, sort_keys=True)
     made = hf_config_of(own)
     given, named = {**{key: own.get(key) for key in _ROPES}, **made.to_dict()}, made.attribute_map
     kinds = _kinds(structure)

@@ -3,12 +3,16 @@
 Where that code draws from a normal distribution or fills with zeros or ones, dsx does the same with its own
 generator, by name and place, so that a rank makes nothing but its part. Other values (the decay rates of a
 Mamba mixer) are made by the family's code for the one module that has them, whole, from a seed of their own.
+Buffers have the values and the data types of the family's code.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
+import json
+import re
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsx.errors import ModelError
-from dsx.hub.model_structure import structure_of
+from dsx.hub.model_structure import structure_of, without_weights
 from dsx.hub.on_meta import forget, made_with
 from dsx.models.config_values import at
 from dsx.models.param import Init, ParamSpec
@@ -96,6 +100,26 @@ def laws_of(model: Any) -> dict[str, Init | None]:
 def _children_first(module: nn.Module) -> list[nn.Module]:
     inside = [inner for child in module.children() for inner in _children_first(child)]
     return [*inside, module]
+
+
+@lru_cache(maxsize=8)
+def buffer_dtypes(config: str, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The data types that from_pretrained(dtype=dtype) gives the buffers of blocks, by path in a block.
+
+    They are those with which the family's code makes them where ``dtype`` is torch's default, and float32 for
+    what the family says to keep so.
+    """
+    structure = structure_of(config)
+    if dtype is torch.float32 or not any(True for _ in structure.list_of_blocks.buffers()):
+        return {}
+    with torch.random.fork_rng(devices=[]):
+        model: Any = without_weights(json.loads(config), dtype)
+    kept = "|".join(model._get_dtype_plan(dtype))  # noqa: SLF001 (as from_pretrained reads it)
+    found = {}
+    for name, buffer in model.get_submodule(structure.blocks).named_buffers():
+        path, wide = name.partition(".")[2], kept and re.search(rf"(^|\.)({kept})($|\.)", name)
+        found[path] = torch.float32 if wide and buffer.is_floating_point() else buffer.dtype
+    return found
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -54,7 +54,7 @@ from dsx.config.wording import at
 from dsx.errors import ConfigError, ModelError
 from dsx.hub.on_meta import parameters_on_meta
 from dsx.models.param import ParamSpec
-from dsx.models.params import stored_specs
+from dsx.models.params import frozen_names, stored_specs
 from dsx.models.quiet_transformers import first_line, quiet_transformers
 from dsx.models.spec import HubModel, Model
 from dsx.parallel.groups import Groups
@@ -368,11 +368,13 @@ def configure(
     # Of whole blocks, which tensor-parallel ranks can share, as batches are made to be.
     length = min(-(-(longest or _MOST_TOKENS) // _BLOCK) * _BLOCK, most - most % _BLOCK or most)
     train = {"steps": max(steps, 1), "output": args.output_dir, "seed": args.seed, "resume": "never"}
-    train["freeze"] = [*(block.get("train") or {}).get("freeze", ()), *_frozen(given)]
+    freeze = (block.get("train") or {}).get("freeze", ())
+    train["freeze"] = [*freeze, *_frozen(given)]
     block = completed(block, model=given.block, length=length, train=train)
     run = resolve({**content, "dsx": block}, world_size=world_size)
     if given.whole is not None:
         _require_precision(given.whole, run)
+        _require_trained_as_given(run, given, freeze)
     if not isinstance(run.model, HubModel):
         require_classes_own_code(given.skeleton, "Trainer(model=)")
     return run
@@ -400,19 +402,27 @@ def _frozen(given: GivenModel) -> list[str]:
     return [f"^({'|'.join(map(re.escape, frozen))})$"] if frozen else []
 
 
-def require_trained_as_given(pipeline: nn.Module, given: GivenModel) -> None:
-    """Refuse parameters that would be trained though the given model freezes them."""
+def _require_trained_as_given(run: RunConfig, given: GivenModel, freeze: Sequence[str]) -> None:
+    """Refuse a run that would train other parameters than the given model, less what ``freeze`` names.
+
+    Names in a model and in its files differ, or one tensor here is several there.
+
+    Raises:
+        ModelError: Names one.
+    """
     if given.whole is None or given.adapter is not None:
         return
     held = dict(given.whole.named_parameters(remove_duplicate=False))
-    for parameter in pipeline.parameters():
-        spec = spec_of(parameter)
-        own = held.get(_name_in(held, spec))
-        if own is not None and parameter.requires_grad and not own.requires_grad:
+    for spec in run.param_specs:
+        own = names.in_memory(spec)
+        theirs = [held[name] for each in own.hf for name in names.stored_names(own, each) if name in held]
+        said = all(frozen_names(spec, freeze).values())
+        if {each.requires_grad and not said for each in theirs} - {spec.trained}:
             raise ModelError(
                 f"Trainer(model=): {spec.hf[0]}",
-                "the model does not train it, and it would be trained here",
-                'freeze it by dsx.train.freeze, or set dsx.model.implementation to "transformers"',
+                f"the model {'does not train' if spec.trained else 'trains'} it, and it would be "
+                f"{'trained' if spec.trained else 'frozen'} here",
+                'say it by dsx.train.freeze, or set dsx.model.implementation to "transformers"',
             )
 
 

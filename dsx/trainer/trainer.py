@@ -74,7 +74,6 @@ from dsx.trainer.configure import (
     parameter_groups,
     read_json,
     require_schedule,
-    require_trained_as_given,
     schedule,
     weights_of,
 )
@@ -308,7 +307,6 @@ class Trainer:
         if self._given.whole is not None:
             load_layer = weights_of(self._given.whole, config.model, groups)
         pipeline = recipe.build_model(config, groups, load_layer=load_layer, dynamic_shape=config.mesh.pp > 1)
-        require_trained_as_given(pipeline, self._given)
         _LOG.info(f"proved: {pipeline.proof}")
         written = read_json(args)
         own = "optimizer" not in written

@@ -408,7 +408,7 @@ class TrainingComparison:
         finding = not_finite({_WEIGHTS: {name: each.values for name, each in whole.items()}}, 0)
         if finding is not None:
             return finding
-        for name in self._bench.reference.order:
+        for name in filter(expected.__contains__, self._bench.reference.order):
             for values in (whole[name].values, *whole[name].copies):
                 off = relative(values, expected[name])
                 if off > self._bench.tolerances.weight:
@@ -424,7 +424,9 @@ class TrainingComparison:
 
     def _step(self, index: int, step: ObservedStep) -> diagnosis.ParityFinding | None:
         weights = {name: whole.values for name, whole in step.weights.items()}
-        finding = not_finite({_WEIGHTS: weights}, index + 1) or self._copies(index, step)
+        finding = not_finite({_WEIGHTS: weights}, index + 1) or self._copies(
+            index, step.weights, step.weight_spread
+        )
         if finding is not None:
             return finding
         batches = self._bench.batches(index)
@@ -445,16 +447,18 @@ class TrainingComparison:
         self._previous = expected.gradients
         return finding
 
-    def _copies(self, index: int, step: ObservedStep) -> diagnosis.ParityFinding | None:
+    def _copies(
+        self, index: int, weights: Mapping[str, FullTensor], spread: Mapping[str, float]
+    ) -> diagnosis.ParityFinding | None:
         """The finding for ranks that should hold the same weight and do not, if there are any."""
         for name in self._bench.reference.order:
-            whole = step.weights[name]
+            whole = weights[name]
             same = self._places.copies(name, whole)
             axes = {
                 "pipeline or tensor-parallel ranks": max(
                     (relative(t, whole.values) for t in same), default=0.0
                 ),
-                "data-parallel ranks": step.weight_spread[name] / max(scale_of(whole.values), 1e-30),
+                "data-parallel ranks": spread[name] / max(scale_of(whole.values), 1e-30),
             }
             for axis, off in axes.items():
                 if off > self._bench.tolerances.weight:
@@ -494,6 +498,9 @@ class TrainingComparison:
             return self._clipping_finding(index, step, expected, norm, squares)
         if wrong:
             return self._gradient_finding(index, step, weights, batches, wrong, errors, loss_equal=True)
+        finding = self._frozen_finding(index, step)
+        if finding is not None:
+            return finding
         seen = step.norms[0]
         if seen is not None and not (norm_equal and self._counts_its_own(step, seen)):
             facts = norm_facts(self._places, seen, norm, squares, expected)
@@ -641,9 +648,6 @@ class TrainingComparison:
         return None
 
     def _update_finding(self, index: int, step: ObservedStep) -> diagnosis.ParityFinding | None:
-        finding = self._frozen_finding(index, step)
-        if finding is not None:
-            return finding
         if self._updates.is_known:
             finding = self._moved(index, step)
             if finding is not None:
@@ -652,7 +656,7 @@ class TrainingComparison:
             held = step.after.get(name)
             if held is not None and relative(weight.values, held.values) > self._bench.tolerances.held:
                 return not_gathered(step, name, index + 1)
-        return None
+        return self._copies(index + 1, step.next_weights, step.next_spread)
 
     def _moved(self, index: int, step: ObservedStep) -> diagnosis.ParityFinding | None:
         before = {name: whole.values for name, whole in step.before.items()}

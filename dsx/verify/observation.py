@@ -162,6 +162,7 @@ class ObservedStep:
         next_weights: The weights after the step, as the model computes with them.
         data_spread: Tensor -> largest difference between data-parallel ranks, of gradients.
         weight_spread: The same of the weights before the step.
+        next_spread: The same of the weights after it.
         not_finite: Tensors whose gradients are not finite on some rank.
     """
 
@@ -174,6 +175,7 @@ class ObservedStep:
     next_weights: dict[str, FullTensor]
     data_spread: dict[str, float]
     weight_spread: dict[str, float]
+    next_spread: dict[str, float]
     not_finite: Sequence[str]
 
 
@@ -223,6 +225,7 @@ def observed_steps(run: RunObservation) -> Iterator[ObservedStep]:
             before=_pieces(run, index, "before"),
             after=_pieces(run, index, "after"),
             next_weights=weights[index + 1][0],
+            next_spread=weights[index + 1][1],
             data_spread=spread,
             not_finite=list(dict.fromkeys(name for step in steps for name in step.not_finite)),
         )

@@ -8,13 +8,14 @@ For a list of layers it is those layers, called in order.
 from __future__ import annotations
 
 import copy
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from itertools import pairwise
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -163,9 +164,14 @@ class Transformers:
         with _of_transformers(self._family):
             self._model = with_weights(settings)
         held = dict(self._model.named_parameters())
-        specs = config.param_specs
+        specs, freeze = config.param_specs, config.model.freeze
+        if freeze and config.model.adapter is None:
+            specs = tuple(replace(spec, trained=not _is_frozen(spec, freeze)) for spec in specs)
         self._specs = tuple(spec if spec.adapts else names.in_memory(spec) for spec in specs)
-        self._adapter = config.model.adapter
+        self._adapter: Any = config.model.adapter
+        if self._adapter is not None:  # PEFT's LoraLayer.update_layer, and not dsx's property of an adapter
+            root = self._adapter.rank ** (0.5 if self._adapter.rslora else 1.0)
+            self._adapter = SimpleNamespace(type=self._adapter.type, scale=self._adapter.alpha / root)
         self._parameters: dict[str, nn.Parameter] = {}
         for spec in self._specs:
             if spec.adapts:
@@ -280,7 +286,6 @@ class Transformers:
         """The matrices that have an adapter, with it, by name."""
         for name, start, crossed in adapters.homes(self._specs) if self._adapter is not None else ():
             weight = self._model.get_parameter(name)
-            assert self._adapter is not None
             whole = merged(self._adapter, weight.t() if crossed else weight, self._parameters, start)
             yield name, whole.t() if crossed else whole
 
@@ -289,6 +294,12 @@ class Transformers:
         for spec in self._specs:
             for name, values in hf.split(spec, weights[spec.name]).items():
                 self._parameters[name].copy_(values)
+
+
+def _is_frozen(spec: ParamSpec, freeze: Sequence[str]) -> bool:
+    """Whether patterns are found in a parameter's name, searched here and not by what the layout goes by."""
+    whole, *parts = (any(re.search(each, name) for each in freeze) for name in (spec.hf_whole, *spec.hf))
+    return (bool(spec.hf_whole) and whole) or all(parts)
 
 
 def _documents(batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
@@ -432,18 +443,20 @@ def family_layers(config: RunConfig) -> ReferenceLayers:
     return ReferenceLayers(layers, families.loss(config.model, alone), "dsx's layers, one process, fp32")
 
 
-def fresh_weights(config: RunConfig, layers: ReferenceLayers) -> dict[str, Tensor]:
+def fresh_weights(config: RunConfig, layers: ReferenceLayers | None) -> dict[str, Tensor]:
     """The weights that a fresh model of a config starts from, by the formula alone: (seed, name, index).
 
-    Those that only the family's own code can make are taken from ``layers``, dsx's in one process.
+    Those that only the family's own code can make are taken from ``layers``, dsx's in one process, or left
+    out.
     """
     weights = {}
     own = dict(config.model.own_values) if isinstance(config.model, HubModel) else {}
-    made = layers.weights() if own else {}
+    made = layers.weights() if own and layers is not None else {}
     for spec in config.param_specs:
         whole = torch.empty(spec.local_shape(ALONE))
         parameters.fill(whole, spec, ALONE, seed=config.dsx.train.seed)
-        weights[spec.name] = made[spec.name] if spec.name in own else slices.merge(spec, [whole])
+        if spec.name not in own or made:
+            weights[spec.name] = made[spec.name] if spec.name in own else slices.merge(spec, [whole])
     by_name = {spec.name: spec for spec in config.param_specs}
     for spec in config.param_specs:
         if spec.init.kind == "row_norms":

@@ -350,7 +350,7 @@ def family_plan(job: VerifyJob, config: RunConfig, *, layers: bool = False) -> V
         tolerances=EXACT,
         suppose=suppose,
         layers=own,
-        built=fresh_weights(config, own) if is_known and own is not None else None,
+        built=fresh_weights(config, own) if is_known else None,
     )
     return VerifyPlan(job=job, bench=bench, changes=(), layout=_layout(config))
 

@@ -26,6 +26,7 @@ from dsx.models.spec import HubModel, ModelSpec
 
 _TOKENS_PER_RANK = 8
 _FEW_MICRO_BATCHES = 3
+_CHUNK_TOKENS = 5  # several, and the last one short
 _RANK = 4
 _CAP = 1.0
 _CAPS = re.compile(r"soft_?cap(ping)?$|logit_cap$|^swiglu_limit$|^clip_qkv$")
@@ -91,6 +92,10 @@ def trial(
         block["data"] = _data(config, block["data"])
         changes.append(f"sequence_length: {config.sequence_length} -> {block['data']['sequence_length']}")
         block["partition"] = {"method": layers}
+        block["loss"] = {"chunk_tokens": min(config.loss_chunk, _CHUNK_TOKENS)}
+        changes += [f"dsx.loss.chunk_tokens: {config.loss_chunk} -> {_CHUNK_TOKENS}"] * bool(
+            config.loss_chunk
+        )
     elif block["partition"]["method"] == "time":
         stages = config.stage_map
         block["partition"] = {"method": [len(stages.layers(s)) for s in range(stages.num_stages)]}

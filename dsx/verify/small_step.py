@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import numpy as np
@@ -28,17 +29,23 @@ from dsx.config.run import RunConfig
 from dsx.engine.notes import keep_proof_of
 from dsx.engine.zero.building import without_a_trace
 from dsx.errors import DsxError, LayoutError
+from dsx.hub.model_structure import structure_of
 from dsx.launch.entry import AGREED
 from dsx.launch.processes import agree
-from dsx.models.quiet_transformers import first_line
+from dsx.models import families
+from dsx.models.quiet_transformers import first_line, quiet_transformers
+from dsx.models.spec import HubModel, Model
+from dsx.nn.parallel import TensorParallel
+from dsx.nn.parameters import DTYPES
 from dsx.parallel.groups import Groups, make_groups
 from dsx.parallel.mesh import Mesh
 from dsx.train.proof import Proof, keep_proof, layout_words
-from dsx.verify.diagnosis import UNKNOWN, ParityFinding
+from dsx.verify import adapter_start
+from dsx.verify.diagnosis import CLIPPING, DTYPE, UNKNOWN, ParityFinding
 from dsx.verify.entry_point import user_model
 from dsx.verify.observation import Observations
-from dsx.verify.reference import ReferenceFailedError
-from dsx.verify.run import VerifyPlan, family_plan, judge, user_job, user_plan
+from dsx.verify.reference import Reference, ReferenceFailedError
+from dsx.verify.run import EXACT, VerifyPlan, family_plan, judge, user_job, user_plan
 from dsx.verify.shrunk import trial
 from dsx.verify.subject import VerifyJob, observe_pass
 from dsx.waiting import Waiting
@@ -102,18 +109,26 @@ def prove(config: RunConfig, groups: Groups, *, quiet: bool) -> Proof:
     """
     began = time.perf_counter()
     with Waiting("proving the layout on a small model", quiet=quiet, at_once=True), _undisturbed():
-        found = _tried(config, groups)
+        clipping = _CLIP_AT if config.gradient_clipping else 0.0
+        found = _tried(config, groups, clipping)
         if isinstance(found, ParityFinding):
-            # A router's tie may fall either way; a mistake shows with any weights and tokens.
-            found = _tried(config, groups, seed=config.dsx.train.seed + 1)
+            # A router's tie may fall either way; a mistake shows with any weights and tokens, and is named
+            # by gradients that are not clipped, unless it is one of clipping.
+            other = config.dsx.train.seed + 1
+            found = _tried(config, groups, 0.0, other)
+            if clipping and not isinstance(found, ParityFinding):
+                found = _tried(config, groups, clipping, other)
         if isinstance(found, ParityFinding):
             where = f"{config.model.family} over {layout_words(config.mesh)}"
             what = "a small model of this config does not train here as one process of transformers does"
-            raise _way_out(config, partial(_refusal, where, found, what, _OUT))
+            of_clipping = clipping if found.cause == CLIPPING else 0.0
+            raise _way_out(config, of_clipping, partial(_refusal, where, found, what, _OUT))
     if not found.why_not:
         adapter = config.model.adapter  # what takes another way through the code, and the small model lacks
         quantized = adapter is not None and adapter.quantization != "none"
         lacks = ["dsx.compile"] * (config.dsx.compile != "none") + ["quantization"] * quantized
+        if adapter_start.start_of(config) and not adapter_start.can_be_made():
+            lacks.append("the adapter's start, as PEFT is not installed")
         found = replace(found, without=" and ".join(lacks))
         if groups.rank == 0:
             keep_proof(config, found)
@@ -166,25 +181,62 @@ def prove_layers(
     return replace(found, seconds=time.perf_counter() - began)
 
 
-def _tried(config: RunConfig, groups: Groups, seed: int | None = None) -> Proof | ParityFinding:
+def _tried(
+    config: RunConfig, groups: Groups, clipping: float = 0.0, seed: int | None = None
+) -> Proof | ParityFinding:
     """Train the small model of a config a step in ``groups``, and compare it on rank 0."""
-    layout = layout_words(config.mesh)
     try:
-        job = agree(lambda: _job(config, seed))
+        job = agree(lambda: _job(config, clipping, seed))
     except DsxError as error:
-        return Proof(layout=layout, why_not=f"no small model of it can be made ({error.what})")
+        return Proof(
+            layout=layout_words(config.mesh), why_not=f"no small model of it can be made ({error.what})"
+        )
     return _job_tried(job, config, groups)
 
 
 def _job_tried(job: VerifyJob, config: RunConfig, groups: Groups) -> Proof | ParityFinding:
-    layout = layout_words(groups.mesh)
-    return _compared(
-        job,
-        groups,
-        f"{config.model.family} over {layout}",
-        lambda: family_plan(job, job.config()),
-        lambda: family_plan(job, job.config(), layers=True),
-    )
+    where, start = f"{config.model.family} over {layout_words(groups.mesh)}", adapter_start.start_of(config)
+    with TemporaryDirectory() as folder:
+        built: dict[str, torch.Tensor] = {}
+        if start and adapter_start.can_be_made():
+            files, built = agree(lambda: adapter_start.made_by_peft(job, start))
+            job = adapter_start.reading(job, files, folder)
+
+        def plan(*, layers: bool = False) -> VerifyPlan:
+            made = family_plan(job, job.config(), layers=layers)
+            loosely = replace(EXACT, weight=EXACT.gradient)  # of singular vectors
+            bench = replace(made.bench, built=built, tolerances=loosely) if built else made.bench
+            return replace(made, bench=bench)
+
+        def also(made: VerifyPlan) -> ParityFinding | None:
+            return _buffer_finding(job.config().model, made.bench.reference, DTYPES[config.precision])
+
+        return _compared(job, groups, where, plan, partial(plan, layers=True), also)
+
+
+def _buffer_finding(model: Model, reference: Reference, dtype: torch.dtype) -> ParityFinding | None:
+    """The finding for a buffer of a block in another data type than from_pretrained gives it in the run's."""
+    if not isinstance(model, HubModel) or dtype is torch.float32:
+        return None
+    whole, blocks = cast("Any", reference).whole, structure_of(model.config).blocks
+    if not any(each.is_floating_point() for each in whole.get_submodule(blocks).buffers()):
+        return None
+    with quiet_transformers():
+        given = {"config": copy.deepcopy(whole.config), "state_dict": whole.state_dict(), "dtype": dtype}
+        theirs = type(whole).from_pretrained(None, **given).get_submodule(blocks)
+    layers = families.layers(model, TensorParallel(), dtype=dtype, device="meta")
+    for number, block in enumerate(theirs, model.kinds.index("Block")):
+        own = dict(layers[number].build().named_buffers())
+        for name, wanted in block.named_buffers():
+            if (found := own[f"block.{name}"].dtype) != wanted.dtype:
+                return ParityFinding(
+                    cause=DTYPE,
+                    what=f"{number}.block.{name} is {found} where from_pretrained makes it {wanted.dtype}",
+                    why="a buffer is cast with the weights and should not be, or the other way round",
+                    step=0,
+                    tensor=f"{number}.block.{name}",
+                )
+    return None
 
 
 def _compared(
@@ -193,18 +245,25 @@ def _compared(
     where: str,
     plan: Callable[[], VerifyPlan],
     thorough: Callable[[], VerifyPlan] | None = None,
+    also: Callable[[VerifyPlan], ParityFinding | None] = lambda _: None,
 ) -> Proof | ParityFinding:
-    """Compare a job's step with ``plan``, then, if it differs, with ``thorough``, which tells more."""
+    """Compare a job's step with ``plan``, then, if it differs, with ``thorough``, which tells more.
+
+    ``also``: What else may differ, where the step does not.
+    """
     with _steps(where, "a small model of it does not take a step", plan):
-        seen = observe_pass(job, replace(groups, island=None, silent=True), 0.0)  # one island by itself
+        seen = observe_pass(job, replace(groups, island=None, silent=True), job.clipping)  # of one island
 
     def judged() -> Proof | ParityFinding:
         assert seen is not None, "this is rank 0"
         observed = Observations(passes=[seen])
         with _steps(where, _NOT_ALONE):
-            verdict = judge(plan(), observed)
+            made = plan()
+            verdict = judge(made, observed)
             if not verdict.equal:
                 return (judge(thorough(), observed) if thorough else verdict).findings[0]
+            if (other := also(made)) is not None:
+                return other
         row = verdict.rows[0]
         return Proof(
             layout=layout_words(groups.mesh),
@@ -246,7 +305,11 @@ _OUT = (
 )
 
 
-def _job(config: RunConfig, seed: int | None) -> VerifyJob:
+_CLIP_AT = 0.01
+"""Below a small model's norm, so that clipping is at work where the run's own may never be."""
+
+
+def _job(config: RunConfig, clipping: float, seed: int | None) -> VerifyJob:
     """The ranks' job, whose config is known to be right."""
     content = trial(config, on_cpu=get_accelerator().device_name() == "cpu").content
     content["dsx"]["compile"] = "none"
@@ -256,7 +319,7 @@ def _job(config: RunConfig, seed: int | None) -> VerifyJob:
             content["zero_optimization"][part] = {"device": "cpu"}
     if seed is not None:
         content["dsx"]["train"]["seed"] = seed
-    job = VerifyJob(content=content, world_size=config.mesh.size, steps=1, clipping=0.0)
+    job = VerifyJob(content=content, world_size=config.mesh.size, steps=1, clipping=clipping)
     return replace(job, distinct=_distinct(job.config().mesh))
 
 
@@ -276,10 +339,10 @@ def _refusal(where: str, found: ParityFinding, what: str, fix: str, way: _Way | 
     return LayoutError(where, f"{what}. {found.cause}: {found.what}. Likely: {why}", fix)
 
 
-def _way_out(config: RunConfig, refusal: Callable[..., LayoutError]) -> LayoutError:
+def _way_out(config: RunConfig, clipping: float, refusal: Callable[..., LayoutError]) -> LayoutError:
     """The refusal, with the nearest setting that a small model trains right with. Collective."""
     for way in _WAYS:
-        job = agree(partial(_changed, config, way.block))
+        job = agree(partial(_changed, config, clipping, way.block))
         if job is None:
             continue
         other = replace(make_groups(job.mesh(), sequence_parallel=job.sequence_parallel), island=None)
@@ -299,9 +362,11 @@ def _agreed(error: LayoutError) -> LayoutError:
     return error
 
 
-def _changed(config: RunConfig, changes: Mapping[str, Mapping[str, Any]]) -> VerifyJob | None:
+def _changed(
+    config: RunConfig, clipping: float, changes: Mapping[str, Mapping[str, Any]]
+) -> VerifyJob | None:
     """The job of a config with other settings; None if it has these already, or cannot have them."""
-    job = _job(config, None)
+    job = _job(config, clipping, None)
     given = copy.deepcopy(dict(job.content))
     for block, values in changes.items():
         given["dsx"][block] |= values

@@ -243,8 +243,9 @@ class VerifyJob:
         """The number, over all replicas, of the micro-batch that is the ``index``-th of a replica."""
         return index * mesh.num_shares + (share % self.distinct if self.distinct else share)
 
-    def config(self, clipping: float = 0.0) -> RunConfig:
-        """The resolved config of a job without ``entry``."""
+    def config(self, clipping: float | None = None) -> RunConfig:
+        """The resolved config of a job without ``entry``; with its own clipping, unless another is given."""
+        clipping = self.clipping if clipping is None else clipping
         if clipping not in self.resolved:
             content = {**self.content, "gradient_clipping": clipping}
             self.resolved[clipping] = resolve(content, world_size=self.world_size)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from all_families.tiny import tiny_config
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -263,35 +264,18 @@ def test_checkpoints_of_modules_that_dsx_once_had(dsx, trained, tmp_path):
     assert gone_on == pytest.approx(losses, rel=2e-5)
 
 
-def test_buffers_that_transformers_keeps_wide_keep_their_bits():
-    model = hub_model(AutoConfig.for_model("glm4_moe", **MODELS["glm4_moe"]).to_dict())
-    layers = families.layers(model, TensorParallel(), dtype=torch.bfloat16)
-    block = layers[2].build()
-    bias = block.get_buffer("block.mlp.gate.e_score_correction_bias")
-    bias.normal_()
-    kept = bias.clone()
-    block.bfloat16()
-    found = block.get_buffer("block.mlp.gate.e_score_correction_bias")
-    assert found.dtype == torch.float32
-    assert torch.equal(found, kept)
-
-
-def test_stored_buffers_have_the_dtype_that_from_pretrained_gives_them(tmp_path):
-    sizes = {
-        "vocab_size": 40,
-        "hidden_size": 32,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "head_dim": 8,
-    }
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2}
-    config = AutoConfig.for_model("minimax", **sizes, layer_types=["linear_attention", "full_attention"])
+# What a family makes in the model's data type, what it makes in float32, and what it says to keep in float32.
+@pytest.mark.parametrize("family", ["minimax", "lfm2_moe", "glm4_moe", "falcon_h1"])
+def test_buffers_have_the_dtype_that_from_pretrained_gives_them(family, tmp_path):
+    config = tiny_config(family)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).model.layers[0]
-    block = families.layers(hub_model(config.to_dict()), TensorParallel(), dtype=torch.bfloat16)[1].build()
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).model.layers[3]
+    layers = families.layers(hub_model(config.to_dict()), TensorParallel(), dtype=torch.bfloat16)
+    block = layers[4].build()
     ours = {name.removeprefix("block."): buffer.dtype for name, buffer in block.named_buffers()}
     assert ours == {name: buffer.dtype for name, buffer in theirs.named_buffers()}
-    assert torch.bfloat16 in ours.values()
+    wide = family in ("lfm2_moe", "glm4_moe")
+    assert {*ours.values()} == {torch.float32 if wide else torch.bfloat16}
 
 
 def test_a_stock_engine_finds_its_optimizer_groups_by_position(tmp_path):

@@ -207,6 +207,27 @@ def test_a_frozen_head_of_gpt_neox(tmp_path):
     assert dsx.Trainer(whole, args).get_num_trainable_parameters() == trained
 
 
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        ([], "layers.1.mlp.down_proj.weight: the model does not train it, and it would be trained"),
+        (["layers.1"], "layers.1.input_layernorm.weight: the model trains it, and it would be frozen"),
+    ],
+)
+def test_a_run_of_other_parameters_than_the_given_model_trains_is_refused(
+    tmp_path, monkeypatch, mistake, said
+):
+    whole = made()
+    whole.get_submodule("model.layers.1.mlp.down_proj").requires_grad_(False)
+    block = {"parallel": {"tensor": 1, "pipeline": 1}, "train": {"freeze": ["embed_tokens"]}}
+    json = {"zero_optimization": {"stage": 0}, "dsx": block}
+    args = TrainingArguments(str(tmp_path), deepspeed=json, use_cpu=True, report_to="none")
+    dsx.Trainer(whole, args)  # what the JSON freezes is no difference
+    monkeypatch.setattr("dsx.trainer.configure._frozen", lambda _: mistake)
+    with pytest.raises(ModelError, match=said):
+        dsx.Trainer(whole, args)
+
+
 def test_a_config_or_folder_of_which_no_model_is_made(tmp_path):
     whole, config = made(), made().config
     whole.config.pad_token_id = config.pad_token_id = LLAMA["vocab_size"]

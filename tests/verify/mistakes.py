@@ -17,7 +17,7 @@ def replaced(target: str, make: Callable[[Any], Any]) -> Fault:
 
     def apply() -> AbstractContextManager[Any]:
         module, _, name = target.rpartition(".")
-        if module.rpartition(".")[2][0].isupper():
+        if module.rpartition(".")[2].lstrip("_")[0].isupper():
             outer, _, owner = module.rpartition(".")
             home = getattr(__import__(outer, fromlist=["_"]), owner)
         else:

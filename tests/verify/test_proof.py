@@ -14,16 +14,19 @@ import pytest
 import torch
 from all_families.tiny import tiny_config
 from deepspeed.pipe import LayerSpec
+from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import ranks
 from dsx.config.resolve import resolve
 from dsx.errors import DsxError, LayoutError
+from dsx.hub.model_structure import structure_of
 from dsx.verify import diagnosis
 from dsx.verify.diagnosis import FAMILY
 from often import often
 from verify import user_pipeline
-from verify.mistakes import FAULTS
+from verify.mistakes import FAULTS, Fault, replaced
 from verify.test_verify_faults import CASES
 from verify.test_verify_faults import LAYOUTS as LAYOUTS_OF_VERIFY
 
@@ -146,8 +149,8 @@ def test_a_mistake_ends_the_run_before_it_trains(plant: str, tmp_path: Path) -> 
     assert not list(tmp_path.rglob("*.json"))
 
 
-# `dsx verify` clips, drops and takes a second step for these; a proof does not.
-_LATER = ("clipped", "dropout", "gradients not cleared", "replica moved")
+# `dsx verify` drops and takes a second step for these; a proof does not.
+_LATER = ("dropout", "gradients not cleared")
 # It looks at dsx's own layers in one process, too, whose loss counts as the ranks' does.
 _OTHERWISE = {"ignored labels counted": FAMILY}
 PLANTED = [
@@ -169,7 +172,7 @@ def _causes(_rank: int, world_size: int, planted: list[tuple[str, str]]) -> list
         groups = make_groups(config.mesh, sequence_parallel=config.dsx.parallel.sequence_parallel)
         with FAULTS[fault]():
             processes.seed_generators(groups, 0)
-            shown = small_step._tried(config, groups)
+            shown = small_step._tried(config, groups, 0.01 if fault == "never clipped" else 0.0)
         found.append(getattr(shown, "cause", None))
     return found
 
@@ -180,6 +183,99 @@ def test_mistakes_in_layers_ties_reductions_and_optimizers_are_named(first: int)
     found = ranks.run(_causes, 4, [(layout, fault) for layout, fault, _ in planted], proved=True)
     for of_rank in found:
         assert of_rank == [cause for *_, cause in planted]
+
+
+def _of_other_kinds(original: Any) -> Any:
+    def construct(self: Any, *given: Any) -> None:
+        original(self, *given)
+        self._number ^= 1
+
+    return construct
+
+
+def _short_chunk_lost(original: Any) -> Any:
+    def run(self: Any, x_NH: Any, labels: Any, head: Any, dx_NH: Any) -> Any:
+        loss = original(self, x_NH, labels, head, dx_NH)
+        dx_NH[len(x_NH) - len(x_NH) % self.chunk_tokens :] = 0
+        return loss
+
+    return run
+
+
+def _tiny(family: str) -> dict[str, Any]:
+    config = json.loads(tiny_config(family).to_json_string(use_diff=False))
+    return {"config": config, "implementation": "transformers"}
+
+
+# What a run's own size would show, or its data type: its cause, the mistake, and the run.
+AT_ITS_OWN_SIZE: list[tuple[str, Fault, dict[str, Any]]] = [
+    (
+        diagnosis.DTYPE,
+        replaced("dsx.hub.values.buffer_dtypes", lambda _: lambda *_: {}),
+        {"model": "minimax"},
+    ),
+    (
+        diagnosis.INITIAL_WEIGHTS,
+        replaced("dsx.checkpoint.run.export._read_left", lambda _: lambda base, _, *given: base.read(*given)),
+        {"adapter": "pissa"},
+    ),
+    (
+        diagnosis.FROZEN,
+        replaced("dsx.models.params.frozen_names", lambda _: lambda spec, _: dict.fromkeys(spec.hf, False)),
+        {"train": {"freeze": ["embed_tokens"]}},
+    ),
+    (
+        diagnosis.FAMILY,
+        replaced(
+            "dsx.models.spec.Adapter.scale", lambda _: property(lambda self: self.alpha / self.rank**0.5)
+        ),
+        {"adapter": {"rank": 4}},
+    ),
+    (
+        diagnosis.UNKNOWN,
+        replaced("dsx.nn.loss._Chunked.run", _short_chunk_lost),
+        {"model": {"config": QWEN3, "implementation": "dsx"}, "loss": {"chunk_tokens": 1024}},
+    ),
+    (diagnosis.FAMILY, replaced("dsx.hub.layers.HubBlock.__init__", _of_other_kinds), {"model": "gemma2"}),
+]
+
+
+def _with_and_without(_rank: int, world_size: int, runs: list[dict[str, Any]]) -> list[list[str | None]]:
+    from dsx.parallel.groups import make_groups
+    from dsx.verify import small_step
+
+    found: list[list[str | None]] = []
+    for (_, fault, _), given in zip(AT_ITS_OWN_SIZE, runs, strict=True):
+        config = resolve(given, world_size=world_size)
+        groups = make_groups(config.mesh, sequence_parallel=config.dsx.parallel.sequence_parallel)
+        right = small_step._tried(config, groups)
+        structure_of.cache_clear()
+        with fault():
+            found.append(
+                [getattr(each, "cause", None) for each in (right, small_step._tried(config, groups))]
+            )
+    return found
+
+
+def test_what_is_wrong_at_the_runs_own_size_or_data_type_is_seen(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    base, runs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**QWEN3)), []
+    base.save_pretrained(tmp_path / "base")
+    lora = LoraConfig(
+        task_type="CAUSAL_LM", target_modules=["q_proj", "down_proj"], init_lora_weights="pissa"
+    )
+    get_peft_model(base, lora).save_pretrained(tmp_path / "adapter")
+    for _, _, block in AT_ITS_OWN_SIZE:
+        given = content(tmp_path, **block, parallel={"tensor": 2, "pipeline": 1})
+        if block.get("adapter") == "pissa":
+            given["dsx"] |= {"model": {"path": str(tmp_path / "base")}}
+            given["dsx"] |= {"adapter": {"path": str(tmp_path / "adapter")}}
+        if isinstance(family := given["dsx"]["model"], str):
+            given["dsx"]["model"] = _tiny(family)
+        given["dsx"]["train"] = {"steps": 1, "output": str(tmp_path)} | given["dsx"]["train"]
+        runs.append(given | {"bf16": {"enabled": True}})
+    causes = [cause for cause, *_ in AT_ITS_OWN_SIZE]
+    assert ranks.run(_with_and_without, 2, runs, proved=True)[0] == [[None, cause] for cause in causes]
 
 
 def _filled(value: float) -> Callable[[nn.Parameter], object]:
@@ -222,7 +318,7 @@ def _with_queries(
 
         subject.build_layers = planted  # type: ignore[assignment]
         try:
-            shown = small_step._tried(resolved, groups, seed)
+            shown = small_step._tried(resolved, groups, seed=seed)
         finally:
             subject.build_layers = right
         cause = getattr(shown, "cause", "")

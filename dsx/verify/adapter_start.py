@@ -1,0 +1,84 @@
+"""A small model and an adapter whose start has changed it, made by PEFT itself, as a run reads both."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsx.checkpoint.formats.huggingface import names
+from dsx.checkpoint.formats.huggingface import weights as hf
+from dsx.config.adapter import SETTINGS, peft_settings
+from dsx.config.load import read
+from dsx.config.run import RunConfig
+from dsx.hub.model_structure import with_weights
+from dsx.models.custom_code import without_code
+from dsx.models.quiet_transformers import quiet_transformers
+from dsx.verify.subject import NOISE, VerifyJob
+
+Files = dict[str, bytes]
+"""Contents of a base model's folder and of an adapter's, by their paths."""
+
+_CHANGING = ("pissa", "olora")
+"""Values of ``init_lora_weights`` with which dsx takes an adapter and PEFT changes the base."""
+
+
+def start_of(config: RunConfig) -> str:
+    """How an adapter's folder says that it began, if that changed the base; empty otherwise."""
+    adapter = config.dsx.adapter
+    told = "" if adapter is None or adapter.path is None else read(Path(adapter.path) / SETTINGS)
+    start = str(told and told.get("init_lora_weights")).lower()
+    return start if start in _CHANGING else ""
+
+
+def can_be_made() -> bool:
+    """Whether PEFT is there."""
+    return find_spec("peft") is not None
+
+
+def made_by_peft(job: VerifyJob, start: str) -> tuple[Files, dict[str, Tensor]]:
+    """Folders of a job's model and of an adapter on it, and the weights that a layout then begins with."""
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+
+    config, found = job.config(), dict[str, Tensor]()
+    with TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]), quiet_transformers():
+        model = with_weights(without_code(config.hf_config))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(NOISE * torch.randn(parameter.shape) * (parameter.ndim == 1))
+        model.save_pretrained(Path(folder) / "model")
+        told = peft_settings(config.param_specs, config.model, None)
+        told |= {"inference_mode": False, "init_lora_weights": start}
+        made = get_peft_model(model, LoraConfig(**told))
+        made.save_pretrained(Path(folder) / "adapter", save_embedding_layers=False)
+        paths = [path for path in Path(folder).rglob("*") if path.is_file()]
+        files = {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+    for name, values in made.get_base_model().state_dict().items():
+        found[name.replace(".base_layer", "").replace(".modules_to_save.default", "")] = values
+    found |= get_peft_model_state_dict(made, save_embedding_layers=False)
+
+    def held(spec: Any) -> Tensor:
+        whole = hf.join(spec, lambda own: next(found[n] for n in names.stored_names(spec, own) if n in found))
+        assert whole is not None
+        return whole.detach().clone()
+
+    specs = config.param_specs
+    return files, {spec.name: held(spec if spec.adapts else names.in_memory(spec)) for spec in specs}
+
+
+def reading(job: VerifyJob, files: Files, folder: str) -> VerifyJob:
+    """The job on these files, which are written into a folder of this rank's own."""
+    for name, content in files.items():
+        (Path(folder) / name).parent.mkdir(exist_ok=True)
+        (Path(folder) / name).write_bytes(content)
+    content = copy.deepcopy(dict(job.content))
+    model = {"path": f"{folder}/model", "weights": "load"}
+    model |= {key: content["dsx"]["model"][key] for key in ("implementation", "vocab_multiple")}
+    content["dsx"] |= {"model": model, "adapter": {"path": f"{folder}/adapter"}}
+    return replace(job, content=content, resolved={})
