@@ -349,10 +349,7 @@ def leads_out(file: str) -> bool:
 def locate(catalog: Catalog, file: str, tensor: str) -> Path:
     """Path of a checkpoint's file, after checking that it is one and inside the folder.
 
-    Args:
-        catalog: The checkpoint.
-        file: Its name as in :class:`Piece`.
-        tensor: What is wanted from it, for messages.
+    The file is named as in :class:`Piece`; messages say that ``tensor`` is wanted from it.
     """
     first, _, rest = file.partition("/")
     if first in catalog.others:

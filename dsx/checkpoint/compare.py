@@ -60,13 +60,7 @@ class TensorDifference:
 def compare(
     a: Catalog, b: Catalog, progress: Callable[[int], None] = lambda _: None
 ) -> Iterator[TensorDifference]:
-    """Every entry that both have, in the order of ``a``.
-
-    Args:
-        a: One checkpoint.
-        b: The other.
-        progress: Called with the elements compared since the last call.
-    """
+    """Every entry that both have, in the order of ``a``; ``progress`` is told of more elements compared."""
     size = a.tile_elements or b.tile_elements or TILE_ELEMENTS
     others = b.by_key
     with Reader(a, size) as reads_a, Reader(b, size) as reads_b:

@@ -284,12 +284,7 @@ class Reader:
 
 
 def verify(catalog: Catalog, progress: Callable[[int], None] = lambda _: None) -> Iterator[DamagedError]:
-    """Read everything that has a checksum, and compare; yields what is wrong.
-
-    Args:
-        catalog: The checkpoint.
-        progress: Called with the bytes read since the last call.
-    """
+    """Read what has a checksum, and compare; yields what is wrong. ``progress`` is told of more bytes read."""
     check_files(catalog)
     files = FilePool(lambda file: locate(catalog, file, "a checksum"), os.O_RDONLY)
     take = {"xxh3_128": digest_of_file, "crc32": lambda *span: f"{crc32_of_file(*span):08x}"}

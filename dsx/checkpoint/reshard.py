@@ -262,7 +262,7 @@ def _model(
 
 
 def _in_form(source: Catalog, tensor: int) -> tuple[ParamSpec, ...]:
-    """The model's tensors as so many ranks have them, in its order, where the source says what it is of."""
+    """Specs of the model that the source names, for a tensor-parallel degree; else the source's own."""
     told = source.facts.get("model")
     if not isinstance(told, dict):
         return source.specs

@@ -51,7 +51,7 @@ class Transport(Protocol[P, B]):
     alone: bool
 
     def leave(self, parameter: P) -> None:
-        """In place: the gradient is complete, and what comes from now on in this step is late."""
+        """Mark the gradient complete, where it is reduced in place: what comes later in the step is refused."""
 
     def send(self, pieces: Sequence[GradientPiece[P]]) -> B:
         """Fill a bucket, in the order of ``pieces``, and start summing it."""

@@ -71,13 +71,7 @@ class Profile:
         return self.latency_seconds + largest / self.bytes_per_second
 
     def require(self, wanted: Conditions, *, name: str, ignore: Collection[str] = ()) -> None:
-        """Raise ConfigError, naming key and values, unless measured under ``wanted``.
-
-        Args:
-            wanted: What the figures are needed for.
-            name: What the error calls this profile.
-            ignore: Fields of :class:`Conditions` that may differ.
-        """
+        """Raise ConfigError, naming key and values, unless measured under ``wanted``, but for ``ignore``."""
         for field in fields(Conditions):
             have, want = getattr(self.conditions, field.name), getattr(wanted, field.name)
             if have != want and field.name not in ignore:

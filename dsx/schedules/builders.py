@@ -1,7 +1,7 @@
 """Pipeline schedules as data: who runs which forward and backward in which order.
 
 Rows hold compute actions only; :func:`dsx.schedules.schedule.lower` adds the transfers. Every builder takes
-any number of micro-batches.
+any number of micro-batches. In formulas p is the number of ranks, m that of micro-batches.
 """
 
 from __future__ import annotations
@@ -77,12 +77,6 @@ def v_half(
     drains, ranks wait with memory to spare: there they run ahead
     (:func:`dsx.schedules.weight_fill.run_ahead`), which takes the place of the paper's reordering.
     With parts of equal length and m >= p the bubble is at most p / (2 m) of the ideal time.
-
-    Args:
-        num_ranks: Pipeline degree p.
-        num_chunks: Virtual stages per rank, 2.
-        num_micro_batches: Micro-batches m.
-        costs: Lengths of actions and transfers by which to place the weight gradients.
     """
     p, gap = num_ranks, 0 if num_ranks % 2 else 3
     block = [(2 * r, 3 * p - r - 2, 3 * p + gap + 2 * r - 1, 6 * p + gap - r - 2) for r in range(p)]

@@ -289,11 +289,7 @@ def refusals(args: Any, given: Mapping[str, Any]) -> Sequence[ConfigError]:
 def refuse(args: Any, given: Mapping[str, Any], *, metrics: bool = True, evaluated: Any = None) -> None:
     """Raise a ConfigError about all of :func:`refusals`, and about arguments that cannot hold together.
 
-    Args:
-        args: As of :func:`refusals`.
-        given: Likewise.
-        metrics: Whether there are metrics besides the loss.
-        evaluated: The data set to evaluate on, or several by name.
+    ``metrics`` says whether there are any besides the loss; ``evaluated`` is a data set, or several by name.
     """
     together = (*_disagreements(args, evaluated), *_of_the_best(args, metrics, evaluated))
     raise_all("TrainingArguments", [*refusals(args, given), *together])

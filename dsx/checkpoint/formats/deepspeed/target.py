@@ -96,7 +96,7 @@ class Files:
                 stages.append(plan.stage)
 
     def add(self, name: str, content: Any, held: Sequence[StockShare]) -> None:
-        """A file, and what the holes in it are for."""
+        """Add a file, and the entries that fill the holes in it."""
         self.skeletons.append(torch_skeleton(name, content))
         for share in held:
             key = share.entry.key
