@@ -284,7 +284,7 @@ class Reader:
 
 
 def verify(catalog: Catalog, progress: Callable[[int], None] = lambda _: None) -> Iterator[DamagedError]:
-    """Read what has a checksum, and compare; yields what is wrong. ``progress`` is told of more bytes read."""
+    """Read what has a checksum and compare; yields what is wrong. ``progress`` is told of more bytes read."""
     check_files(catalog)
     files = FilePool(lambda file: locate(catalog, file, "a checksum"), os.O_RDONLY)
     take = {"xxh3_128": digest_of_file, "crc32": lambda *span: f"{crc32_of_file(*span):08x}"}

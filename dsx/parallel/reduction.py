@@ -51,7 +51,7 @@ class Transport(Protocol[P, B]):
     alone: bool
 
     def leave(self, parameter: P) -> None:
-        """Mark the gradient complete, where it is reduced in place: what comes later in the step is refused."""
+        """Mark the gradient complete, where it is reduced in place: later ones are refused."""
 
     def send(self, pieces: Sequence[GradientPiece[P]]) -> B:
         """Fill a bucket, in the order of ``pieces``, and start summing it."""
