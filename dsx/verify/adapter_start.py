@@ -32,8 +32,8 @@ _CHANGING = ("pissa", "olora")
 def start_of(config: RunConfig) -> str:
     """How an adapter's folder says that it began, if that changed the base; empty otherwise."""
     adapter = config.dsx.adapter
-    told = "" if adapter is None or adapter.path is None else read(Path(adapter.path) / SETTINGS)
-    start = str(told and told.get("init_lora_weights")).lower()
+    told = {} if adapter is None or adapter.path is None else read(Path(adapter.path) / SETTINGS)
+    start = str(told.get("init_lora_weights")).lower()
     return start if start in _CHANGING else ""
 
 
@@ -74,9 +74,9 @@ def made_by_peft(job: VerifyJob, start: str) -> tuple[Files, dict[str, Tensor]]:
 
 def reading(job: VerifyJob, files: Files, folder: str) -> VerifyJob:
     """The job on these files, which are written into a folder of this rank's own."""
-    for name, content in files.items():
+    for name, file in files.items():
         (Path(folder) / name).parent.mkdir(exist_ok=True)
-        (Path(folder) / name).write_bytes(content)
+        (Path(folder) / name).write_bytes(file)
     content = copy.deepcopy(dict(job.content))
     model = {"path": f"{folder}/model", "weights": "load"}
     model |= {key: content["dsx"]["model"][key] for key in ("implementation", "vocab_multiple")}
