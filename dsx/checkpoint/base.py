@@ -67,7 +67,19 @@ def require_same_base(catalog: Catalog, config: RunConfig | None) -> None:
     A folder may have moved.
     """
     there, here = catalog.facts.get("base"), base_fact(config)
-    if there is None or here is None or all(there.get(key) == here.get(key) for key in ("seed", "digest")):
+    if config is None or there is None or here is None:
+        return
+    theirs = "config" in catalog.facts.get("model", {})
+    if "seed" in there and "seed" in here and theirs != isinstance(config.model, HubModel):
+        raise CheckpointError(
+            str(catalog.root),
+            f"its frozen parameters are left out, and are {told(there)} in "
+            f"{'transformers' if theirs else 'dsx'}'s modules, of which this run's model is not made: "
+            "its fresh ones are others",
+            "use the dsx.model.implementation that wrote it, of a dsx that has it, or export it there "
+            "(dsx.train.export_hf) and give the folder as dsx.model.path",
+        )
+    if all(there.get(key) == here.get(key) for key in ("seed", "digest")):
         return
     fix = f"dsx.train.seed = {there['seed']}" if "seed" in there else f"dsx.model.path = {there['path']}"
     raise CheckpointError(

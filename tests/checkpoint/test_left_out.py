@@ -162,6 +162,8 @@ def test_frozen_fresh_weights_come_from_the_seed(tmp_path: Path) -> None:
 
     rest = ranks.run(_write, 2, Case(freeze=FREEZE, pp=2, zero=1), None, tmp_path, None)[0]
     assert ranks.run(_read, 1, Case(freeze=FREEZE), None, tmp_path)[0] == pytest.approx(rest, rel=1e-5)
+    other = Case(freeze=FREEZE, implementation="transformers")
+    assert "fresh ones of seed 0 in dsx's modules" in ranks.run(_read, 1, other, None, tmp_path)[0]
     source = open_checkpoint(tmp_path)
     assert source.facts["base"]["seed"] == 0
     with pytest.raises(CheckpointError, match="fresh ones of seed 0"):
