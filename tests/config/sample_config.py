@@ -22,6 +22,13 @@ BASE = {
         "train": {"steps": 10, "output": "runs/test"},
     },
 }
+AUTO_DECAY = {
+    "type": "WarmupDecayLR",
+    "params": dict.fromkeys(
+        ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto"
+    ),
+}
+"""A schedule that the Trainer fills in."""
 REMOVE = object()
 
 

@@ -7,6 +7,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from sample_config import AUTO_DECAY
 from transformers import LlamaConfig, TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
@@ -27,15 +28,7 @@ AUTO = {
         "type": "AdamW",
         "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto", "torch_adam": True},
     },
-    "scheduler": {
-        "type": "WarmupDecayLR",
-        "params": {
-            "warmup_min_lr": "auto",
-            "warmup_max_lr": "auto",
-            "warmup_num_steps": "auto",
-            "total_num_steps": "auto",
-        },
-    },
+    "scheduler": AUTO_DECAY,
     "zero_optimization": {
         "stage": 3,
         "overlap_comm": True,

@@ -17,6 +17,7 @@ from transformers import (
 from transformers.trainer_utils import SchedulerType
 
 import dsx
+from config.sample_config import AUTO_DECAY
 from dsx.config.ordinary import complete
 from dsx.config.resolve import resolve
 from dsx.doctor.examine import examine
@@ -252,15 +253,7 @@ def test_auto_becomes_what_the_arguments_say(args):
                 "torch_adam": True,
             },
         },
-        "scheduler": {
-            "type": "WarmupDecayLR",
-            "params": {
-                "warmup_min_lr": "auto",
-                "warmup_max_lr": "auto",
-                "warmup_num_steps": "auto",
-                "total_num_steps": "auto",
-            },
-        },
+        "scheduler": AUTO_DECAY,
         "zero_optimization": {
             "stage": 3,
             "reduce_bucket_size": "auto",

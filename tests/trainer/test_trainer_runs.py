@@ -21,6 +21,7 @@ from transformers import (
 )
 
 import ranks
+from config.sample_config import AUTO_DECAY
 from trainer import scripts_of_both as scripts
 
 PIPELINE = {"zero_optimization": {"stage": 1}, "dsx": {"parallel": {"tensor": 1, "pipeline": 2}}}
@@ -209,16 +210,7 @@ def test_peft_reads_the_adapter_that_was_trained(tmp_path):
 
 SCHEDULED = {
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
-    "scheduler": {
-        "type": "WarmupDecayLR",
-        "params": {
-            "warmup_min_lr": "auto",
-            "warmup_max_lr": "auto",
-            "warmup_num_steps": "auto",
-            "total_num_steps": "auto",
-            "warmup_type": "linear",
-        },
-    },
+    "scheduler": AUTO_DECAY | {"params": {**AUTO_DECAY["params"], "warmup_type": "linear"}},
 }
 
 
