@@ -108,6 +108,9 @@ class Batches:
         dp: Data-parallel degree.
         dp_rank: This rank's place in it.
         cursor: First global sample, as a checkpoint stored it.
+
+    Raises:
+        DataError: Fewer sequences than one optimizer step takes, or a cursor that no micro-step begins at.
     """
 
     def __init__(
@@ -172,6 +175,9 @@ class EvaluationBatches:
         dp: Data-parallel degree.
         dp_rank: This rank's place in it.
         max_tokens: Take about this many label tokens over all ranks, in whole micro-batches; None: all.
+
+    Raises:
+        DataError: Too few held-out sequences for one micro-batch on every rank.
     """
 
     def __init__(

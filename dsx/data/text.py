@@ -30,6 +30,9 @@ def prepare_text(
 
     Of that, ``held_out_tokens`` is what an evaluation reads; ``before`` is called before a whole source is
     tokenised, if it has not been.
+
+    Raises:
+        DataError: See :func:`dsx.data.corpus.prepare`.
     """
     from dsx.data.files import open_source
 

@@ -112,7 +112,11 @@ class Mesh:
 
     @classmethod
     def of(cls, **degrees: int) -> Mesh:
-        """Mesh of the degrees given by axis (``pp``, ``dp``, ``tp``); the others are 1."""
+        """Mesh of the degrees given by axis (``pp``, ``dp``, ``tp``); the others are 1.
+
+        Raises:
+            LayoutError: An axis that does not exist, or a degree below 1.
+        """
         known = [axis.name for axis in AXES]
         for name in degrees.keys() - known:
             raise LayoutError(f"mesh axis {name!r}", "there is no such axis", f"use {', '.join(known)}")
@@ -121,6 +125,9 @@ class Mesh:
     @classmethod
     def over(cls, ranks: int, **degrees: int) -> Mesh:
         """Mesh of ``ranks`` ranks: what the degrees given leave of them divides samples.
+
+        Raises:
+            LayoutError: They do not divide the ranks, or are none of :meth:`of`.
 
         >>> Mesh.over(8, pp=2, tp=2).axes
         (('pp', 2), ('dp', 2), ('tp', 2))

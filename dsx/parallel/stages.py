@@ -46,6 +46,9 @@ class StageMap:
     Virtual stage ``s`` holds layers ``bounds[s]`` to ``bounds[s + 1] - 1`` and is chunk ``s // num_ranks`` of
     the rank that :func:`rank_of` says.
 
+    Raises:
+        LayoutError: A stage without layers, or a number of stages that ``num_ranks`` does not divide.
+
     >>> stages = StageMap((0, 2, 4, 5, 7), num_ranks=2)
     >>> stages.layers(1), stages.stages_of(1), stages.layers_of(1)
     (range(2, 4), (1, 3), (2, 3, 5, 6))

@@ -122,6 +122,11 @@ class Program:
         return any(one is two is Op.FORWARD for one, two in pairwise(done))
 
     def build(self, num_ranks: int, num_chunks: int, num_micro_batches: int) -> Schedule:
+        """The schedule's compute actions for this size.
+
+        Raises:
+            ScheduleError: The builder cannot, or the schedule was written by hand for another size.
+        """
         if self.rows is None:
             return build(self.name, num_ranks, num_chunks, num_micro_batches, self.options)
         have = (self.rows.num_ranks, self.rows.num_chunks, self.rows.num_micro_batches)

@@ -100,6 +100,10 @@ def require_right_layers(config: RunConfig) -> None:
 
     A small model of it is tried in one process, once for every config on this machine. Runs that prove their
     layout (:func:`build_model`) do more.
+
+    Raises:
+        ConfigError: Sequence parallelism would be wrong, or documents kept apart would not be.
+        ModelError: The layers are.
     """
     if isinstance(config.model, HubModel):
         from dsx.verify.alone import require_probed  # here: dsx's own families need nothing of it
