@@ -29,9 +29,11 @@ def say(model: PipelineModule, settings: Settings, run: RunConfig | None) -> Non
     mesh, off = model.groups.mesh, run is not None and run.dsx.proof == "off"
     place = _place(model.layer_specs, mesh, settings.zero_stage)
     if mesh.size > 1 and not off and (place is None or not place.exists()):
-        how = "a small model of them" if mesh.tp == 1 else "them without tensor parallelism, to compare with,"
+        how = "prove a small model of them"
+        if mesh.tp > 1:
+            how = "without tensor parallelism a small model of them can be proved"
         sys.stdout.write(
-            f"dsx: these layers are not proved to train over {mesh.words} as in one process; prove {how} "
+            f"dsx: these layers are not proved to train over {mesh.words} as in one process; {how} "
             "before yours are built: dsx.prove(make_layers, config) (docs/guides/checking.md)\n"
         )
     plain = settings.zero_stage == 0 and precision(settings.deepspeed) == "fp32"
