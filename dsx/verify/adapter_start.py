@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,9 +23,6 @@ from dsx.models.custom_code import without_code
 from dsx.models.quiet_transformers import quiet_transformers
 from dsx.verify.subject import NOISE, VerifyJob
 
-Files = dict[str, bytes]
-"""Contents of a base model's folder and of an adapter's, by their paths."""
-
 _CHANGING = ("pissa", "olora")
 """Values of ``init_lora_weights`` with which dsx takes an adapter and PEFT changes the base."""
 
@@ -37,12 +35,12 @@ def start_of(config: RunConfig) -> str:
     return start if start in _CHANGING else ""
 
 
-def can_be_made() -> bool:
-    """Whether PEFT is there."""
-    return find_spec("peft") is not None
+def is_lacking(config: RunConfig) -> bool:
+    """Whether an adapter has such a start, and there is no PEFT to make one."""
+    return bool(start_of(config)) and find_spec("peft") is None
 
 
-def made_by_peft(job: VerifyJob, start: str) -> tuple[Files, dict[str, Tensor]]:
+def made_by_peft(job: VerifyJob, start: str) -> tuple[dict[str, bytes], dict[str, Tensor]]:
     """Folders of a job's model and of an adapter on it, and the weights that a layout then begins with."""
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
@@ -72,7 +70,7 @@ def made_by_peft(job: VerifyJob, start: str) -> tuple[Files, dict[str, Tensor]]:
     return files, {spec.name: held(spec if spec.adapts else names.in_memory(spec)) for spec in specs}
 
 
-def reading(job: VerifyJob, files: Files, folder: str) -> VerifyJob:
+def reading(job: VerifyJob, files: Mapping[str, bytes], folder: str) -> VerifyJob:
     """The job on these files, which are written into a folder of this rank's own."""
     for name, file in files.items():
         (Path(folder) / name).parent.mkdir(exist_ok=True)

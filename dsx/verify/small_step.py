@@ -127,8 +127,7 @@ def prove(config: RunConfig, groups: Groups, *, quiet: bool) -> Proof:
         adapter = config.model.adapter  # what takes another way through the code, and the small model lacks
         quantized = adapter is not None and adapter.quantization != "none"
         lacks = ["dsx.compile"] * (config.dsx.compile != "none") + ["quantization"] * quantized
-        if adapter_start.start_of(config) and not adapter_start.can_be_made():
-            lacks.append("the adapter's start, as PEFT is not installed")
+        lacks += ["the adapter's start, as PEFT is not installed"] * adapter_start.is_lacking(config)
         found = replace(found, without=" and ".join(lacks))
         if groups.rank == 0:
             keep_proof(config, found)
@@ -198,7 +197,7 @@ def _job_tried(job: VerifyJob, config: RunConfig, groups: Groups) -> Proof | Par
     where, start = f"{config.model.family} over {layout_words(groups.mesh)}", adapter_start.start_of(config)
     with TemporaryDirectory() as folder:
         built: dict[str, torch.Tensor] = {}
-        if start and adapter_start.can_be_made():
+        if start and not adapter_start.is_lacking(config):
             files, built = agree(lambda: adapter_start.made_by_peft(job, start))
             job = adapter_start.reading(job, files, folder)
 
@@ -228,14 +227,11 @@ def _buffer_finding(model: Model, reference: Reference, dtype: torch.dtype) -> P
     for number, block in enumerate(theirs, model.kinds.index("Block")):
         own = dict(layers[number].build().named_buffers())
         for name, wanted in block.named_buffers():
-            if (found := own[f"block.{name}"].dtype) != wanted.dtype:
-                return ParityFinding(
-                    cause=DTYPE,
-                    what=f"{number}.block.{name} is {found} where from_pretrained makes it {wanted.dtype}",
-                    why="a buffer is cast with the weights and should not be, or the other way round",
-                    step=0,
-                    tensor=f"{number}.block.{name}",
-                )
+            found, tensor = own[f"block.{name}"].dtype, f"{number}.block.{name}"
+            if found != wanted.dtype:
+                what = f"{tensor} is {found} where from_pretrained makes it {wanted.dtype}"
+                why = "a buffer is cast with the weights and should not be, or the other way round"
+                return ParityFinding(cause=DTYPE, what=what, why=why, step=0, tensor=tensor)
     return None
 
 
