@@ -6,6 +6,7 @@ origin. An escape sequence in one could clear the screen, rewrite the lines abov
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -52,6 +53,9 @@ def open_streams() -> None:
             os.set_inheritable(getattr(sys, name).fileno(), True)
 
 
+_GONE = (errno.EPIPE, errno.EBADF, errno.EIO)
+"""Errors of a stream whose other end will not come back."""
+
 READER_GONE = 141
 """Exit code of a command whose output nobody reads to its end, as a shell says it: 128 + SIGPIPE."""
 
@@ -67,7 +71,7 @@ def lost_output(error: OSError) -> bool:
             sys.stdout.flush()
     except OSError as again:
         if again.errno == error.errno:
-            _forget(sys.stdout)
+            forget(sys.stdout)
             return True
     return False
 
@@ -76,18 +80,19 @@ def complain(text: str, *, raw: bool = False) -> None:
     """A line on standard error; one that takes nothing (full, closed, its reader gone) stops nobody."""
     try:
         if raw:  # past Python's buffers, whose locks another thread may hold
-            os.write(sys.stderr.fileno(), f"{text}\n".encode())
+            os.write(sys.stderr.fileno(), f"{text}\n".encode(errors="backslashreplace"))
         else:
             sys.stderr.write(f"{text}\n")
             sys.stderr.flush()
-    except (OSError, ValueError, AttributeError):
-        _forget(sys.stderr)
+    except (OSError, ValueError, AttributeError) as error:
+        if getattr(error, "errno", None) in _GONE:  # a full disk or pipe may have room again
+            forget(sys.stderr)
 
 
-def _forget(stream: Any) -> None:
+def forget(stream: Any) -> None:
     """From now on, what is written there goes nowhere; else Python would try again at its end, and say so."""
-    with suppress(OSError, ValueError, AttributeError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    with suppress(OSError, ValueError, AttributeError), open(os.devnull, "wb", buffering=0) as nowhere:  # noqa: PTH123
+        os.dup2(nowhere.fileno(), stream.fileno())
 
 
 _UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))

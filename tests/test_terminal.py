@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import random
+import sys
 import unicodedata
 from collections import Counter
 
@@ -12,7 +14,7 @@ import pytest
 
 from dsx.errors import ConfigError
 from dsx.launch import entry
-from dsx.terminal import aligned, printable, wrapped
+from dsx.terminal import aligned, complain, printable, wrapped
 from dsx.train.progress import Progress
 
 
@@ -89,3 +91,18 @@ def test_what_other_packages_log_is_escaped(caplog: pytest.LogCaptureFixture):
         logging.setLogRecordFactory(before)
     assert "Column(\\u001b[2J) changed" in caplog.text
     assert "\x1b" not in caplog.text
+
+
+@pytest.mark.parametrize("raw", [True, False])
+def test_complaints_are_heard_again_when_there_is_room(monkeypatch, raw):
+    """A pipe that is full for a moment, as a launcher's, and a name that is no Unicode."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with os.fdopen(reader, "rb") as heard, os.fdopen(writer, "w", errors="backslashreplace") as said:
+        monkeypatch.setattr(sys, "stderr", said)
+        full = os.write(writer, b"x" * (1 << 20))
+        complain("lost", raw=raw)
+        assert heard.read(full) == b"x" * full
+        complain("no \udcff", raw=raw)
+        said.close()
+        assert heard.read().endswith(b"no \\udcff\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from dsx.terminal import amount, seconds
 
@@ -19,6 +20,7 @@ class MachineFacts:
     Attributes:
         name: How messages name it, its ranks included.
         versions: Package -> version, Python's as major.minor.
+        files: dsx's own files -> digest.
         config: Digest of the resolved config.
         clock: Seconds since the epoch, at the same moment on all machines to within a second or so.
         unseen: Folders in which this machine does not find what the first one wrote -> where they are here.
@@ -27,6 +29,7 @@ class MachineFacts:
 
     name: str
     versions: Mapping[str, str]
+    files: Mapping[str, str]
     config: str
     clock: float
     unseen: Mapping[str, str]
@@ -64,6 +67,12 @@ def differences(machines: Sequence[MachineFacts], *, checkpoint_bytes: int) -> I
             package,
             f"install the same {package.split()[0]} on all machines",
         )
+    common = set(first.files).intersection(*(machine.files for machine in machines))
+    others = (name for name in sorted(common) if len({machine.files[name] for machine in machines}) > 1)
+    for name in islice(others, 1):  # where a file is missing that is used, those that use it differ
+        digests = [machine.files[name] for machine in machines]
+        fix = "install the same dsx on all machines (a stale clone?)"
+        yield from _odd(machines, digests, f"dsx/{name} with the digest", fix)
     yield from _odd(
         machines,
         [machine.config for machine in machines],

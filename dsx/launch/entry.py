@@ -24,7 +24,7 @@ from typing import Any, cast
 
 from dsx.config.wording import item_without_secrets
 from dsx.errors import ConfigError, DsxError
-from dsx.terminal import READER_GONE, complain, lost_output, open_streams, printable
+from dsx.terminal import READER_GONE, complain, forget, lost_output, open_streams, printable
 
 AGREED = "every rank raises this error"
 """Note on an error that all ranks share: one of them reports it."""
@@ -235,8 +235,11 @@ def run(main: Callable[[], int | None]) -> None:
     except KeyboardInterrupt:
         code = 130
     if code:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (OSError, ValueError):  # nobody reads it, which must not keep the process
+                forget(stream)
         if _grouped():
             os._exit(code)  # a normal exit would wait for peers in NCCL's and gloo's destructors
         sys.exit(code)
@@ -336,7 +339,7 @@ def _outcome(main: Callable[[], int | None]) -> int:
             # A launcher ends all ranks when the first one ends: rank 0 gets the time to report before that;
             # and then the first rank of another machine, on which alone a file may be missing.
             time.sleep(_SPEAKER_SECONDS / 2)
-            together = AGREED in notes or local_rank() != 0
+            together = AGREED in notes or os.environ.get("LOCAL_RANK") != "0"
             time.sleep(_SPEAKER_SECONDS / 2 if together else 0)
         if rank() == 0 or not together:
             complain(f"{'' if rank() == 0 else f'{_name()} '}error: {error}")

@@ -24,7 +24,7 @@ from dsx.fault_tolerance.keepalive import Peer, hosts_of
 from dsx.fault_tolerance.waits import located
 from dsx.launch.differences import Difference, MachineFacts, differences, short_of_space
 from dsx.launch.entry import AGREED
-from dsx.memory.record_cache import code_digest
+from dsx.memory.record_cache import code_files
 from dsx.terminal import complain
 
 _PACKAGES = ("dsx", "torch", "deepspeed", "transformers")
@@ -86,8 +86,8 @@ def _facts(
         versions={
             **{package: _version(package) for package in _PACKAGES},
             "Python": ".".join(platform.python_version_tuple()[:2]),
-            "dsx with the files": code_digest("**/*.py", "**/*.toml"),
         },
+        files=code_files("**/*.py", "**/*.toml"),
         config=hashlib.blake2b(text.encode(), digest_size=6).hexdigest(),
         clock=now,
         unseen={_OUTPUT: str(folder)} if rank != 0 and missing else {},

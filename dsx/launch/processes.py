@@ -24,14 +24,14 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from dsx.errors import ConfigError, DsxError
+from dsx.errors import ConfigError, DsxError, RunError
 from dsx.fault_tolerance.waits import clock, named
 from dsx.launch.entry import AGREED, local_rank, local_world_size, rank, refuse_alone, usable_cores
 from dsx.launch.spared import lean_on_cpu
 from dsx.parallel.groups import Groups, make_groups
 from dsx.parallel.islands import Islands
 from dsx.parallel.mesh import Mesh
-from dsx.terminal import complain
+from dsx.terminal import complain, seconds
 
 if TYPE_CHECKING:
     from dsx.islands.coordinator import IslandNode
@@ -62,13 +62,25 @@ def meet(timeout: timedelta) -> tuple[Any, int, int]:
     if missing:
         fix = "start it under torchrun or deepspeed, which set all of it; or unset WORLD_SIZE for one rank"
         raise ConfigError("WORLD_SIZE", f"it is set without {', '.join(missing)}", fix)
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address, given = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    port = int(given) if given.isdecimal() else -1
+    if not 0 <= port < 1 << 16:
+        raise ConfigError("MASTER_PORT", f"{given!r} is no port", "set a number below 65536")
     place, size = rank(), int(os.environ["WORLD_SIZE"])
     _await_listener(address, port, timeout)
     leads = place == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         # Not torch's rendezvous: on rank 0 it waits for the others without a word.
-        store = dist.TCPStore(address, port, size, leads, timeout, wait_for_workers=False, multi_tenant=True)  # type: ignore[attr-defined]
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            address,
+            port,
+            size,
+            leads,
+            timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+            use_libuv=os.environ.get("USE_LIBUV", "1") == "1",  # as torch's rendezvous takes it
+        )
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
@@ -95,16 +107,20 @@ def _call(store: Any, size: int) -> str:
 
 def _await_all(store: Any, greetings: list[str]) -> None:
     """Wait for every rank, and say now and then which have not come: one that died cannot say so."""
-    began, patience = time.time(), _PATIENCE_SECONDS
+    began, start, patience = time.time(), time.monotonic(), _PATIENCE_SECONDS
     while not store.check(greetings):  # not store.wait: torch warns, in two lines, of each that ends in vain
-        waited = time.time() - began
-        if waited > store.timeout.total_seconds():
-            raise TimeoutError("rank 0 has waited too long for the others")
-        if waited > patience:
+        waited, limit = time.monotonic() - start, store.timeout.total_seconds()
+        if waited > min(patience, limit):
             missing = named([place for place, key in enumerate(greetings, 1) if not store.check([key])])
+            if waited > limit:
+                raise _never_met(missing, limit, "look at their own machine's console")
             _say_waiting(missing, began, "if they have failed, their own machine's console says why")
             patience *= 2
         time.sleep(_ASK_SECONDS)
+
+
+def _never_met(who: str, limit: float, look: str) -> RunError:
+    return RunError(who, f"not there after {seconds(limit)}", f"{look}, at firewalls and at MASTER_ADDR")
 
 
 def _say_waiting(missing: str, began: float, hint: str) -> None:
@@ -121,20 +137,24 @@ def _answer(store: Any, place: int, timeout: timedelta) -> str:
         store.set(f"{word}/rank/{place}", own)
         # The others are not all there yet; or never will be, and a new start's word is still to come.
         heard = f"{word}/heard"
-        if store.check([heard]) and json.loads(store.get(heard))[place] == own:
+        if store.check([heard]) and json.loads(store.get(heard))[place : place + 1] == [own]:
             return word
         time.sleep(pause)
         pause = min(2 * pause, _LOOK_SECONDS)
-    raise TimeoutError(f"rank {place} has not met rank 0")
+    raise _never_met("rank 0", timeout.total_seconds(), "look at its own machine's console")
 
 
 def _await_listener(address: str, port: int, timeout: timedelta) -> None:
     """Wait until rank 0, or torchrun, listens: torch itself soon looks only once a minute."""
-    began, patience = time.time(), _FAR_PATIENCE_SECONDS
-    while rank() != 0 and time.time() - began < timeout.total_seconds():
+    began, start, patience = time.time(), time.monotonic(), _FAR_PATIENCE_SECONDS
+    while rank() != 0:
         with suppress(OSError), socket.create_connection((address, port), timeout=_LOOK_SECONDS):
             return
-        if local_rank() == 0 and time.time() - began > patience:
+        waited = time.monotonic() - start
+        if waited > timeout.total_seconds():
+            why = f"look at its own machine's console: nothing answers at {address}, port {port}"
+            raise _never_met("rank 0", timeout.total_seconds(), why)
+        if local_rank() == 0 and waited > patience:
             _say_waiting("rank 0", began, f"nothing answers at {address}, port {port}")
             patience *= 2
         time.sleep(_LOOK_SECONDS)

@@ -257,7 +257,7 @@ def code_version(*sources: str) -> str:
         sources: Patterns of dsx's files; by default those that run and record a layer.
     """
     package = Path(__file__).parents[1]
-    content = hashlib.sha256(f"{sys.version} {code_digest(*sources or _SOURCES)}".encode())
+    content = hashlib.sha256(f"{sys.version} {code_files(*sources or _SOURCES)}".encode())
     if not package.is_dir():  # a zip, by what changes when it is written anew
         archive = next(parent.stat() for parent in package.parents if parent.is_file())
         content.update(f"{archive.st_mtime_ns} {archive.st_size}".encode())
@@ -267,10 +267,11 @@ def code_version(*sources: str) -> str:
     return content.hexdigest()[:16]
 
 
-def code_digest(*sources: str) -> str:
-    """Digest of dsx's files by patterns, but for what a wheel alone has among them."""
-    package, content = Path(__file__).parents[1], hashlib.sha256()
+def code_files(*sources: str) -> dict[str, str]:
+    """Digest of each of dsx's files by patterns, but for what a wheel alone has and what editors hide."""
+    package, found = Path(__file__).parents[1], {}
     for path in (path for pattern in sources for path in sorted(package.glob(pattern))):
-        if "shipped" not in path.relative_to(package).parts:
-            content.update(path.read_bytes())
-    return content.hexdigest()[:12]
+        name = path.relative_to(package)
+        if "shipped" not in name.parts and not any(part[0] == "." for part in name.parts):
+            found[name.as_posix()] = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    return found

@@ -16,7 +16,7 @@ from dsx.models.family import ModelFamily
 from dsx.models.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from dsx.models.spec import ModelSpec
 
-FAMILIES: dict[str, ModelFamily] = {family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
+FAMILIES: dict[str, ModelFamily] = {each.name: each for each in (LLAMA, MISTRAL, QWEN2, QWEN3)}
 """Every family of dsx's own, by its ``model_type``."""
 
 _MOST_KEYS = 1000  # each key is compared with all known ones

@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import dsx
 import ranks
+from dsx.models.spec import ModelSpec
 from dsx.nn.split import WeightGradients
 from dsx.parallel.groups import make_groups
 from dsx.planner.layer_cost import stage_costs
@@ -59,7 +60,7 @@ def _peak(case: Case) -> tuple[int, int]:
     schedule = config.program.build(case.pp, case.chunks, case.accumulation)
     # Rotary tables are the same in all blocks and micro-batches, so that a profile has them in none.
     model, tables = config.model, 0
-    if model.rope is not None and config.dsx.recompute == "none":
+    if isinstance(model, ModelSpec) and model.rope and config.dsx.recompute == "none":
         tables = 2 * config.sequence_length * model.rotary_size * torch.float32.itemsize
     # Recomputed tensors are kept where no hook sees them.
     layers = profile.layers[config.dsx.recompute]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import inspect
 import itertools
 import textwrap
@@ -17,6 +18,7 @@ from deepspeed.runtime.pipe import engine as stock_engine
 from torch import nn
 
 import ranks
+from dsx.engine.initialize import _uncollected
 from dsx.errors import CheckpointError, ConfigError, DsxError, ModelError
 from engine import toy_pipeline as toy
 from engine.toy_pipeline import Case
@@ -736,3 +738,21 @@ def test_recompute_preserves_the_states_that_megatron_draws_from() -> None:
     tracker.reset()
     assert torch.equal(gradients[0], gradients[1])
     assert torch.equal(after[0], after[1])
+
+
+def test_collections_are_off_while_an_engine_is_made_and_as_before_after_it() -> None:
+    def fails() -> None:
+        with _uncollected():
+            assert not gc.isenabled()
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        fails()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with _uncollected():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

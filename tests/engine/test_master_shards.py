@@ -87,19 +87,29 @@ def test_masters_are_the_weights(case: Case) -> None:
         assert held_in_all == replicas[0]["total"] * (len(replicas) if case.zero == 0 else 1)
 
 
-@pytest.mark.parametrize("setting", ["capturable", "fused"])
-def test_the_count_of_steps_is_where_its_optimizer_reads_it(setting: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "setting", "states"),
+    [
+        (torch.optim.AdamW, "capturable", ("step",)),
+        (torch.optim.AdamW, "fused", ("step",)),
+        (torch.optim.NAdam, "capturable", ("step", "mu_product")),
+        (torch.optim.ASGD, "capturable", ("step", "eta", "mu")),
+    ],
+)
+def test_numbers_of_a_state_are_where_their_optimizer_reads_them(
+    kind: Any, setting: str, states: tuple[str, ...]
+) -> None:
     """As torch's own optimizer puts it when it loads a state: beside the weights for kernels that read it."""
     weight = torch.nn.Parameter(torch.ones(4, device="meta"))
-    optimizer = torch.optim.AdamW([weight])
+    optimizer = kind([weight])
     kept = MasterShard(master=weight, group=0, spans=(), optimizer=optimizer)
     moments = {name: torch.zeros(4) for name in ("exp_avg", "exp_avg_sq")}
     for on in (False, True):
         optimizer.param_groups[0][setting] = on
-        saved = {"step": torch.tensor(3.0), **moments}
+        saved = {**{name: torch.tensor(3.0) for name in states}, **moments}
         optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: saved}})
-        there = optimizer.state[weight]["step"].device
+        there = [optimizer.state[weight][name].device for name in states]
         optimizer.state.clear()
-        kept.make(sorted(moments), {"step": 3.0})
-        assert optimizer.state[weight]["step"].device == there
-        assert (there.type == "meta") == on
+        kept.make(sorted(moments), dict.fromkeys(states, 3.0))
+        assert [optimizer.state[weight][name].device for name in states] == there
+        assert (there[0].type == "meta") == on

@@ -124,6 +124,18 @@ def test_a_program_whose_output_is_lost_ends_with_a_line_or_in_silence(times):
     assert into_nothing(source, full=False) == (141, "")
 
 
+def test_an_error_with_a_line_that_nobody_reads_is_told_and_ends_at_once():
+    source = (
+        "import dsx, sys\n"
+        "sys.stdout.reconfigure(write_through=False, line_buffering=False)\n"
+        "def main():\n"
+        "    print('a line')\n"
+        "    raise dsx.DsxError('a', 'b', 'c')\n"
+        "dsx.run(main)"
+    )
+    assert into_nothing(source, full=False) == (2, "error: a: b. Fix: c.\n")
+
+
 def lose_a_peer(rank: int, world_size: int) -> str:
     """What rank 0 hears when rank 1 leaves a collective."""
     said = ""

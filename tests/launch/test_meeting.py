@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from dsx.errors import ConfigError
+from dsx.errors import ConfigError, RunError
 from dsx.launch import processes
 from dsx.launch.entry import refuse_alone
 
@@ -76,11 +76,12 @@ def test_a_rank_that_meets_nobody_says_so(monkeypatch, capfd):
     told = {"RANK": 0, "WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0, "LOCAL_RANK": 0}
     for name, value in told.items():
         monkeypatch.setenv(name, str(value))
-    with pytest.raises(TimeoutError):
+    with pytest.raises(RunError, match="rank"):
         processes.meet(timedelta(seconds=1))
     assert "waits for ranks 1, 2 since" in capfd.readouterr().err
     monkeypatch.setenv("RANK", "2")
-    processes._await_listener("127.0.0.1", port, timedelta(seconds=1))
+    with pytest.raises(RunError, match="nothing answers"):
+        processes._await_listener("127.0.0.1", port, timedelta(seconds=1))
     assert f"nothing answers at 127.0.0.1, port {port}" in capfd.readouterr().err
 
 

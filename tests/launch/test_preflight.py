@@ -19,6 +19,7 @@ NODES = [
     MachineFacts(
         name=f"rank {rank} on node{rank + 1}",
         versions={"dsx": "0.1.0", "torch": "2.13.0", "Python": "3.11"},
+        files={"errors.py": "aa", f"only_{rank}.py": "cc"},
         config="c0ffee",
         clock=1_000_000.0 + rank / 10,
         unseen={},
@@ -51,6 +52,9 @@ def test_the_machine_that_differs_is_named_wherever_it_is(which: int) -> None:
     (difference,) = changed(which, config="decaf")
     assert (difference.where, difference.stops) == (f"rank {which} on node{which + 1}", True)
     assert "a config with the digest decaf" in difference.what
+    (difference,) = changed(which, files={"errors.py": "bb"})
+    assert (difference.where, difference.stops) == (f"rank {which} on node{which + 1}", True)
+    assert "dsx/errors.py with the digest bb" in difference.what
 
 
 @pytest.mark.parametrize(

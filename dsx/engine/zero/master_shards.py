@@ -69,9 +69,10 @@ class MasterShard:
             if name not in state:
                 state[name] = torch.zeros_like(self.master, memory_format=torch.preserve_format)
         group = self.optimizer.param_groups[self.group]
-        # torch.optim makes it on the host, unless kernels read it (adam.py, _init_group).
-        device = self.master.device if group.get("capturable") or group.get("fused") else torch.device("cpu")
+        read_by_kernels = group.get("capturable") or group.get("fused")
         for name, number in numbers.items():
+            # As torch.optim loads it (optimizer.py, _process_value_according_to_param_policy).
+            device = torch.device("cpu") if name == "step" and not read_by_kernels else self.master.device
             if name not in state or isinstance(state[name], torch.Tensor):
                 state[name] = torch.tensor(number, dtype=torch.float32, device=device)
             else:
