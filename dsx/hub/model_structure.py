@@ -26,7 +26,8 @@ from torch.utils._pytree import tree_map
 
 from dsx.errors import ModelError
 from dsx.hub.on_meta import copied, parameters_on_meta, put_plain_modules
-from dsx.models.config_values import at
+from dsx.models.config_values import MOST_LAYERS, at
+from dsx.models.hf_config import SAY_NOTHING
 from dsx.models.quiet_transformers import quiet_transformers, torch_forms
 from dsx.nn.documents import PerMicroBatch, Places
 from dsx.terminal import shortened
@@ -55,6 +56,10 @@ def hf_config_of(config: Mapping[str, Any]) -> Any:
             "neither dsx nor this transformers has such a family",
             "write the model_type of a causal language model of transformers",
         )
+    for key, value in settings.items():  # some families list each layer as they are made
+        counts = key.startswith(("n_", "num_")) and key.endswith(("layer", "layers"))
+        if counts and isinstance(value, int) and value > MOST_LAYERS:
+            raise ModelError(at(key, value), f"more than {MOST_LAYERS:,}", "give the model's own config")
     try:
         with quiet_transformers():
             family = CONFIG_MAPPING[kind]
@@ -97,7 +102,11 @@ def check_keys(config: Mapping[str, Any]) -> None:
     for parent in type(made).__mro__:
         known |= {*getattr(parent, "__annotations__", {}), *vars(parent)}
     for key, value in config.items():
-        near = [] if key in known else get_close_matches(key, sorted(known), n=1, cutoff=_NEAR)
+        near = (
+            []
+            if key in known or key in SAY_NOTHING
+            else get_close_matches(key, sorted(known), n=1, cutoff=_NEAR)
+        )
         if near and near[0] not in config:  # else it is a key of another family, which means nothing here
             raise ModelError(
                 at(key, value), f"a {config['model_type']} config has no such key", f"write {near[0]}"

@@ -22,7 +22,7 @@ FAMILIES: dict[str, ModelFamily] = {each.name: each for each in (LLAMA, MISTRAL,
 _MOST_KEYS = 1000  # each key is compared with all known ones
 _NEAR = 0.88
 
-_SAY_NOTHING = frozenset({
+SAY_NOTHING = frozenset({
     # transformers' PreTrainedConfig, of this and earlier versions.
     "_name_or_path", "_commit_hash", "_attn_implementation", "_attn_implementation_autoset",
     "_attn_implementation_internal", "_from_model_config", "attn_implementation", "auto_map",
@@ -45,9 +45,11 @@ _SAY_NOTHING = frozenset({
     "prompt_lookup_num_tokens", "remove_invalid_values", "renormalize_logits", "repetition_penalty",
     "return_dict_in_generate", "sequence_bias", "speculation_type", "stop_strings", "target_lookbehind",
     "temperature", "token_healing", "top_h", "top_k", "top_p", "typical_p", "use_mtp", "watermarking_config",
-    # A head for other tasks.
-    "classifier_dropout",
+    # Heads for other tasks.
+    "classifier_dropout", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
+    "summary_type", "summary_use_proj",
     # What published models have besides, and transformers does not read.
+    "n_ctx",
     "_flash_attn_2_enabled", "dual_chunk_attention_config", "n_special", "num_steps", "output_past",
     "predict_special_tokens", "sliding_window_size",
     "_num_labels", "custom_pipelines", "gradient_checkpointing", "is_llama_config", "max_sequence_length",
@@ -89,7 +91,7 @@ def _check_keys(config: Mapping[str, object], family: ModelFamily) -> None:
     known = family.keys
     foreign = set[str]().union(*(other.keys for other in FAMILIES.values())) - known
     for key, value in config.items():
-        if key in known or key in _SAY_NOTHING or _is_neutral(key, value, config):
+        if key in known or key in SAY_NOTHING or _is_neutral(key, value, config):
             continue
         near = get_close_matches(key, sorted(known), n=1, cutoff=_NEAR)
         if near and key not in foreign:
@@ -114,6 +116,8 @@ def _is_neutral(key: str, value: object, config: Mapping[str, object]) -> bool:
     """
     if any(key in other.fixed and value == other.fixed[key] for other in FAMILIES.values()):
         return True
+    if key == "scale_attn_weights":  # GPT-2's, where it is true
+        return value is True
     if key == "max_window_layers":
         return not (config.get("use_sliding_window") and config.get("sliding_window"))
     if key == "layer_types" and isinstance(value, list):

@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from all_families.tiny import tiny_config
 
 import ranks
+from dsx.checkpoint.catalog import model_fact
+from dsx.checkpoint.run.state import _numbers, _require_same_numbers
 from dsx.errors import CheckpointError
+from dsx.hub.read import hub_model
 from often import often
 from parity import dsx_run
 from parity.dsx_run import Case
@@ -206,3 +211,23 @@ def test_a_run_changes_its_layout_again_and_again(family: str, tmp_path: Path) -
         found += results[0][0]
         assert max(share for _, share in results) == pytest.approx(1.0)
     assert found == pytest.approx(expected, rel=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "other", "same"),
+    [
+        ("gpt_neox", {"use_parallel_residual": False}, {"classifier_dropout": 0.3}),
+        ("gpt_neox", {"hidden_act": "relu"}, {"use_parallel_residual": True}),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, {"summary_first_dropout": 0.2, "n_ctx": 64}),
+        ("gpt2", {"activation_function": "relu"}, {"n_inner": 4 * tiny_config("gpt2").n_embd}),
+        ("gemma2", {"query_pre_attn_scalar": 3}, {"task_specific_params": {"a": 1}, "embd_pdrop": 0.5}),
+    ],
+)
+def test_what_a_config_leaves_to_defaults_is_of_the_model(family: str, other: Any, same: Any) -> None:
+    """Of transformers' modules, in whichever of the two configs it is said."""
+    unsaid = {key: value for key, value in tiny_config(family).to_diff_dict().items() if key not in other}
+    for one, two in ((unsaid, unsaid | other), (unsaid | other, unsaid)):
+        saved = SimpleNamespace(facts={"model": model_fact(hub_model(one)), "hf_config": one}, root="saved")
+        _require_same_numbers(saved, _numbers(model_fact(hub_model(one | same)), one | same))
+        with pytest.raises(CheckpointError, match=f"another model: its {next(iter(other))} is "):
+            _require_same_numbers(saved, _numbers(model_fact(hub_model(two)), two))

@@ -9,6 +9,7 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from dsx.errors import ModelError
 from dsx.hub.model_structure import check_keys
+from dsx.hub.read import hub_model
 from dsx.models.hf_config import model_spec
 from dsx.models.presets import find_preset
 from dsx.models.spec import Family
@@ -85,3 +86,21 @@ def test_two_names_of_one_size_that_disagree_are_refused_of_any_family() -> None
     check_keys(gpt2 | {"hidden_size": gpt2["n_embd"]})
     with pytest.raises(ModelError, match=r"n_embd = 128: hidden_size = 24 says otherwise"):
         check_keys(gpt2 | {"hidden_size": 24})
+
+
+def test_keys_of_published_gpt2_folders_say_nothing_elsewhere_either():
+    gpt2 = dict(find_preset("gpt2", "tiny").config)
+    neutral = {"n_ctx": 1024, "summary_first_dropout": 0.1, "_num_labels": 1}
+    assert model_spec(LLAMA | neutral | {"scale_attn_weights": True}) == model_spec(LLAMA)
+    check_keys(gpt2 | neutral)
+    with pytest.raises(ModelError, match="scale_attn_weights"):
+        model_spec(LLAMA | {"scale_attn_weights": 2})
+
+
+@pytest.mark.parametrize(
+    ("family", "key"), [("gpt2", "n_layer"), ("gemma2", "num_hidden_layers"), ("gpt2", "num_hidden_layers")]
+)
+def test_more_layers_than_any_model_has_are_refused_before_they_are_counted(family, key):
+    config = {"model_type": family, key: 10**9}
+    with pytest.raises(ModelError, match=f"{key} = 1000000000: more than 2,048"):
+        hub_model(config)

@@ -33,7 +33,7 @@ from dsx.engine.zero.master_shards import master_shards, refresh_weights
 from dsx.errors import CheckpointError, DsxError, ModelError
 from dsx.launch.entry import AGREED
 from dsx.launch.processes import agree
-from dsx.models.hf_config import FAMILIES, model_spec
+from dsx.models.hf_config import FAMILIES, SAY_NOTHING, model_spec
 from dsx.models.param import ParamSpec
 from dsx.models.params import stored_specs
 from dsx.parallel.islands import carried_over
@@ -428,6 +428,7 @@ _FREE = (
     "max_position_embeddings", "n_positions", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop",
     "initializer_range", "use_cache", "dtype", "torch_dtype", "architectures", "transformers_version",
     "_name_or_path", "bos_token_id", "eos_token_id", "pad_token_id",
+    "n_inner",  # a size, which the parameters' shapes have as well
 )  # fmt: skip
 
 
@@ -441,7 +442,18 @@ def _numbers(model: Mapping[str, Any], hf_config: Mapping[str, Any]) -> Mapping[
     try:
         return model_fact(model_spec(hf_config)) | scale
     except ModelError:  # of transformers' modules, or of a dsx that had its own modules of the family
-        return dict(model.get("config") or hf_config) | scale
+        return _with_defaults(model.get("config") or hf_config) | scale
+
+
+def _with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What transformers makes of a config, said or left to defaults, less what says nothing of the model."""
+    from dsx.hub.model_structure import hf_config_of
+
+    try:
+        told = hf_config_of(config).to_dict()
+    except ModelError:  # of a family or a form that this transformers does not know
+        told = dict(config)
+    return {key: value for key, value in told.items() if key not in SAY_NOTHING}
 
 
 def _require_same_numbers(catalog: Catalog, here: Mapping[str, Any]) -> None:
