@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -33,7 +33,7 @@ from dsx.checkpoint.merge import Merge, adapter_target, taken_apart
 from dsx.checkpoint.staging import check_absent, partial_of
 from dsx.checkpoint.store import LATEST
 from dsx.errors import CheckpointError, LayoutError, ModelError
-from dsx.models.hf_config import model_spec
+from dsx.models.hf_config import FAMILIES, model_spec
 from dsx.models.param import ParamSpec
 from dsx.models.params import stored_specs
 from dsx.models.spec import Model
@@ -184,7 +184,7 @@ def _named(source: Catalog, wanted: WantedTarget) -> Catalog:
     source = replace(source, facts={**source.facts, **facts})
     source = under_known_names(source, model)
     if source.format == megatron.FORMAT:
-        source = _of_megatron(source, specs)
+        source = _of_megatron(source)
     names = wanted.names or {"dsx": "dsx", "hf": "hf"}.get(wanted.format, "source")
     if not specs or (names == "source" and not catalog.is_dsx(source)):
         if wanted.names in ("dsx", "hf"):
@@ -216,15 +216,22 @@ def under_hf_names(source: Catalog, hf_config: Mapping[str, Any]) -> Catalog:
     return catalog.as_hf(as_model(source, specs, forms=forms_of(hf_config)), specs, in_files=False)
 
 
-def _of_megatron(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:
-    if not specs:
+def _of_megatron(source: Catalog) -> Catalog:
+    told = source.facts.get("hf_config")
+    if told is None:
         raise CheckpointError(
             str(source.root),
             "a Megatron checkpoint does not say how many heads its model has, which decides where queries, "
             "keys and values lie",
             "give the model's config.json with --hf-config, or name a CONFIG of it",
         )
-    model = model_spec(source.facts["hf_config"])
+    if told.get("model_type") not in FAMILIES:
+        raise CheckpointError(
+            f"{source.root}: model_type = {told.get('model_type')}",
+            f"dsx reads Megatron's checkpoints of the families {', '.join(FAMILIES)}",
+            "write it as a Hugging Face folder with Megatron's tools, and read that",
+        )
+    model = model_spec(told)
     return megatron.as_dsx(source, specs_of_model(source, model), model)
 
 

@@ -1,4 +1,4 @@
-"""Megatron-core's ``torch_dist`` checkpoints of GPT and Llama models, under dsx's names.
+"""Megatron-core's ``torch_dist`` checkpoints of Llama-like models, under dsx's names.
 
 They are folders of torch.distributed.checkpoint (:mod:`dsx.checkpoint.formats.dcp`) with a ``metadata.json``.
 What differs is how the model lies in them (megatron-core 0.16, transformer_block.py and attention.py):

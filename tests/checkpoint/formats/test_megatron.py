@@ -89,6 +89,10 @@ def test_what_it_does_not_say_has_to_be_given(dsx, config, tmp_path):
     config.write_text(json.dumps(CONFIG | {"intermediate_size": 20}))
     code, _, err = dsx(SAVED, tmp_path / "out", "--hf-config", config)
     assert (code, "its shape is (48, 16), the model's (40, 16)" in err) == (2, True), err
+    for family in ("gpt2", "mixtral"):
+        config.write_text(json.dumps({"model_type": family}))
+        code, _, err = dsx(SAVED, tmp_path / "out", "--hf-config", config)
+        assert (code, "checkpoints of the families llama, mistral, qwen2, qwen3" in err) == (2, True), err
     shutil.copytree(SAVED, tmp_path / "zarr")
     (tmp_path / "zarr" / "metadata.json").write_text('{"sharded_backend": "zarr"}')
     code, _, err = dsx(tmp_path / "zarr", tmp_path / "out", "--hf-config", config)
