@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dsx.checkpoint.catalog import Catalog
+from dsx.checkpoint.catalog import Catalog, model_fact
 from dsx.checkpoint.claims import MISFITS, forms_of, model_of_fact
 from dsx.checkpoint.file_io import blamed
 from dsx.checkpoint.formats.deepspeed.module import as_model
@@ -22,7 +22,7 @@ from dsx.config.run import RunConfig
 from dsx.errors import CheckpointError
 from dsx.models.param import ParamSpec
 from dsx.models.params import stored_specs
-from dsx.models.spec import HubModel, Model
+from dsx.models.spec import RETIRED, HubModel, Model
 
 _SAMPLE_BYTES = 1 << 20
 
@@ -94,6 +94,21 @@ def told(fact: Mapping[str, Any]) -> str:
     if "seed" in fact:
         return f"fresh ones of seed {fact['seed']}"
     return f"those in {fact['path']} (digest {str(fact.get('digest'))[:12]})"
+
+
+def of_today(source: Catalog) -> Catalog:
+    """A checkpoint of modules that an earlier dsx had of a family as one of transformers' modules of it.
+
+    One of a model that is trained whole stays as it is: its manifest says all that is needed.
+    """
+    fact, config = source.facts.get("model") or {}, source.facts.get("hf_config")
+    is_whole = fact.get("adapter") is None and source.facts.get("base") is None
+    if fact.get("family") not in RETIRED or "config" in fact or config is None or is_whole:
+        return source
+    model = model_of_fact({"config": config, "adapter": fact.get("adapter")})
+    held = {name for spec in source.specs for name in spec.hf}
+    renamed = hugging_face.as_dsx(source, [spec for spec in stored_specs(model) if held.issuperset(spec.hf)])
+    return replace(renamed, facts={**renamed.facts, "model": model_fact(model)})
 
 
 def completed(source: Catalog, folder: Path | None = None) -> Catalog:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dsx.checkpoint.base import completed, under_known_names
+from dsx.checkpoint.base import completed, of_today, under_known_names
 from dsx.checkpoint.catalog import Catalog, Target, check_files, model_fact
 from dsx.checkpoint.claims import MISFITS, forms_of, model_of, model_of_fact, specs_of_model
 from dsx.checkpoint.copy_plan import CopyPlan, plan
@@ -143,6 +143,7 @@ def prepare(source: Catalog, root: Path, wanted: WantedTarget) -> Conversion:
         LayoutError: Degrees that do not fit the model.
     """
     check_absent(root)
+    source = of_today(source)
     stock = wanted.format in ("deepspeed", "universal")
     if not stock and (wanted.pipeline.partition or (wanted.pipeline.tied and source.format != STOCK)):
         raise CheckpointError(

@@ -16,12 +16,12 @@ from dsx.config.deepspeed import deepspeed_problems, mesh_problems, optimizer_no
 from dsx.config.load import load, raise_all, told_of_set
 from dsx.config.run import PENDING, RunConfig, cut_layers
 from dsx.config.schema import MEASURE, DsxConfig, OuterConfig, ZeroConfig
-from dsx.config.sources import read_model
+from dsx.config.sources import FIX_OF_RETIRED, read_model
 from dsx.config.wording import at, suggest
 from dsx.errors import ConfigError, ScheduleError
 from dsx.models.flops import WIDTHS
 from dsx.models.params import frozen_names, layer_kinds, param_specs, vocabulary_rows
-from dsx.models.spec import HubModel, Model
+from dsx.models.spec import RETIRED, HubModel, Model
 from dsx.parallel.islands import Islands
 from dsx.parallel.limits import LayoutRequest, possible, violations
 from dsx.parallel.mesh import AXES, Mesh
@@ -198,10 +198,12 @@ def check_profile(facts: Facts) -> Iterator[ConfigError]:
 def check_own_modules(facts: Facts) -> Iterator[ConfigError]:
     """Check that nothing is asked of transformers' modules that only dsx's have."""
     if isinstance(facts.model, HubModel) and facts.dsx.recompute == "selective":
+        was = facts.model.family in RETIRED
         yield ConfigError(
             at("dsx.recompute", "selective"),
-            "transformers' modules, of which the model is made, have no such part of their own",
-            'use "full" or "none"',
+            "transformers' modules, of which the model is made, have no such part of their own"
+            + (", and those of the family that an earlier dsx had are gone" if was else ""),
+            'use "full" or "none"' + (f", or {FIX_OF_RETIRED}" if was else ""),
         )
 
 

@@ -25,7 +25,7 @@ from dsx.models.config_values import with_floats
 from dsx.models.family import BYTES_VOCABULARY
 from dsx.models.hf_config import FAMILIES, model_spec
 from dsx.models.presets import find_preset, presets
-from dsx.models.spec import Model
+from dsx.models.spec import RETIRED, Model
 from dsx.terminal import shortened
 
 # Kinds of files: plain text, and what `datasets` reads by the builder of that name.
@@ -33,6 +33,7 @@ TEXTS: Final = frozenset({".txt", ".text", ".md", ".rst", ".py"})
 TABLES: Final = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 STANDARD_LIBRARY: Final = "python-stdlib"
 PATTERN: Final = re.compile(r"[*?\[]")
+FIX_OF_RETIRED: Final = "remove the key: transformers' modules train the same, and read its checkpoints"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -212,8 +213,9 @@ def _is_own(dsx: DsxConfig, family: object, place: str) -> bool:
     if wanted == "dsx" and not has:
         raise ConfigError(
             at("dsx.model.implementation", wanted),
-            f"{place} has model_type {json.dumps(family)}, and dsx has modules of {', '.join(FAMILIES)}",
-            'use "transformers" or "auto"',
+            f"{place} has model_type {json.dumps(family)}, and dsx has modules of {', '.join(FAMILIES)}"
+            + f"; those of {family} that an earlier dsx had are gone" * (family in RETIRED),
+            FIX_OF_RETIRED if family in RETIRED else 'use "transformers" or "auto"',
         )
     is_own = has and wanted != "transformers"
     if is_own and plan:

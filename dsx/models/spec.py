@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Literal, Self, TypeAlias
+from typing import Final, Literal, Self, TypeAlias
 
 from dsx.models.param import ParamSpec, Quantization
 
@@ -11,6 +11,8 @@ Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 """A family of dsx's own modules."""
 
 PresetFamily: TypeAlias = Literal["gpt2", Family, "gpt_neox", "gemma2"]
+RETIRED: Final = ("gpt2", "gpt_neox", "gemma2")
+"""Families of which an earlier dsx had modules of its own."""
 """A family with built-in models. Those that dsx has no modules of are made of transformers'."""
 
 Recompute = Literal["none", "selective", "full"]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from dsx.checkpoint.base import completed
+from dsx.checkpoint.base import completed, of_today
 from dsx.checkpoint.catalog import Catalog, Entry
 from dsx.checkpoint.claims import check_num_layers, model_of, model_of_fact
 from dsx.checkpoint.formats.huggingface import catalog
@@ -99,7 +99,7 @@ def load_transformers(
             what = f"the model that it was trained on is not known ({told})"
             raise CheckpointError(str(adapter), what, "give that model's folder (--model)")
         folder, config = base, None
-    source = completed(open_checkpoint(folder))
+    source = completed(of_today(open_checkpoint(folder)))
     # Before the weights: the cheap things that can be wrong come first.
     hf_config = _config(source, config)
     file = str(config or source.root / hf_names.CONFIG)

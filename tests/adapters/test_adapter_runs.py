@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import ranks
+from dsx.checkpoint.base import of_today
+from dsx.checkpoint.open import open_checkpoint
 from often import often
 from parity import dsx_run, oracle
 from parity.dsx_run import Case
@@ -118,6 +120,17 @@ def test_alone_and_merged(family: str, adapter: dict[str, Any], tmp_path: Path, 
     base = oracle.save_model(family, tmp_path / "base")
     case = Case(family=family, tp=2, pp=2, zero=1, accumulation=2, adapter=tuple(adapter.items()))
     ranks.run(_write, 4, case, base, tmp_path / "c", tmp_path / "exported")
+    if family == "gpt2":  # as dsx's modules of the family, which are gone, would have written it
+        source = open_checkpoint(tmp_path / "c")
+        entries, specs = (
+            tuple(replace(one, name=one.name.replace(".block.", ".old.")) for one in held)
+            for held in (source.entries, source.specs)
+        )
+        fact = {"family": family, "rope": None, "adapter": source.facts["model"]["adapter"]}
+        earlier = replace(source, entries=entries, specs=specs, facts={**source.facts, "model": fact})
+        found = of_today(earlier)
+        assert {one.name for one in found.entries} == {one.name for one in source.entries}
+        assert found.facts["model"] == source.facts["model"]
     alone, merged = tmp_path / "alone", tmp_path / "merged"
     assert dsx("reshard", tmp_path / "c", alone, "--to", "peft")[0] == 0
     assert dsx("reshard", tmp_path / "c", merged, "--to", "hf")[0] == 0
