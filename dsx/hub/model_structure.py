@@ -28,7 +28,7 @@ from dsx.errors import ModelError
 from dsx.hub.on_meta import copied, parameters_on_meta, put_plain_modules
 from dsx.models.config_values import MOST_LAYERS, at
 from dsx.models.hf_config import SAY_NOTHING
-from dsx.models.quiet_transformers import quiet_transformers, torch_forms
+from dsx.models.quiet_transformers import quiet_transformers, torch_forms, with_cap
 from dsx.nn.documents import PerMicroBatch, Places
 from dsx.terminal import shortened
 
@@ -67,7 +67,7 @@ def hf_config_of(config: Mapping[str, Any]) -> Any:
             made = family.from_dict(decoded)
             # A folder may ask for outputs that training does not look at, and for tuples.
             made.return_dict, made.output_hidden_states = True, False
-            return made
+            return with_cap(made)
     except Exception as error:  # noqa: BLE001 - each family checks in its own way
         raise ModelError(
             at("model_type", kind),

@@ -1,9 +1,10 @@
-"""Transformers without its progress bars and warnings, which quote untrusted files unescaped."""
+"""Transformers as dsx wants it: without progress bars and warnings, which quote untrusted files unescaped."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 @contextmanager
@@ -47,3 +48,10 @@ def first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     lines = lines[: 2 if lines and lines[0].endswith(":") else 1]
     return ": ".join([type(error).__name__, " ".join(line.strip() for line in lines)][: len(lines) + 1])
+
+
+def with_cap(described: Any) -> Any:
+    """A config object whose attention caps scores: transformers before 5.18 takes sdpa, which does not."""
+    if getattr(described, "attn_logit_softcapping", None) and described._attn_implementation is None:  # noqa: SLF001
+        described._attn_implementation = "eager"  # noqa: SLF001
+    return described

@@ -37,7 +37,7 @@ from dsx.models.adapters import PREFIX, homes, is_factor, peft_specs
 from dsx.models.custom_code import check_model_code
 from dsx.models.param import ParamSpec
 from dsx.models.params import param_specs
-from dsx.models.quiet_transformers import first_line, quiet_transformers
+from dsx.models.quiet_transformers import first_line, quiet_transformers, with_cap
 from dsx.models.spec import Model
 from dsx.nn.adapter import left, merged
 from dsx.nn.parameters import DTYPES
@@ -275,15 +275,17 @@ def _pretrained(source: Catalog, dtype: torch.dtype | None, *, trust_remote_code
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    described = None
     try:
         with quiet_transformers():
             if not trust_remote_code:
-                described = AutoConfig.from_pretrained(
-                    source.root, trust_remote_code=False, local_files_only=True
+                described = with_cap(
+                    AutoConfig.from_pretrained(source.root, trust_remote_code=False, local_files_only=True)
                 )
                 _check_claims(source, described, str(source.root / hf_names.CONFIG))
             model, told = AutoModelForCausalLM.from_pretrained(
                 source.root,
+                config=described,
                 dtype="auto" if dtype is None else dtype,
                 use_safetensors=True,
                 local_files_only=True,

@@ -58,6 +58,14 @@ WRONG = {
         {"dsx.model.path": "some/folder"},
         ["dsx.model", "preset and path are given", "give exactly one"],
     ),
+    "modules that are gone": (
+        {"dsx.model.family": "gpt2", "dsx.model.implementation": "dsx"},
+        ["that an earlier dsx had are gone", "remove the key"],
+    ),
+    "recompute of modules that are gone": (
+        {"dsx.model.family": "gpt2", "dsx.recompute": "selective"},
+        ["that an earlier dsx had are gone", "remove the key"],
+    ),
     "unknown preset": ({"dsx.model.preset": "tinny"}, ['dsx.model.preset = "tinny"', '"tiny"']),
     "ambiguous preset": (
         {"dsx.model": {"preset": "tiny"}},

@@ -19,6 +19,8 @@ from dsx.checkpoint.open import open_checkpoint
 from dsx.checkpoint.reshard import WantedTarget, prepare
 from dsx.checkpoint.run.export import export_weights
 from dsx.errors import CheckpointError
+from dsx.hub.shrunk import random_model
+from dsx.models.quiet_transformers import with_cap
 from dsx.train.generation import load_transformers
 from hub.test_hub_conversions import BIAS, CONFIG
 from often import often
@@ -151,3 +153,18 @@ def test_both_implementations_of_a_family_read_each_others_checkpoints(family: s
         ours, theirs = (tensors_in(tmp_path / f"{one} {name}") for name in ("went on", "was gone on with"))
         for name, tensor in ours.items():
             torch.testing.assert_close(theirs[name], tensor, rtol=0, atol=1e-5)
+
+
+def test_scores_of_attention_are_capped_unless_the_config_names_another_attention() -> None:
+    """Before transformers 5.18 Gemma 2 is given sdpa, which leaves the cap out."""
+    config = oracle.hf_model("gemma2").config.to_dict() | {"attn_logit_softcapping": 0.02}
+    ids = torch.arange(20).view(2, 10)
+    with torch.no_grad():
+        capped, plain = (
+            random_model(config | change).eval()(input_ids=ids).logits
+            for change in ({}, {"attn_logit_softcapping": None})
+        )
+    assert (capped - plain).abs().max() > 1e-3
+    assert with_cap(AutoConfig.for_model("gemma2"))._attn_implementation == "eager"
+    named = AutoConfig.for_model("gemma2", attn_implementation="sdpa")
+    assert with_cap(named)._attn_implementation == "sdpa"
