@@ -167,9 +167,9 @@ def with_weights(config: Mapping[str, Any]) -> Any:
     """The same model in fp32, with fresh weights as transformers draws them."""
     from transformers import AutoModelForCausalLM
 
-    made = AutoModelForCausalLM.from_config(
-        hf_config_of(config), dtype=torch.float32, trust_remote_code=False
-    )
+    described = hf_config_of(config)
+    with quiet_transformers():
+        made = AutoModelForCausalLM.from_config(described, dtype=torch.float32, trust_remote_code=False)
     return made.float().train()  # a few modules make theirs in bf16, which from_pretrained changes
 
 

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Let transformers report errors alone inside the block, and restore its settings after it."""
+    """Let transformers report errors alone inside the block, and restore its settings after it.
+
+    Models are made there without ``deepspeed.zero.Init``, which TrainingArguments of ZeRO-3 ask for.
+    """
     from transformers.utils import logging
 
+    known: Any = sys.modules.get("transformers.integrations.deepspeed", SimpleNamespace())
+    zero = getattr(known, "_hf_deepspeed_config_weak_ref", None)
+    known._hf_deepspeed_config_weak_ref = None  # noqa: SLF001 - transformers has no name for it
     shown, told = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
         yield
     finally:
+        known._hf_deepspeed_config_weak_ref = zero  # noqa: SLF001 - as above
         logging.set_verbosity(told)
         if shown:
             logging.enable_progress_bar()

@@ -459,7 +459,9 @@ def fresh_weights(config: RunConfig, layers: ReferenceLayers | None) -> dict[str
             weights[spec.name] = made[spec.name] if spec.name in own else slices.merge(spec, [whole])
     by_name = {spec.name: spec for spec in config.param_specs}
     for spec in config.param_specs:
-        if spec.init.kind == "row_norms":
+        if spec.init.kind == "row_norms" and spec.adapts not in weights:
+            del weights[spec.name]
+        elif spec.init.kind == "row_norms":
             assert config.model.adapter is not None
             rows = [span for _, span in adapters.targeted(config.model.adapter, by_name[spec.adapts])]
             norms = weights[spec.adapts].norm(dim=1)

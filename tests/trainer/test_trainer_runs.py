@@ -19,6 +19,7 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 import ranks
 from config.sample_config import AUTO_DECAY
@@ -237,3 +238,24 @@ def test_optimizer_and_schedule_of_the_json(tmp_path):
         optimizer.step()
         schedule.step()
     assert found == pytest.approx(wanted, abs=1e-12)
+
+
+def proofs_at_zero3(rank: int, world_size: int, folder: str) -> list[str | None]:
+    import dsx
+
+    Path.home = lambda: Path(folder)  # type: ignore[method-assign]
+    models = [str(scripts.write_model(family, Path(folder) / family)) for family in ("gpt2", "llama")]
+    plain: dict[str, Any] = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto"}
+    plain["dsx"] = {"parallel": {"tensor": 1, "pipeline": 1}}
+    args, found = arguments(f"{folder}/out", deepspeed=plain, max_steps=1, eval_strategy="no"), []
+    for model in models:
+        trainer = dsx.Trainer(model, args, train_dataset=Samples())
+        trainer.train()
+        found.append(trainer.engine.pipeline.proof)
+        assert is_deepspeed_zero3_enabled()  # as TrainingArguments have it
+    return found
+
+
+def test_zero3_of_the_arguments_leaves_the_proof_its_weights(tmp_path: Path) -> None:
+    (found,) = ranks.run(proofs_at_zero3, 1, str(tmp_path), proved=True)
+    assert all("one rank as one process: loss" in words for words in found), found

@@ -24,6 +24,7 @@ from dsx.errors import DsxError, LayoutError
 from dsx.hub.model_structure import structure_of
 from dsx.verify import diagnosis
 from dsx.verify.diagnosis import FAMILY
+from dsx.verify.reference import family_layers, fresh_weights
 from often import often
 from verify import user_pipeline
 from verify.mistakes import FAULTS, Fault, replaced
@@ -276,6 +277,18 @@ def test_what_is_wrong_at_the_runs_own_size_or_data_type_is_seen(tmp_path: Path)
         runs.append(given | {"bf16": {"enabled": True}})
     causes = [cause for cause, *_ in AT_ITS_OWN_SIZE]
     assert ranks.run(_with_and_without, 2, runs, proved=True)[0] == [[None, cause] for cause in causes]
+
+
+def test_fresh_weights_lack_what_starts_from_values_of_the_familys_own(tmp_path: Path) -> None:
+    adapter = {"type": "dora", "rank": 4}
+    config = resolve(content(tmp_path, model=_tiny("mamba2"), adapter=adapter), world_size=1)
+    whole = family_layers(config).weights()
+    found = fresh_weights(config, None)
+    lacks = {name for name in whole.keys() - found.keys() if name.endswith("lora_magnitude")}
+    assert {name.replace("lora_magnitude", "weight") for name in lacks} <= whole.keys() - found.keys()
+    assert len(lacks) == len(config.model.kinds) - 3  # the out_proj of each block
+    for name, values in found.items():
+        torch.testing.assert_close(values, whole[name][: len(values)])  # without padding
 
 
 def _filled(value: float) -> Callable[[nn.Parameter], object]:
