@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from deepspeed.accelerator import get_accelerator
@@ -106,8 +108,13 @@ def _place(config: RunConfig) -> Path:
         "sequence_length": config.sequence_length,
     }
     block["model"] = {**block["model"], "path": None, "config": config.hf_config}
+    adapter, peft = config.model.adapter, ""  # which makes the small model of an adapter that began otherwise
+    if adapter is not None and adapter.start != "none":
+        with suppress(PackageNotFoundError):
+            peft = version("peft")
     said = (
         content | {"dsx": block},
+        repr((adapter, peft)),  # an adapter's folder is in the config by its path alone
         repr((config.program, config.stage_map)),  # a schedule's file is in the config by its name alone
         getattr(config.model, "tensor_plan", None),
         config.mesh.axes,

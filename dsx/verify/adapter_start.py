@@ -4,43 +4,67 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
-from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dsx.checkpoint.formats.huggingface import names
 from dsx.checkpoint.formats.huggingface import weights as hf
-from dsx.config.adapter import SETTINGS, peft_settings
-from dsx.config.load import read
+from dsx.config.adapter import peft_settings
 from dsx.config.run import RunConfig
+from dsx.errors import DsxError
 from dsx.hub.model_structure import with_weights
+from dsx.launch.processes import agree
 from dsx.models.custom_code import without_code
-from dsx.models.quiet_transformers import quiet_transformers
+from dsx.models.quiet_transformers import first_line, quiet_transformers
 from dsx.verify.subject import NOISE, VerifyJob
 
-_CHANGING = ("pissa", "olora")
-"""Values of ``init_lora_weights`` with which dsx takes an adapter and PEFT changes the base."""
+
+def started(job: VerifyJob, config: RunConfig, held: ExitStack) -> tuple[VerifyJob, dict[str, Tensor], str]:
+    """A job at its adapter's start, if that changed the base. A collective call over all ranks.
+
+    Args:
+        job: The ranks' job.
+        config: The run's config, which names the adapter's folder.
+        held: Keeps the job's files, which are this rank's own.
+
+    Returns:
+        The job, its weights at that start, and what it does without, where a rank cannot make or write it.
+    """
+    start = "none" if config.model.adapter is None else config.model.adapter.start
+    if start == "none":
+        return job, {}, ""
+    files, built, why = agree(partial(_made, job, start))
+    if not why:
+        try:
+            changed = _reading(job, files, held.enter_context(TemporaryDirectory()))
+        except OSError as error:
+            why = first_line(error)
+        said = [why] * dist.get_world_size()
+        dist.all_gather_object(said, why)
+        if not (why := next(filter(None, said), "")):
+            return changed, built, ""
+    return job, {}, f"the adapter's start ({why})"
 
 
-def start_of(config: RunConfig) -> str:
-    """How an adapter's folder says that it began, if that changed the base; empty otherwise."""
-    adapter = config.dsx.adapter
-    told = {} if adapter is None or adapter.path is None else read(Path(adapter.path) / SETTINGS)
-    start = str(told.get("init_lora_weights")).lower()
-    return start if start in _CHANGING else ""
+def _made(job: VerifyJob, start: str) -> tuple[dict[str, bytes], dict[str, Tensor], str]:
+    """What :func:`_made_by_peft` gives, or why it gives nothing."""
+    try:
+        return *_made_by_peft(job, start), ""
+    except DsxError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever this PEFT, or none, does on this machine
+        return {}, {}, first_line(error)
 
 
-def is_lacking(config: RunConfig) -> bool:
-    """Whether an adapter has such a start, and there is no PEFT to make one."""
-    return bool(start_of(config)) and find_spec("peft") is None
-
-
-def made_by_peft(job: VerifyJob, start: str) -> tuple[dict[str, bytes], dict[str, Tensor]]:
+def _made_by_peft(job: VerifyJob, start: str) -> tuple[dict[str, bytes], dict[str, Tensor]]:
     """Folders of a job's model and of an adapter on it, and the weights that a layout then begins with."""
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
@@ -70,7 +94,7 @@ def made_by_peft(job: VerifyJob, start: str) -> tuple[dict[str, bytes], dict[str
     return files, {spec.name: held(spec if spec.adapts else names.in_memory(spec)) for spec in specs}
 
 
-def reading(job: VerifyJob, files: Mapping[str, bytes], folder: str) -> VerifyJob:
+def _reading(job: VerifyJob, files: Mapping[str, bytes], folder: str) -> VerifyJob:
     """The job on these files, which are written into a folder of this rank's own."""
     for name, file in files.items():
         (Path(folder) / name).parent.mkdir(exist_ok=True)

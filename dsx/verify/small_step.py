@@ -15,7 +15,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import numpy as np
@@ -127,9 +126,9 @@ def prove(config: RunConfig, groups: Groups, *, quiet: bool) -> Proof:
         adapter = config.model.adapter  # what takes another way through the code, and the small model lacks
         quantized = adapter is not None and adapter.quantization != "none"
         lacks = ["dsx.compile"] * (config.dsx.compile != "none") + ["quantization"] * quantized
-        lacks += ["the adapter's start, as PEFT is not installed"] * adapter_start.is_lacking(config)
-        found = replace(found, without=" and ".join(lacks))
-        if groups.rank == 0:
+        failed = found.without  # perhaps not the next time
+        found = replace(found, without=" and ".join(filter(None, [*lacks, failed])))
+        if groups.rank == 0 and not failed:
             keep_proof(config, found)
         found = replace(found, seconds=time.perf_counter() - began)
     return found
@@ -194,12 +193,9 @@ def _tried(
 
 
 def _job_tried(job: VerifyJob, config: RunConfig, groups: Groups) -> Proof | ParityFinding:
-    where, start = f"{config.model.family} over {layout_words(groups.mesh)}", adapter_start.start_of(config)
-    with TemporaryDirectory() as folder:
-        built: dict[str, torch.Tensor] = {}
-        if start and not adapter_start.is_lacking(config):
-            files, built = agree(lambda: adapter_start.made_by_peft(job, start))
-            job = adapter_start.reading(job, files, folder)
+    where = f"{config.model.family} over {layout_words(groups.mesh)}"
+    with ExitStack() as held:
+        job, built, lacks = adapter_start.started(job, config, held)
 
         def plan(*, layers: bool = False) -> VerifyPlan:
             made = family_plan(job, job.config(), layers=layers)
@@ -207,19 +203,27 @@ def _job_tried(job: VerifyJob, config: RunConfig, groups: Groups) -> Proof | Par
             bench = replace(made.bench, built=built, tolerances=loosely) if built else made.bench
             return replace(made, bench=bench)
 
-        def also(made: VerifyPlan) -> ParityFinding | None:
-            return _buffer_finding(job.config().model, made.bench.reference, DTYPES[config.precision])
+        def also(made: VerifyPlan) -> ParityFinding | str:
+            try:
+                return _buffer_finding(job.config().model, made.bench.reference, DTYPES[config.precision])
+            except DsxError:
+                raise
+            except Exception as error:  # noqa: BLE001 - whatever the family's code does in that data type
+                return f"buffers' data types ({first_line(error)})"
 
-        return _compared(job, groups, where, plan, partial(plan, layers=True), also)
+        found = _compared(job, groups, where, plan, partial(plan, layers=True), also)
+    if isinstance(found, ParityFinding):
+        return found
+    return replace(found, without=" and ".join(filter(None, [lacks, found.without])))
 
 
-def _buffer_finding(model: Model, reference: Reference, dtype: torch.dtype) -> ParityFinding | None:
+def _buffer_finding(model: Model, reference: Reference, dtype: torch.dtype) -> ParityFinding | str:
     """The finding for a buffer of a block in another data type than from_pretrained gives it in the run's."""
     if not isinstance(model, HubModel) or dtype is torch.float32:
-        return None
+        return ""
     whole, blocks = cast("Any", reference).whole, structure_of(model.config).blocks
     if not any(each.is_floating_point() for each in whole.get_submodule(blocks).buffers()):
-        return None
+        return ""
     with quiet_transformers():
         given = {"config": copy.deepcopy(whole.config), "state_dict": whole.state_dict(), "dtype": dtype}
         theirs = type(whole).from_pretrained(None, **given).get_submodule(blocks)
@@ -232,7 +236,7 @@ def _buffer_finding(model: Model, reference: Reference, dtype: torch.dtype) -> P
                 what = f"{tensor} is {found} where from_pretrained makes it {wanted.dtype}"
                 why = "a buffer is cast with the weights and should not be, or the other way round"
                 return ParityFinding(cause=DTYPE, what=what, why=why, step=0, tensor=tensor)
-    return None
+    return ""
 
 
 def _compared(
@@ -241,11 +245,11 @@ def _compared(
     where: str,
     plan: Callable[[], VerifyPlan],
     thorough: Callable[[], VerifyPlan] | None = None,
-    also: Callable[[VerifyPlan], ParityFinding | None] = lambda _: None,
+    also: Callable[[VerifyPlan], ParityFinding | str] = lambda _: "",
 ) -> Proof | ParityFinding:
     """Compare a job's step with ``plan``, then, if it differs, with ``thorough``, which tells more.
 
-    ``also``: What else may differ, where the step does not.
+    ``also``: What else differs, where the step does not, or what cannot be looked at.
     """
     with _steps(where, "a small model of it does not take a step", plan):
         seen = observe_pass(job, replace(groups, island=None, silent=True), job.clipping)  # of one island
@@ -253,24 +257,32 @@ def _compared(
     def judged() -> Proof | ParityFinding:
         assert seen is not None, "this is rank 0"
         observed = Observations(passes=[seen])
-        with _steps(where, _NOT_ALONE):
+        with _steps(where, _NO_BENCH):
             made = plan()
+        with _steps(where, _NOT_ALONE):
             verdict = judge(made, observed)
-            if not verdict.equal:
-                return (judge(thorough(), observed) if thorough else verdict).findings[0]
-            if (other := also(made)) is not None:
-                return other
+        if not verdict.equal and thorough is not None:
+            with _steps(where, _NO_BENCH):
+                made = thorough()
+            with _steps(where, _NOT_ALONE):
+                verdict = judge(made, observed)
+        if not verdict.equal:
+            return verdict.findings[0]
+        if isinstance(other := also(made), ParityFinding):
+            return other
         row = verdict.rows[0]
         return Proof(
             layout=layout_words(groups.mesh),
             loss=_off(row.loss, row.expected_loss),
             norm=None if row.norm is None else _off(row.norm, row.expected_norm),
             gradient=row.gradient,
+            without=other,
         )
 
     return agree(judged)
 
 
+_NO_BENCH = "what a small model of it is to be compared with cannot be made"
 _NOT_ALONE = "a small model of it does not train in one process either"
 
 
@@ -285,8 +297,9 @@ def _steps(where: str, what: str, plan: Callable[[], VerifyPlan] | None = None) 
         raise
     except Exception as error:
         if plan is not None:
-            with _steps(where, _NOT_ALONE):
+            with _steps(where, what):
                 bench = plan().bench
+            with _steps(where, _NOT_ALONE):
                 bench.reference.evaluate(bench.reference.weights(), bench.batches(0))
         raise LayoutError(where, f"{what} ({first_line(error)})", _OUT) from error
 

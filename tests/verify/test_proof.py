@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ import ranks
 from dsx.config.resolve import resolve
 from dsx.errors import DsxError, LayoutError
 from dsx.hub.model_structure import structure_of
+from dsx.train import proof
 from dsx.verify import diagnosis
 from dsx.verify.diagnosis import FAMILY
 from dsx.verify.reference import family_layers, fresh_weights
@@ -258,19 +260,56 @@ def _with_and_without(_rank: int, world_size: int, runs: list[dict[str, Any]]) -
     return found
 
 
-def test_what_is_wrong_at_the_runs_own_size_or_data_type_is_seen(tmp_path: Path) -> None:
+def _started(folder: Path) -> dict[str, Any]:
+    """Keys of a model, and of an adapter that PEFT has started from its singular vectors."""
     torch.manual_seed(0)
-    base, runs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**QWEN3)), []
-    base.save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**QWEN3))
+    base.save_pretrained(folder / "base")
     lora = LoraConfig(
         task_type="CAUSAL_LM", target_modules=["q_proj", "down_proj"], init_lora_weights="pissa"
     )
-    get_peft_model(base, lora).save_pretrained(tmp_path / "adapter")
+    get_peft_model(base, lora).save_pretrained(folder / "adapter")
+    return {"model": {"path": str(folder / "base")}, "adapter": {"path": str(folder / "adapter")}}
+
+
+# What fails on which rank, with what, and what the proof is made without.
+FAILING = [
+    ("adapter_start._made_by_peft", 0, ImportError("no peft"), "the adapter's start (ImportError: no peft)"),
+    ("adapter_start.TemporaryDirectory", 1, OSError("full"), "the adapter's start (OSError: full)"),
+    ("small_step._buffer_finding", 0, KeyError("inv_freq"), "buffers' data types (KeyError: 'inv_freq')"),
+]
+
+
+def _lacking(rank: int, world_size: int, given: dict[str, Any]) -> list[str]:
+    from dsx.parallel.groups import make_groups
+    from dsx.verify import small_step
+
+    config = resolve(given, world_size=world_size)
+    groups, found = make_groups(config.mesh, sequence_parallel=True), []
+    for name, failing, error, _ in FAILING:
+        fails = replaced(f"dsx.verify.{name}", lambda _, error=error: Mock(side_effect=error))
+        with fails() if rank == failing else nullcontext():
+            found.append(getattr(small_step._tried(config, groups), "without", "a finding"))
+    return found
+
+
+def test_a_proof_goes_on_without_what_a_rank_cannot_make(tmp_path: Path) -> None:
+    given = content(tmp_path, **_started(tmp_path), parallel={"tensor": 2, "pipeline": 1})
+    given |= {"bf16": {"enabled": True}}
+    assert ranks.run(_lacking, 2, given, proved=True) == [[without for *_, without in FAILING]] * 2
+    settings = tmp_path / "adapter" / "adapter_config.json"
+    places = {proof._place(resolve(given, world_size=2))}
+    settings.write_text(settings.read_text().replace("pissa", "olora"))
+    places.add(proof._place(resolve(given, world_size=2)))
+    assert len(places) == 2  # an adapter's folder may change under its name
+
+
+def test_what_is_wrong_at_the_runs_own_size_or_data_type_is_seen(tmp_path: Path) -> None:
+    started, runs = _started(tmp_path), []
     for _, _, block in AT_ITS_OWN_SIZE:
         given = content(tmp_path, **block, parallel={"tensor": 2, "pipeline": 1})
         if block.get("adapter") == "pissa":
-            given["dsx"] |= {"model": {"path": str(tmp_path / "base")}}
-            given["dsx"] |= {"adapter": {"path": str(tmp_path / "adapter")}}
+            given["dsx"] |= started
         if isinstance(family := given["dsx"]["model"], str):
             given["dsx"]["model"] = _tiny(family)
         given["dsx"]["train"] = {"steps": 1, "output": str(tmp_path)} | given["dsx"]["train"]
