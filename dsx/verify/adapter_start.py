@@ -30,13 +30,8 @@ from dsx.verify.subject import NOISE, VerifyJob
 def started(job: VerifyJob, config: RunConfig, held: ExitStack) -> tuple[VerifyJob, dict[str, Tensor], str]:
     """A job at its adapter's start, if that changed the base. A collective call over all ranks.
 
-    Args:
-        job: The ranks' job.
-        config: The run's config, which names the adapter's folder.
-        held: Keeps the job's files, which are this rank's own.
-
-    Returns:
-        The job, its weights at that start, and what it does without, where a rank cannot make or write it.
+    Returns the job, whose files are this rank's own until ``held`` ends, its weights, and what it does
+    without, where a rank can make or write no such start.
     """
     start = "none" if config.model.adapter is None else config.model.adapter.start
     if start == "none":

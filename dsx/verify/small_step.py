@@ -257,17 +257,17 @@ def _compared(
     def judged() -> Proof | ParityFinding:
         assert seen is not None, "this is rank 0"
         observed = Observations(passes=[seen])
-        with _steps(where, _NO_BENCH):
-            made = plan()
-        with _steps(where, _NOT_ALONE):
-            verdict = judge(made, observed)
-        if not verdict.equal and thorough is not None:
+        findings: tuple[ParityFinding, ...] = ()
+        for each in filter(None, (plan, thorough)):
             with _steps(where, _NO_BENCH):
-                made = thorough()
+                made = each()
             with _steps(where, _NOT_ALONE):
                 verdict = judge(made, observed)
-        if not verdict.equal:
-            return verdict.findings[0]
+            findings = (*verdict.findings, *findings)
+            if not findings:
+                break
+        if findings:
+            return findings[0]
         if isinstance(other := also(made), ParityFinding):
             return other
         row = verdict.rows[0]
