@@ -272,11 +272,17 @@ def _started(folder: Path) -> dict[str, Any]:
     return {"model": {"path": str(folder / "base")}, "adapter": {"path": str(folder / "adapter")}}
 
 
-# What fails on which rank, with what, and what the proof is made without.
+# What fails on which rank, with what, and what the proof is made without, or refused for.
 FAILING = [
     ("adapter_start._made_by_peft", 0, ImportError("no peft"), "the adapter's start (ImportError: no peft)"),
     ("adapter_start.TemporaryDirectory", 1, OSError("full"), "the adapter's start (OSError: full)"),
     ("small_step._buffer_finding", 0, KeyError("inv_freq"), "buffers' data types (KeyError: 'inv_freq')"),
+    (
+        "small_step.family_plan",
+        0,
+        KeyError("out_proj"),
+        "what a small model of it is to be compared with cannot be made (KeyError: 'out_proj')",
+    ),
 ]
 
 
@@ -289,7 +295,10 @@ def _lacking(rank: int, world_size: int, given: dict[str, Any]) -> list[str]:
     for name, failing, error, _ in FAILING:
         fails = replaced(f"dsx.verify.{name}", lambda _, error=error: Mock(side_effect=error))
         with fails() if rank == failing else nullcontext():
-            found.append(getattr(small_step._tried(config, groups), "without", "a finding"))
+            try:
+                found.append(getattr(small_step._tried(config, groups), "without", "a finding"))
+            except LayoutError as refused:
+                found.append(refused.what)
     return found
 
 
