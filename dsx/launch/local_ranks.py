@@ -42,7 +42,7 @@ GPU_PRELOAD = ("torch", "torch.distributed")
 forked after that cannot use them (torch.cuda.is_available, "poison fork")."""
 
 _DUMP_SIGNAL = signal.SIGUSR1
-_GRACE_SECONDS = 20.0
+_GRACE_SECONDS = 60.0  # a save that goes on beside a run ends with its process, on however slow a disk
 _NOTICE_SECONDS = 2.0
 
 Failure = Literal["raised", "died", "late"]
@@ -207,6 +207,8 @@ def _started(jobs: Sequence[RankJob]) -> Iterator[tuple[list[ForkServerProcess],
         yield processes, replies
         for rank, process in enumerate(processes):  # all have sent their results: leave them time to end
             process.join(_GRACE_SECONDS)
+            if process.exitcode is None:
+                raise _late({replies[rank]: jobs[rank]}, [process])  # hangs at its end: its stacks say where
             if process.exitcode != 0:
                 message = f"rank {rank} gave its result but ended with {process.exitcode}"
                 raise RankError(message, "died", rank)
