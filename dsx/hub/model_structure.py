@@ -102,11 +102,9 @@ def check_keys(config: Mapping[str, Any]) -> None:
     for parent in type(made).__mro__:
         known |= {*getattr(parent, "__annotations__", {}), *vars(parent)}
     for key, value in config.items():
-        near = (
-            []
-            if key in known or key in SAY_NOTHING
-            else get_close_matches(key, sorted(known), n=1, cutoff=_NEAR)
-        )
+        if key in known or key in SAY_NOTHING:
+            continue
+        near = get_close_matches(key, sorted(known), n=1, cutoff=_NEAR)
         if near and near[0] not in config:  # else it is a key of another family, which means nothing here
             raise ModelError(
                 at(key, value), f"a {config['model_type']} config has no such key", f"write {near[0]}"

@@ -65,7 +65,7 @@ def differences(machines: Sequence[MachineFacts], *, checkpoint_bytes: int) -> I
             machines,
             [machine.versions.get(package, "none") for machine in machines],
             package,
-            f"install the same {package.split()[0]} on all machines",
+            f"install the same {package} on all machines",
         )
     common = set(first.files).intersection(*(machine.files for machine in machines))
     others = (name for name in sorted(common) if len({machine.files[name] for machine in machines}) > 1)

@@ -113,14 +113,15 @@ def _await_all(store: Any, greetings: list[str]) -> None:
         if waited > min(patience, limit):
             missing = named([place for place, key in enumerate(greetings, 1) if not store.check([key])])
             if waited > limit:
-                raise _never_met(missing, limit, "look at their own machine's console")
+                raise _never_met(missing, store.timeout)
             _say_waiting(missing, began, "if they have failed, their own machine's console says why")
             patience *= 2
         time.sleep(_ASK_SECONDS)
 
 
-def _never_met(who: str, limit: float, look: str) -> RunError:
-    return RunError(who, f"not there after {seconds(limit)}", f"{look}, at firewalls and at MASTER_ADDR")
+def _never_met(who: str, timeout: timedelta, where: str = "") -> RunError:
+    after = f"not there{where} after {seconds(timeout.total_seconds())}"
+    return RunError(who, after, "look at the console of its machine, at firewalls and at MASTER_ADDR")
 
 
 def _say_waiting(missing: str, began: float, hint: str) -> None:
@@ -141,7 +142,7 @@ def _answer(store: Any, place: int, timeout: timedelta) -> str:
             return word
         time.sleep(pause)
         pause = min(2 * pause, _LOOK_SECONDS)
-    raise _never_met("rank 0", timeout.total_seconds(), "look at its own machine's console")
+    raise _never_met("rank 0", timeout)
 
 
 def _await_listener(address: str, port: int, timeout: timedelta) -> None:
@@ -151,11 +152,11 @@ def _await_listener(address: str, port: int, timeout: timedelta) -> None:
         with suppress(OSError), socket.create_connection((address, port), timeout=_LOOK_SECONDS):
             return
         waited = time.monotonic() - start
+        silent = f"nothing answers at {address}, port {port}"
         if waited > timeout.total_seconds():
-            why = f"look at its own machine's console: nothing answers at {address}, port {port}"
-            raise _never_met("rank 0", timeout.total_seconds(), why)
+            raise _never_met("rank 0", timeout, f" ({silent})")
         if local_rank() == 0 and waited > patience:
-            _say_waiting("rank 0", began, f"nothing answers at {address}, port {port}")
+            _say_waiting("rank 0", began, silent)
             patience *= 2
         time.sleep(_LOOK_SECONDS)
 
