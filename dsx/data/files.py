@@ -27,7 +27,7 @@ from dsx.config.schema import DataConfig
 from dsx.config.sources import PATTERN, STANDARD_LIBRARY, TABLES, TEXTS, is_hub_name
 from dsx.data.units import Stamp, Unit, file_parts, pieces
 from dsx.errors import DataError
-from dsx.models.quiet_transformers import first_line
+from dsx.models.transformers_settings import first_line
 
 
 def reachable(*, timeout_seconds: float = 5.0) -> bool:

@@ -23,7 +23,7 @@ from dsx.config.schema import DataConfig
 from dsx.data.records import BadRecordError, Example
 from dsx.data.tokenizers import TokenIds, Tokenizer
 from dsx.errors import DataError
-from dsx.models.quiet_transformers import first_line, quiet_transformers
+from dsx.models.transformers_settings import first_line, quiet_transformers
 
 _MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _THOUGHT = "</think>"

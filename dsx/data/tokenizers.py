@@ -16,7 +16,7 @@ import numpy.typing as npt
 from dsx.data.files import offline_unless, reachable
 from dsx.errors import DataError
 from dsx.models.custom_code import TOKENIZER_CONFIG, tokenizer_code
-from dsx.models.quiet_transformers import first_line, quiet_transformers
+from dsx.models.transformers_settings import first_line, quiet_transformers
 from dsx.terminal import printable
 
 TokenIds = npt.NDArray[np.integer[Any]]

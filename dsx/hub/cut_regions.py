@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dsx.hub.model_structure import BlockCall, without_storage
 from dsx.hub.tensor_plan import COLUMN, GATHERS, ROW, SPLITS, SUMMED, BlockPlan, children, divide, is_region
-from dsx.models.quiet_transformers import torch_forms
+from dsx.models.transformers_settings import torch_forms
 
 RANKS = (2, 3, 5, 7)
 """Numbers of ranks that a region is looked at with: the first that its heads, which may be odd, divide by."""

@@ -28,7 +28,7 @@ from dsx.errors import ModelError
 from dsx.hub.on_meta import copied, parameters_on_meta, put_plain_modules
 from dsx.models.config_values import MOST_LAYERS, at
 from dsx.models.hf_config import SAY_NOTHING
-from dsx.models.quiet_transformers import quiet_transformers, torch_forms, with_cap
+from dsx.models.transformers_settings import quiet_transformers, torch_forms, with_cap
 from dsx.nn.documents import PerMicroBatch, Places
 from dsx.terminal import shortened
 

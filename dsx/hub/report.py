@@ -12,8 +12,8 @@ from dsx.hub.model_structure import check_one_stack
 from dsx.hub.read import hub_model, known_of
 from dsx.models.flops import multiplied
 from dsx.models.hf_config import FAMILIES
-from dsx.models.quiet_transformers import first_line, quiet_transformers
 from dsx.models.spec import HubModel
+from dsx.models.transformers_settings import first_line, quiet_transformers
 
 _MOST_RANKS = 64
 

@@ -18,7 +18,7 @@ import torch
 from dsx.errors import ModelError
 from dsx.hub.model_structure import ModelStructure, hf_config_of, structure_of, with_weights
 from dsx.models.config_values import at
-from dsx.models.quiet_transformers import first_line, quiet_transformers, torch_forms
+from dsx.models.transformers_settings import first_line, quiet_transformers, torch_forms
 
 HEADS, HEAD = 4, 16
 

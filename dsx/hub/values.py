@@ -24,8 +24,8 @@ from dsx.hub.model_structure import structure_of, without_weights
 from dsx.hub.on_meta import forget, made_with
 from dsx.models.config_values import at
 from dsx.models.param import Init, ParamSpec
-from dsx.models.quiet_transformers import first_line
 from dsx.models.spec import HubModel
+from dsx.models.transformers_settings import first_line
 from dsx.nn.dropout import seeded
 from dsx.nn.parameters import Weights, take_part
 

@@ -38,8 +38,8 @@ from dsx.memory.module_gathers import GATHERED, ModuleGathers, TiedCall
 from dsx.models import families
 from dsx.models.config_values import at
 from dsx.models.params import layer_kinds, vocabulary_rows
-from dsx.models.quiet_transformers import first_line
 from dsx.models.spec import HubModel
+from dsx.models.transformers_settings import first_line
 from dsx.nn import collectives
 from dsx.nn.documents import PerMicroBatch
 from dsx.nn.loss import loss_of

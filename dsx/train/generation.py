@@ -37,8 +37,8 @@ from dsx.models.adapters import PREFIX, homes, is_factor, peft_specs
 from dsx.models.custom_code import check_model_code
 from dsx.models.param import ParamSpec
 from dsx.models.params import param_specs
-from dsx.models.quiet_transformers import first_line, quiet_transformers, with_cap
 from dsx.models.spec import Model
+from dsx.models.transformers_settings import first_line, quiet_transformers, with_cap
 from dsx.nn.adapter import left, merged
 from dsx.nn.parameters import DTYPES
 from dsx.train.run_folder import find_checkpoint, tokenizer_of_run

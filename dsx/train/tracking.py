@@ -26,7 +26,7 @@ import psutil
 
 from dsx.config.schema import WandbConfig
 from dsx.errors import DataError
-from dsx.models.quiet_transformers import first_line
+from dsx.models.transformers_settings import first_line
 
 STEP = "train/step"
 _NON_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}  # as in protobuf's JSON

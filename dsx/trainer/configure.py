@@ -55,8 +55,8 @@ from dsx.errors import ConfigError, ModelError
 from dsx.hub.on_meta import parameters_on_meta
 from dsx.models.param import ParamSpec
 from dsx.models.params import frozen_names, stored_specs
-from dsx.models.quiet_transformers import first_line, quiet_transformers
 from dsx.models.spec import HubModel, Model
+from dsx.models.transformers_settings import first_line, quiet_transformers
 from dsx.parallel.groups import Groups
 from dsx.parallel.mesh import ALONE, Coordinates
 from dsx.trainer.as_given import require_as_made, require_classes_own_code, require_no_code_of_its_own

@@ -23,7 +23,7 @@ from dsx.errors import DsxError
 from dsx.hub.model_structure import with_weights
 from dsx.launch.processes import agree
 from dsx.models.custom_code import without_code
-from dsx.models.quiet_transformers import first_line, quiet_transformers
+from dsx.models.transformers_settings import first_line, quiet_transformers
 from dsx.verify.subject import NOISE, VerifyJob
 
 

@@ -29,8 +29,8 @@ from dsx.hub.read import block_plan
 from dsx.hub.tensor_plan import mixing_children, sequence_cut
 from dsx.memory.record_cache import code_version, keep
 from dsx.models.config_values import at
-from dsx.models.quiet_transformers import first_line, quiet_transformers, torch_forms
 from dsx.models.spec import HubModel
+from dsx.models.transformers_settings import first_line, quiet_transformers, torch_forms
 from dsx.nn.documents import hidden_of
 from dsx.verify.compare import relative, unlike
 from dsx.verify.reference import Transformers

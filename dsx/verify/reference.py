@@ -34,8 +34,8 @@ from dsx.models import adapters, families
 from dsx.models.config_values import at
 from dsx.models.custom_code import without_code
 from dsx.models.param import ParamSpec
-from dsx.models.quiet_transformers import first_line
 from dsx.models.spec import HubModel, ModelSpec
+from dsx.models.transformers_settings import first_line
 from dsx.nn import parameters
 from dsx.nn.adapter import merged
 from dsx.nn.loss import TokenMean

@@ -32,8 +32,8 @@ from dsx.hub.model_structure import structure_of
 from dsx.launch.entry import AGREED
 from dsx.launch.processes import agree
 from dsx.models import families
-from dsx.models.quiet_transformers import first_line, quiet_transformers
 from dsx.models.spec import HubModel, Model
+from dsx.models.transformers_settings import first_line, quiet_transformers
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.parameters import DTYPES
 from dsx.parallel.groups import Groups, make_groups

@@ -17,7 +17,7 @@ from dsx.errors import CheckpointError, ModelError
 from dsx.hub.disk_names import DiskForm, FolderNames, disk_forms
 from dsx.hub.read import hub_model
 from dsx.models.param import Init, ParamSpec
-from dsx.models.quiet_transformers import quiet_transformers
+from dsx.models.transformers_settings import quiet_transformers
 
 SIZES = {
     "vocab_size": 67,

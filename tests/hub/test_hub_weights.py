@@ -20,7 +20,7 @@ from dsx.checkpoint.reshard import WantedTarget, prepare
 from dsx.checkpoint.run.export import export_weights
 from dsx.errors import CheckpointError
 from dsx.hub.shrunk import random_model
-from dsx.models.quiet_transformers import with_cap
+from dsx.models.transformers_settings import with_cap
 from dsx.train.generation import load_transformers
 from hub.test_hub_conversions import BIAS, CONFIG
 from often import often

@@ -1,4 +1,4 @@
-"""Transformers as dsx wants it: without progress bars and warnings, which quote untrusted files unescaped."""
+"""How transformers is set while dsx uses it: quiet, in forms of torch, with its caps, without zero.Init."""
 
 from __future__ import annotations
 
