@@ -43,8 +43,8 @@ from dsx.engine.stock_module import clips_by_itself, require_engine_unpatched
 from dsx.engine.zero import given_optimizer_kept, require_supported
 from dsx.engine.zero.loss_scale import require_precision
 from dsx.errors import ConfigError, ModelError
-from dsx.launch.builds import builds_said
 from dsx.launch.entry import AGREED
+from dsx.launch.extension_locks import builds_said
 from dsx.launch.processes import load_compilers_late
 from dsx.nn.loss import of_head
 from dsx.parallel.groups import Grid, Groups

@@ -1,7 +1,7 @@
 """The record of one layer's run on fake tensors: what it does to memory and computes, as pure data.
 
 :mod:`dsx.memory.layer_recorder` runs a layer of each kind once, forward and backward, on tensors without
-storage and notes every event in order. The ledger replays the events (:mod:`dsx.memory.replay`) and the
+storage and notes every event in order. The ledger replays the events (:mod:`dsx.memory.walk`) and the
 planner prices the operators among them (:mod:`dsx.planner.layer_times`), so that neither needs to know what a
 layer consists of.
 

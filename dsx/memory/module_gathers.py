@@ -1,7 +1,7 @@
 """Layers recorded under ZeRO-3: each module's parameters are gathered before it, and let go after it.
 
 The functions around a module are of the same shape as those of deepspeed/runtime/zero/parameter_offload.py,
-and hold as much. Which parameters a run really gathers when is :mod:`dsx.memory.stage3_gathering`'s.
+and hold as much. Which parameters a run really gathers when is :mod:`dsx.memory.stage3`'s.
 """
 
 from __future__ import annotations

@@ -12,8 +12,7 @@ from deepspeed.ops.op_builder.builder import OpBuilder
 
 import dsx
 from dsx.launch import spared
-from dsx.launch.builds import builds_said
-from dsx.launch.extension_locks import extension_locks
+from dsx.launch.extension_locks import builds_said, extension_locks
 from dsx.waiting import Waiting
 
 

@@ -15,7 +15,7 @@ from dsx.memory.layer_record import Shape
 from dsx.memory.ledger import Label, Leaf, Ledger, Storage, dropped
 from dsx.memory.meter import StorageMeter
 from dsx.memory.record_cache import ModelRecords
-from dsx.memory.replay import RecordedChunk, RecordedLayer
+from dsx.memory.walk import RecordedChunk, RecordedLayer
 from dsx.models import families
 from dsx.models.params import layer_kinds, param_specs
 from dsx.models.spec import ModelSpec, Rope

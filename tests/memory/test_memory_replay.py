@@ -11,7 +11,7 @@ from dsx.memory.layer_record import LayerRecord, TensorForm
 from dsx.memory.layer_recorder import fake_build, record_layer
 from dsx.memory.ledger import Label, Leaf, Ledger, Storage, Tensor, dropped
 from dsx.memory.meter import StorageMeter
-from dsx.memory.replay import RecordedChunk, RecordedLayer
+from dsx.memory.walk import RecordedChunk, RecordedLayer
 
 WHAT = Label("activations", "x", "n", "test")
 

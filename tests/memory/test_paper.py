@@ -81,7 +81,8 @@ def test_steps_are_those_of_a_real_rank(name):
     job = job_of(resolve(CONFIG, world_size=2, overrides=sets), device="cpu")
     estimated = {phase.name: phase.peak_bytes for phase in estimate(job, 1).phases}
     for step in ("step 1", "step 2"):
-        assert paper.phases[step] == real[1].phases[step]
+        # gloo's thread may still hold a scalar of the step before.
+        assert paper.phases[step] == pytest.approx(real[1].phases[step], abs=16)
         assert estimated[step] == pytest.approx(real[1].phases[step], abs=SCALARS)
     # A scalar or two are kept on one side alone.
     assert paper.steady_bytes == pytest.approx(real[1].steady_bytes, abs=16)
@@ -96,7 +97,8 @@ def test_documents_apart_take_what_a_real_rank_takes(recompute):
     job = job_of(resolve(CONFIG, world_size=2, overrides=sets), device="cpu")
     estimated = {phase.name: phase.peak_bytes for phase in estimate(job, 1).phases}
     for step in ("step 1", "step 2"):
-        assert paper.phases[step] == real[1].phases[step]
+        # gloo's thread may still hold a scalar of the step before.
+        assert paper.phases[step] == pytest.approx(real[1].phases[step], abs=16)
         assert estimated[step] == pytest.approx(real[1].phases[step], rel=0.02)
 
 

@@ -7,8 +7,7 @@ import pytest
 from dsx.errors import ConfigError
 from dsx.memory.job import gathering_of
 from dsx.memory.ledger import Leaf, Ledger
-from dsx.memory.stage3 import Stage3
-from dsx.memory.stage3_gathering import Coordinator
+from dsx.memory.stage3 import Coordinator, Stage3
 from dsx.memory.states import Gathering, Offload, Optimizer, StateSettings
 from dsx.parallel.zero import ZeroPlan
 

@@ -16,7 +16,7 @@ from deepspeed.runtime.zero import partitioned_param_coordinator
 from dsx.config.resolve import resolve
 from dsx.memory.estimate import estimate
 from dsx.memory.job import job_of
-from dsx.memory.stage3_gathering import Coordinator
+from dsx.memory.stage3 import Coordinator
 from meta_engine import programs
 
 RANK, WORLD = 1, 6
