@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from dsx.errors import ModelError
+from dsx.nn.embedding import TiedUse
 from dsx.nn.loss import of_head
 
 
@@ -88,27 +89,6 @@ class Recompute:
 
 
 Loss = Callable[..., torch.Tensor]
-
-
-class TiedUse(nn.Module):
-    """One use of a tied module through a function of its own, e.g. an embedding used as the output head.
-
-    It is a module of its own, so that ZeRO-3's hooks, which fire on modules, gather the weight here too.
-    """
-
-    def __init__(self, module: nn.Module, forward_fn: Callable[..., Any]) -> None:
-        super().__init__()
-        # A tuple, so that the tied module keeps its one place (and name) in tied_modules.
-        self._tied = (module,)
-        self._forward_fn = forward_fn
-
-    @property
-    def tied_module(self) -> nn.Module:
-        return self._tied[0]
-
-    def forward(self, inputs: Any, **loss: Any) -> Any:
-        """``forward_fn(tied_module, inputs)``, and ``loss=`` where the last layer computes it."""
-        return self._forward_fn(self.tied_module, inputs, **loss)
 
 
 @dataclass(frozen=True, slots=True)

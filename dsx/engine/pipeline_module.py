@@ -21,7 +21,7 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 from deepspeed.runtime.utils import set_random_seed
 from torch import nn
 
-from dsx.engine.chunks import Chunks, Loss, Recompute, Tie, TiedUse, checkpoint_non_reentrant
+from dsx.engine.chunks import Chunks, Loss, Recompute, Tie, checkpoint_non_reentrant
 from dsx.engine.layer_parameters import settle
 from dsx.engine.p2p import Shards
 from dsx.engine.settings import Config, settings_of
@@ -39,6 +39,7 @@ from dsx.engine.stock_module import (
 from dsx.engine.zero.building import LayerPartitioner, outside_of_init
 from dsx.errors import LayoutError, ModelError
 from dsx.launch.spared import lean_on_cpu
+from dsx.nn.embedding import TiedUse
 from dsx.nn.loss import of_head
 from dsx.nn.split import WeightGradients
 from dsx.parallel.groups import Grid, Groups, make_groups, new_group

@@ -32,8 +32,9 @@ from deepspeed.runtime.pipe import schedule as stock_schedule
 from torch import nn
 
 from dsx.checkpoint import store
-from dsx.engine.chunks import Chunks, Tie, TiedUse
+from dsx.engine.chunks import Chunks, Tie
 from dsx.errors import CheckpointError, ConfigError, ModelError, UnavailableError
+from dsx.nn.embedding import TiedUse
 from dsx.parallel.groups import Grid, Groups
 from dsx.schedules.builders import one_f_one_b
 from dsx.schedules.schedule import Op

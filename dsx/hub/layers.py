@@ -7,7 +7,7 @@ import inspect
 import textwrap
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -373,16 +373,13 @@ class HubHead(nn.Module):
         return self._ending.of(self.word, given, self._valid, **loss)
 
 
-Entry: TypeAlias = tuple[Any, tuple[Any, ...], bool, Callable[[Any, Any], Any] | None]
-"""A layer's class, its arguments, whether it shares the word embedding's table, and how it uses that."""
-
-
 def entries(
     model: HubModel,
     weights: Callable[[int], Weights],
     device: torch.device | str | None,
     recompute: Recompute,
-) -> Iterator[Entry]:
+    entry: Callable[..., Any],
+) -> Iterator[Any]:
     """The layer list of a model.
 
     Args:
@@ -390,20 +387,21 @@ def entries(
         weights: Given a layer's index, what it needs beside the model.
         device: Of the parameters.
         recompute: What each block computes again in backward.
+        entry: Makes the entries; see :data:`dsx.models.families.Entry`.
     """
     arguments = BlockArguments(structure_of(model.config), torch.device(device or "cpu"), weights(0).dtype)
     ending, tied, first = Ending(model), model.tied_embeddings, model.kinds.index("Block")
     for layer, kind in enumerate(model.kinds):
-        own = weights(0 if tied and kind == "Head" else layer)
+        own = model, weights(0 if tied and kind == "Head" else layer)
         if kind == "WordEmbedding":
-            yield HubEmbedding, (model, own), tied, None
+            yield entry(HubEmbedding, *own, tied=tied)
         elif kind == "Positions":
-            yield HubStart, (model, own), False, None
+            yield entry(HubStart, *own)
         elif kind == "Block":
-            yield HubBlock, (model, own, layer - first, arguments, recompute), False, None
+            yield entry(HubBlock, *own, layer - first, arguments, recompute)
         elif kind == "FinalNorm":
-            yield HubEnd, (model, own), False, None
+            yield entry(HubEnd, *own)
         elif tied:
-            yield HubEmbedding, (model, own), True, ending.of_table
+            yield entry(HubEmbedding, *own, tied=True, use=ending.of_table)
         else:
-            yield HubHead, (model, own, ending), False, None
+            yield entry(HubHead, *own, ending)

@@ -22,9 +22,9 @@ from dsx.memory.estimate import Job, RunMemory, enough_micro_batches, estimate_r
 from dsx.memory.job import require_learned, state_settings
 from dsx.memory.layer_record import DeviceKind, LayerRecord, TensorForm
 from dsx.memory.layer_recorder import fake_build, record_layer
-from dsx.memory.module_gathers import TiedCall
 from dsx.models.flops import Precision
 from dsx.models.param import Init, ParamSpec
+from dsx.nn.embedding import TiedUse
 from dsx.nn.loss import of_head
 from dsx.nn.parameters import DTYPES
 from dsx.parallel.layout import Layout
@@ -303,7 +303,7 @@ def _built(
         else:
             tied[key] = index, _build(entry, index)
         module = tied[key][1]
-        layer = module if entry.forward_fn is None else TiedCall(module, entry.forward_fn)
+        layer = module if entry.forward_fn is None else TiedUse(module, entry.forward_fn)
         return layer, type(module).__name__
     if hasattr(entry, "typename"):
         module = _build(entry, index)

@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -34,7 +35,7 @@ from dsx.memory.layer_record import (
 )
 from dsx.memory.ledger import Label
 from dsx.memory.meter import ADD, would_be_in_place
-from dsx.memory.module_gathers import GATHERED, ModuleGathers, TiedCall
+from dsx.memory.module_gathers import GATHERED, ModuleGathers
 from dsx.models import families
 from dsx.models.config_values import at
 from dsx.models.params import layer_kinds, vocabulary_rows
@@ -42,6 +43,7 @@ from dsx.models.spec import HubModel
 from dsx.models.transformers_settings import first_line
 from dsx.nn import collectives
 from dsx.nn.documents import PerMicroBatch
+from dsx.nn.embedding import TiedUse
 from dsx.nn.loss import loss_of
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.quantized import quantize
@@ -717,13 +719,19 @@ _SUMS = 3
 """Rows of what an auxiliary loss is computed of (:mod:`dsx.hub.balance`)."""
 
 
-def _built(entry: families.LayerEntry, frozen: Sequence[str]) -> nn.Module:
-    """A layer of which these parameters are not trained, and matrices quantised where their specs say so."""
-    layer = entry.build()
+def _built(
+    frozen: Sequence[str],
+    layer: type[nn.Module],
+    *arguments: Any,
+    use: Callable[..., Any] | None = None,
+    **_: bool,
+) -> nn.Module:
+    """A layer of which ``frozen`` is not trained, and matrices quantised where their specs say so."""
+    module = layer(*arguments)
     for path in frozen:
-        layer.get_parameter(path).requires_grad_(False)
-    quantize(layer)
-    return layer if entry.forward_fn is None else TiedCall(layer, entry.forward_fn)
+        module.get_parameter(path).requires_grad_(False)
+    quantize(module)
+    return module if use is None else TiedUse(module, use)
 
 
 def _with_loss(shape: Shape, tp: TensorParallel, labels: TensorForm) -> dict[str, Any]:
@@ -764,17 +772,17 @@ def record_request(request: LayerRequest) -> LayerRecord:
     if isinstance(model, HubModel):
         index += model.block or 0
     with fake_build(device):
-        builder = families.LayerListBuilder(
-            model=model,
-            tp=tp,
+        layers = families.layers(
+            model,
+            tp,
             dtype=dtype,
             device=device,
-            seed=0,
             recompute=shape.recompute,
             pad_multiple=shape.vocab_multiple,
             split=split,
+            entry=partial(partial, _built, request.frozen),
         )
-        layer = _built(builder.entries()[index], request.frozen)
+        layer = layers[index]()
         inputs = [tokens, *positions] if kinds[0] == request.kind else stream
         try:
             how = {"divided": split, "hooked": request.hooked} | _with_loss(shape, tp, tokens)

@@ -50,23 +50,6 @@ class _ModuleHook(torch.autograd.Function):
         return dx, None
 
 
-class TiedCall(nn.Module):
-    """One use of a tied module through a function of its own, as :class:`dsx.engine.chunks.TiedUse`."""
-
-    def __init__(self, module: nn.Module, forward_fn: Callable[..., Any]) -> None:
-        super().__init__()
-        self._tied, self._forward_fn = (module,), forward_fn
-
-    @property
-    def tied_module(self) -> nn.Module:
-        """The shared module."""
-        return self._tied[0]
-
-    def forward(self, inputs: Any, **loss: Any) -> Any:
-        """``forward_fn(tied_module, inputs)``, and ``loss=`` where the last layer computes it."""
-        return self._forward_fn(self.tied_module, inputs, **loss)
-
-
 class ModuleGathers:
     """Gathers each module's parameters and lets go of them, as ZeRO-3 does, and notes both."""
 

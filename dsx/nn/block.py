@@ -102,23 +102,6 @@ def recomputed(function: Callable[..., T], *inputs: Tensor | Places | None, rand
     return y
 
 
-def along(block: Any, given: Given) -> Given:
-    """A block's residuals along a stream: compiled or not, and recomputed in backward if it says so."""
-    stream = Stream.of(given)
-    run = partial(_residuals, block)
-    if block.recompute == "full":
-        run = partial(recomputed, run, random=block.random and block.training)
-    return stream.then(run(stream.hidden, stream.places))
-
-
-def _residuals(block: Any, x_BsH: Tensor, places: Places | None) -> Tensor:
-    if block.compiled is None:
-        y: Tensor = block.computed(x_BsH, places)
-    else:
-        y = block.compiled(block, x_BsH, block.attention.rope_and_mask(x_BsH, places))
-    return y
-
-
 class Block(nn.Module):
     """A transformer block as one layer of the layer list.
 
@@ -150,7 +133,15 @@ class Block(nn.Module):
 
     def forward(self, given: Given) -> Given:
         """[B, s, H] to the same, with places beside it if they come along."""
-        return along(self, given)
+        stream, run = Stream.of(given), self._run
+        if self.recompute == "full":
+            run = partial(recomputed, run, random=self.random and self.training)
+        return stream.then(run(stream.hidden, stream.places))
+
+    def _run(self, x_BsH: Tensor, places: Places | None) -> Tensor:
+        if self.compiled is None:
+            return self.computed(x_BsH, places)
+        return self.compiled(self, x_BsH, self.attention.rope_and_mask(x_BsH, places))
 
     def computed(self, x_BsH: Tensor, places: Places | RopeAndMask | None) -> Tensor:
         """What of the forward is compiled; see :mod:`dsx.nn.compiled`."""

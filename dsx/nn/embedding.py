@@ -196,17 +196,25 @@ def as_head(table: nn.Module, x: Given, loss: Callable[..., Tensor] | None = Non
     return logits_BSV
 
 
-def vocabulary_table(model: ModelSpec, weights: Weights) -> VocabParallelEmbedding:
-    """The table of a layer of the layer list that has one, which holds it as ``word``."""
-    return VocabParallelEmbedding(
-        model.vocab_size,
-        model.hidden_size,
-        weights.tp,
-        pad_multiple=weights.specs["word.weight"].pad_multiple or 1,
-        padding_idx=model.pad_token_id,
-        init=None,
-        **weights.form,
-    )
+class TiedUse(nn.Module):
+    """One use of a tied module through a function of its own, e.g. an embedding used as the output head.
+
+    It is a module of its own, so that ZeRO-3's hooks, which fire on modules, gather the weight here too.
+    """
+
+    def __init__(self, module: nn.Module, forward_fn: Callable[..., Any]) -> None:
+        super().__init__()
+        # A tuple, so that the tied module keeps its one place (and name) in tied_modules.
+        self._tied = (module,)
+        self._forward_fn = forward_fn
+
+    @property
+    def tied_module(self) -> nn.Module:
+        return self._tied[0]
+
+    def forward(self, inputs: Any, **loss: Any) -> Any:
+        """``forward_fn(tied_module, inputs)``, and ``loss=`` where the last layer computes it."""
+        return self._forward_fn(self.tied_module, inputs, **loss)
 
 
 class WordEmbedding(nn.Module):
@@ -214,7 +222,15 @@ class WordEmbedding(nn.Module):
 
     def __init__(self, model: ModelSpec, weights: Weights) -> None:
         super().__init__()
-        self.word = vocabulary_table(model, weights)
+        self.word = VocabParallelEmbedding(
+            model.vocab_size,
+            model.hidden_size,
+            weights.tp,
+            pad_multiple=weights.specs["word.weight"].pad_multiple or 1,
+            padding_idx=model.pad_token_id,
+            init=None,
+            **weights.form,
+        )
         weights.initialise(self)
 
     def forward(self, given: Given) -> Given:
@@ -223,19 +239,10 @@ class WordEmbedding(nn.Module):
         return stream.then(self.word(stream.hidden))
 
 
-class Head(nn.Module):
-    """The head as a layer of the layer list: vectors to this rank's slice of the logits."""
+class Head(WordEmbedding):
+    """The head as a layer of the layer list: vectors to this rank's slice of the logits, or to the loss."""
 
-    def __init__(self, model: ModelSpec, weights: Weights) -> None:
-        super().__init__()
-        self.word = vocabulary_table(model, weights)
-        weights.initialise(self)
-
-    as_head = staticmethod(as_head)  # how the word embedding is used, if its table is the head's too
-
-    def forward(self, given: Given, **loss: Any) -> Tensor:
-        """[B, s, H] to [B, S, V], or to the loss."""
-        return as_head(self, given, **loss)
+    forward = as_head  # type: ignore[assignment]  # its table is a word embedding's, used as one that is tied
 
 
 class LearnedPositions(nn.Module):

@@ -117,16 +117,8 @@ def test_adapters(kind: Literal["lora", "dora"]) -> None:
     loss, (ids, labels) = families.loss(spec, tiny_models.SINGLE), tiny_models.batch("llama", 2)
     found = []
     for compiled in (False, True):
-        listed = families.LayerListBuilder(
-            model=spec,
-            tp=tiny_models.SINGLE,
-            dtype=torch.float32,
-            device="cpu",
-            seed=3,
-            recompute="none",
-            pad_multiple=1,
-        )
-        model = nn.Sequential(*(entry.build() for entry in listed.entries()))
+        listed = families.layers(spec, tiny_models.SINGLE, dtype=torch.float32, seed=3, pad_multiple=1)
+        model = nn.Sequential(*(entry.build() for entry in listed))
         if compiled:
             compile_blocks(model, map(type, model), "aot_eager")
         for name, parameter in model.named_parameters():

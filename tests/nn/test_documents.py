@@ -28,19 +28,12 @@ def pack(seed: int, vocabulary: int) -> tuple[Tensor, Tensor]:
 
 def calls(model: Model, recompute: Any) -> list[Any]:
     """The layer list on one rank."""
-    listed = families.LayerListBuilder(
-        model=model,
-        tp=TensorParallel(),
-        dtype=torch.float32,
-        device="cpu",
-        seed=3,
-        recompute=recompute,
-        pad_multiple=1,
-    ).entries()
+    how: Any = {"dtype": torch.float32, "device": "cpu", "seed": 3, "recompute": recompute}
+    listed = families.layers(model, TensorParallel(), pad_multiple=1, **how)
     found: list[Any] = []
     for entry in listed:
-        module = found[0] if entry.tied and found else entry.build()
-        use = entry.forward_fn
+        use = getattr(entry, "forward_fn", None)
+        module = entry.build() if use is None else found[0]
         found.append(module if use is None else lambda given, use=use, module=module: use(module, given))
     return found
 

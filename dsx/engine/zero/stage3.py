@@ -33,12 +33,13 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 from deepspeed.utils import z3_leaf_module
 from torch import nn
 
-from dsx.engine.chunks import Tie, TiedUse
+from dsx.engine.chunks import Tie
 from dsx.engine.zero.adapter import ZeroAdapter
 from dsx.engine.zero.calls import GradientHooks
 from dsx.engine.zero.reduction import LeftToDeepSpeed
 from dsx.engine.zero.replica_check import GradientPart
 from dsx.errors import ConfigError, LayoutError
+from dsx.nn.embedding import TiedUse
 from dsx.parallel.groups import Groups
 from dsx.schedules.gathers import ChunkHolds, GatherPlan, StepTrace
 from dsx.schedules.schedule import Schedule
