@@ -88,7 +88,7 @@ class _Shown:
 
 def _samples(corpus: Corpus, count: int, tokenizer: Tokenizer) -> Iterator[_Shown]:
     """The first ones of the training split, as they are trained on."""
-    from dsx.data.packs import Packs, inputs_and_labels
+    from dsx.data.packs import Packs
     from dsx.nn.loss import IGNORED
 
     windows = corpus.train
@@ -99,7 +99,7 @@ def _samples(corpus: Corpus, count: int, tokenizer: Tokenizer) -> Iterator[_Show
             yield _shown(f"document {number + 1}", ids.tolist(), [False, *mask[1:].tolist()], tokenizer)
         return
     for index in range(min(count, len(windows))):
-        inputs, labels, *_ = inputs_and_labels(windows.window(index))
+        inputs, labels, *_ = windows.window(index)
         trained = [False, *(labels[:-1] != IGNORED).tolist()]
         yield _shown(f"sequence {index + 1}", inputs.tolist(), trained, tokenizer)
 

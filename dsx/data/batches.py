@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from queue import SimpleQueue
 from typing import Protocol, Self
 
 import torch
 
 from dsx.data.order import Shares, keyed_hash, permute
-from dsx.data.packs import Packs, Sample, Windows, inputs_and_labels
+from dsx.data.packs import Packs, Sample, Windows
 from dsx.errors import DataError
 from dsx.nn.documents import MicroBatch
 from dsx.parallel.islands import Islands
@@ -78,22 +78,6 @@ class Mixed:
         """Pass: any step can be made, because a source that ends begins again."""
 
 
-class OfIsland:
-    """The samples of one island, numbered from 0, of those that all islands take turns at."""
-
-    def __init__(self, samples: Samples, islands: Islands, batch: int) -> None:
-        self._samples, self._islands, self._batch = samples, islands, batch
-
-    def take(self, sample: int) -> Sample:
-        """The island's sample of that number."""
-        return self._samples.take(self._islands.global_sample(sample, self._batch))
-
-    def check(self, global_batch: int, made_of: str) -> None:
-        """Raise DataError unless all islands together can take a step."""
-        count = self._islands.count
-        self._samples.check(global_batch * count, f"{made_of} x {count} islands")
-
-
 class Batches:
     """Endless training micro-batches of one data-parallel rank.
 
@@ -108,6 +92,7 @@ class Batches:
         dp: Data-parallel degree.
         dp_rank: This rank's place in it.
         cursor: First global sample, as a checkpoint stored it.
+        islands: Of which this job is one, whose own samples are then numbered from 0.
 
     Raises:
         DataError: Fewer sequences than one optimizer step takes, or a cursor that no micro-step begins at.
@@ -122,12 +107,16 @@ class Batches:
         dp: int,
         dp_rank: int,
         cursor: int = 0,
+        islands: Islands | None = None,
     ) -> None:
-        samples.check(
-            micro_batch_size * accumulation * dp,
-            f"{micro_batch_size} per micro-batch x {accumulation} micro-batches x {dp} data-parallel ranks",
+        made_of = (
+            f"{micro_batch_size} per micro-batch x {accumulation} micro-batches x {dp} data-parallel ranks"
         )
-        self._samples = samples
+        self._batch, count = micro_batch_size * accumulation * dp, 1
+        if islands is not None:
+            count, made_of = islands.count, f"{made_of} x {islands.count} islands"
+        samples.check(self._batch * count, made_of)
+        self._samples, self._islands = samples, islands
         self._rows = micro_batch_size
         self._dp, self._dp_rank = dp, dp_rank
         self.cursor = cursor
@@ -157,7 +146,10 @@ class Batches:
 
     def __next__(self) -> MicroBatch:
         first = self._cursor + self._dp_rank * self._rows
-        rows = [self._samples.take(sample) for sample in range(first, first + self._rows)]
+        numbers: Iterable[int] = range(first, first + self._rows)
+        if self._islands is not None:
+            numbers = (self._islands.global_sample(own, self._batch) for own in numbers)
+        rows = [self._samples.take(sample) for sample in numbers]
         self._cursor += self.step
         return _micro_batch(rows)
 
@@ -223,8 +215,7 @@ class EvaluationBatches:
 
 
 def _micro_batch(rows: list[Sample]) -> MicroBatch:
-    columns = zip(*map(inputs_and_labels, rows), strict=True)
-    inputs, labels, *positions = (torch.stack(column) for column in columns)
+    inputs, labels, *positions = map(torch.stack, zip(*rows, strict=True))
     return MicroBatch((inputs, *positions) if positions else inputs, labels)
 
 

@@ -79,7 +79,8 @@ class OwnSequences:
             what = 'it has no positions, and dsx.data.documents is "apart"'
             raise DataError(f"sample {index} of {self.name}", what, f"{_SHAPES}, with positions")
         if not isinstance(sample, Mapping):
-            return self._ids(sample, index, "token ids", length + 1)
+            ids = self._ids(sample, index, "token ids", length + 1)
+            return ids[:-1], ids[1:]
         if "input_ids" not in sample:
             raise DataError(f"sample {index} of {self.name}", f"no input_ids among {sorted(sample)}", _SHAPES)
         ids = self._ids(sample["input_ids"], index, "input_ids", length + 1)

@@ -18,14 +18,8 @@ import torch
 from dsx.errors import DataError
 from dsx.nn.loss import IGNORED
 
-Sample = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""int64 [S + 1], inputs ``[:-1]`` and labels ``[1:]``; or inputs and labels, int64 [S] each, followed by
-the positions where documents are kept apart: each begins at 0."""
-
-
-def inputs_and_labels(sample: Sample) -> tuple[torch.Tensor, ...]:
-    """Inputs and labels of a sample, int64 [S] each, and its positions, if it has them."""
-    return (sample[:-1], sample[1:]) if isinstance(sample, torch.Tensor) else sample
+Sample = tuple[torch.Tensor, ...]
+"""Inputs and labels, int64 [S] each, and positions where documents are kept apart: each begins at 0."""
 
 
 class Windows(Protocol):
@@ -73,7 +67,7 @@ class Sequences:
         return max(0, len(self.tokens) - 1) // self.sequence_length
 
     def window(self, index: int) -> Sample:
-        """Sequence ``index``. If all is trained and documents are joined: int64 [S + 1].
+        """Sequence ``index``.
 
         Raises:
             IndexError: ``index`` is outside ``range(len(self))``.
@@ -86,12 +80,12 @@ class Sequences:
         if self.end_id is not None:
             return kept_apart(ids, self.end_id)
         if self.trained is None:
-            return ids
+            return ids[:-1], ids[1:]
         trained = torch.from_numpy(self.trained[part].astype(np.bool_))
         return ids[:-1], ids.where(trained, IGNORED)[1:]
 
 
-def kept_apart(ids: torch.Tensor, end_id: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def kept_apart(ids: torch.Tensor, end_id: int) -> Sample:
     """Inputs, labels and positions, int64 [S] each, of S + 1 ids in which ``end_id`` ends a document.
 
     >>> [part.tolist() for part in kept_apart(torch.tensor([5, 6, 0, 7, 8]), 0)]
@@ -196,7 +190,7 @@ class Packs:
         """The ids of a document, as packed, and whether each is trained on."""
         return self._of(self._tokens, number), self._trained_of(number)
 
-    def window(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def window(self, index: int) -> Sample:
         """Inputs, labels and positions of a pack, int64 [S] each.
 
         Raises:
@@ -206,11 +200,11 @@ class Packs:
             raise IndexError(f"pack {index} of {len(self)}")
         return self._filled(self._packs[index])
 
-    def empty(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def empty(self) -> Sample:
         """A pack of padding alone."""
         return self._filled([])
 
-    def _filled(self, documents: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _filled(self, documents: list[int]) -> Sample:
         ids = np.full(self.sequence_length, self._pad_id, np.int64)
         labels = np.full(self.sequence_length, IGNORED, np.int64)
         positions = np.zeros(self.sequence_length, np.int64)

@@ -20,7 +20,7 @@ from dsx.checkpoint import store
 from dsx.config.run import RunConfig
 from dsx.config.schema import MEASURE, OWN
 from dsx.config.wording import at
-from dsx.data.batches import Batches, EvaluationBatches, OfIsland, Prefetched, Samples
+from dsx.data.batches import Batches, EvaluationBatches, Prefetched
 from dsx.data.own import OwnCorpus, OwnPart, OwnText, as_text, require_same_everywhere
 from dsx.data.text import Text, TextPart, prepare_text
 from dsx.engine.engine import PipelineEngine
@@ -216,16 +216,14 @@ def training_batches(
     from where :func:`resume` has put it, or where earlier batches have left it.
     """
     ahead, text = config.dsx.data.prefetch, as_text(corpus, config.dsx.data)
-    samples: Samples = text.samples(cursor=cursor, in_flight=(ahead + 2) * config.samples_per_micro_step)
-    if config.islands is not None:
-        samples = OfIsland(samples, config.islands, config.global_batch_size)
     batches = Batches(
-        samples,
+        text.samples(cursor=cursor, in_flight=(ahead + 2) * config.samples_per_micro_step),
         micro_batch_size=config.micro_batch_size,
         accumulation=config.accumulation,
         dp=config.mesh.num_shares,
         dp_rank=dp_rank,
         cursor=cursor,
+        islands=config.islands,
     )
     return Prefetched(batches, depth=ahead, pin=torch.cuda.is_available()) if ahead else batches
 

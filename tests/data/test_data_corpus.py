@@ -71,9 +71,9 @@ def test_windows_are_torch_unfold(stdlib: Path) -> None:
         want = tokens.unfold(0, 101, 100)
         assert len(sequences) == len(want)
         for index in (0, 1, len(want) // 2, len(want) - 1):
-            window = sequences.window(index)
-            assert window.dtype == torch.int64
-            assert torch.equal(window, want[index])
+            inputs, labels = sequences.window(index)
+            assert inputs.dtype == labels.dtype == torch.int64
+            assert [*inputs, labels[-1], *labels] == [*want[index], *want[index][1:]]
         with pytest.raises(IndexError):
             sequences.window(len(sequences))
 
@@ -150,7 +150,7 @@ def test_large_vocabulary_takes_four_bytes(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(tokenizers_module, "load_tokenizer", lambda _, **__: Wide())
     source = write(tmp_path / "a.jsonl", ["some text"] * 50)
     corpus = Corpus.open(prepare(config(source), tmp_path), sequence_length=9)
-    assert corpus.train.window(0).tolist() == [*b"some text", 99_999]
+    assert [part.tolist() for part in corpus.train.window(0)] == [[*b"some text"], [*b"ome text", 99_999]]
     assert corpus.info.dtype == "<u4"
 
 

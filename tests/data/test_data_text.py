@@ -40,10 +40,14 @@ def batches(samples: object, **keys: int) -> Batches:
     return Batches(samples, **{**sizes, **keys})
 
 
+def ids(sample: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return torch.cat((sample[0], sample[1][-1:]))
+
+
 def test_one_source_keeps_its_order_and_its_cache(tmp_path: Path) -> None:
     """As dsx 0.1 had them: runs and corpora from then go on."""
     counting = Shuffled(Sequences(np.arange(50 * 3 + 1, dtype=np.uint32), 3), seed=3)
-    order = [int(counting.take(sample)[0]) // 3 for sample in range(60)]
+    order = [int(counting.take(sample)[0][0]) // 3 for sample in range(60)]
     assert order[:12] == [15, 17, 20, 0, 39, 12, 31, 5, 32, 27, 38, 43]
     assert order[48:] == [4, 9, 31, 23, 4, 14, 40, 0, 47, 21, 32, 15]  # over the epoch's end
     path = write(tmp_path / "a.jsonl", [f"document {i} " * (i % 7) for i in range(200)])
@@ -108,12 +112,12 @@ def test_a_mixture_is_its_sources_each_in_its_own_order(
     samples = text.samples()
     found: dict[str, list[list[int]]] = {"big": [], "few": []}
     for sample in range(4 * 200):
-        row = samples.take(sample).tolist()
+        row = ids(samples.take(sample)).tolist()
         found["big" if ord("B") in row else "few"].append(row)
     assert {name: len(rows) for name, rows in found.items()} == {"big": 600, "few": 200}
     for part in text.parts:
         length = len(part.corpus.train)
-        every = sorted(part.corpus.train.window(i).tolist() for i in range(length))
+        every = sorted(ids(part.corpus.train.window(i)).tolist() for i in range(length))
         for turn in range(len(found[part.name]) // length):
             assert sorted(found[part.name][turn * length : (turn + 1) * length]) == every
     few = len(text.parts[1].corpus.train)
@@ -125,7 +129,7 @@ def test_a_mixture_is_its_sources_each_in_its_own_order(
 
 def test_a_mixture_is_the_same_in_every_layout(mixture: tuple[DataConfig, tuple[Path, ...]]) -> None:
     samples = Text.open(mixture[1], mixture[0]).samples()
-    want = [samples.take(sample).tolist() for sample in range(48)]
+    want = [ids(samples.take(sample)).tolist() for sample in range(48)]
     for dp, rows, cursor in ((2, 3, 0), (4, 2, 24), (1, 6, 12), (3, 4, 36)):
         ranks = [batches(samples, dp=dp, dp_rank=r, micro_batch_size=rows, cursor=cursor) for r in range(dp)]
         found = []
@@ -231,12 +235,12 @@ class Source:
         self.taken, self.fails = 0, fails
         self.room = threading.Semaphore(0)
 
-    def take(self, sample: int) -> torch.Tensor:
+    def take(self, sample: int) -> tuple[torch.Tensor, torch.Tensor]:
         self.taken += 1
         self.room.release()
         if sample == self.fails:
             raise DataError("source", "broke", "mend it")
-        return torch.arange(sample, sample + 5)
+        return torch.arange(sample, sample + 4), torch.arange(sample + 1, sample + 5)
 
     def check(self, global_batch: int, made_of: str) -> None:
         pass
@@ -302,11 +306,11 @@ def test_documents_apart(tmp_path: Path, streaming: bool) -> None:
     assert one.digest != two.digest
     first, second = one.samples(), two.samples()
     for number in range(2 * joined.lanes):
-        wanted = kept_apart(first.take(number), 256)
+        wanted = kept_apart(ids(first.take(number)), 256)
         assert all(map(torch.equal, second.take(number), wanted))
         assert (wanted[2] == 0).any()
     held_out = two.held_out[0].sequences.window(0)
-    assert all(map(torch.equal, held_out, kept_apart(one.held_out[0].sequences.window(0), 256)))
+    assert all(map(torch.equal, held_out, kept_apart(ids(one.held_out[0].sequences.window(0)), 256)))
 
 
 def test_a_mixture_of_chats_and_text_from_a_folder(tmp_path: Path) -> None:

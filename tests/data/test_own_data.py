@@ -51,7 +51,7 @@ def test_the_order_is_a_texts_of_as_many_sequences() -> None:
     """The same permutation, in every layout: two ranks of two rows see what one rank of four does."""
     text = Shuffled(Sequences(np.arange(20 * S + 1, dtype=np.uint32), S), seed=3)
     whole = [inputs[:, 0] // (S + 1) for inputs, _ in islice(batches(Own(TOKENS), micro=4), 10)]
-    assert torch.cat(whole).tolist() == [int(text.take(g)[0]) // S for g in range(40)]
+    assert torch.cat(whole).tolist() == [int(text.take(g)[0][0]) // S for g in range(40)]
     halves = [islice(batches(Own(TOKENS), dp=2, dp_rank=rank), 10) for rank in range(2)]
     for four, left, right in zip(whole, *halves, strict=True):
         assert torch.cat([left[0], right[0]])[:, 0].floor_divide(S + 1).tolist() == four.tolist()
@@ -61,8 +61,7 @@ def rows_of(corpus: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """All samples in their own order."""
     sequences = OwnText(corpus, DATA)._train
     found = [sequences.window(index) for index in range(len(sequences))]
-    pairs = [(row[:-1], row[1:]) if isinstance(row, torch.Tensor) else row for row in found]
-    return torch.stack([one for one, _ in pairs]), torch.stack([two for _, two in pairs])
+    return torch.stack([one for one, _ in found]), torch.stack([two for _, two in found])
 
 
 @pytest.mark.parametrize(
