@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from dsx.checkpoint.base import is_left_out
 from dsx.checkpoint.catalog import Catalog, Entry, Role, numbers_in
@@ -58,8 +57,8 @@ def stored_here(run: CheckpointedRun, *, everything: bool = False) -> Iterator[S
     Yields:
         Blocks whose values are the run's own memory, flattened.
     """
-    share = _Share(run, everything)
-    number = 0
+    share, number = _Share(run, everything), 0
+    zero = run.deepspeed_engine.zero_optimization_stage() > 0
     for kept in master_shards(run.deepspeed_engine):
         same = all(span.parameter.dtype == kept.master.dtype for span in kept.spans)
         states = {
@@ -69,44 +68,44 @@ def stored_here(run: CheckpointedRun, *, everything: bool = False) -> Iterator[S
         }
         for state, values in states.items():
             for place, span in enumerate(kept.spans, number + 1):
-                spec, copies = share.of(span.parameter, divided=share.zero)
                 here = values[span.offset : span.offset + span.stop - span.start]
-                yield from share.block(spec, (state, "trained"), span.start, here, place, copies)
+                spec = share.names.of(span.parameter)
+                yield from share.block(
+                    span.parameter, spec, (state, "trained"), span.start, here, place, divided=zero
+                )
         number += len(kept.spans)
     yield from _untrained(run, share)
 
 
 class _Share:
-    """This rank's part of what ranks hold alike."""
+    """This rank's part of what ranks hold alike, or all of it."""
 
     def __init__(self, run: CheckpointedRun, everything: bool) -> None:
-        self.names, self._groups, self.everything = Names(run), run.groups, everything
-        self.zero = run.deepspeed_engine.zero_optimization_stage() > 0
-
-    def of(self, parameter: nn.Parameter, *, divided: bool) -> tuple[ParamSpec, tuple[int, int] | None]:
-        """A parameter's logical tensor; which of how many ranks stores it, None if another stage does."""
-        spec = self.names.of(parameter)
-        if self.everything:
-            return spec, _ALL
-        if getattr(parameter, "ds_pipe_replicated", False):  # another stage stores it
-            return spec, None
-        return spec, self._groups.mesh.copies(self._groups.rank, cut=is_cut(spec), divided=divided)
+        self.names, self._groups, self._everything = Names(run), run.groups, everything
 
     def block(
         self,
+        tensor: torch.Tensor,
         spec: ParamSpec,
         kind: tuple[str, Role],
         start: int,
         values: torch.Tensor,
         number: int = 0,
-        copies: tuple[int, int] | None = _ALL,
+        *,
+        divided: bool = False,
     ) -> Iterator[StoredBlock]:
-        """What is stored of elements from ``start`` on of the flattened local tensor."""
+        """What is stored of elements from ``start`` on of a flattened local tensor, if anything is."""
+        (state, role), rank = kind, self._groups.rank
+        copies = self._groups.mesh.copies(rank, cut=is_cut(spec), divided=divided)
+        # Ranks may have changed buffers: the first one's are stored. A tied weight is another stage's.
+        elsewhere = copies[0] > 0 if role == "buffer" else getattr(tensor, "ds_pipe_replicated", False)
+        if elsewhere and not self._everything:
+            return
         dtype = str(values.dtype).removeprefix("torch.")
-        state, role = kind
         entry = Entry(name=spec.name, state=state, shape=spec.shape, dtype=dtype, pieces=(), role=role)
-        at, held = self._groups.at, (start, start + values.numel())
-        block = None if copies is None else StoredBlock.of(entry, spec, at, held, number, copies)
+        alone = self._everything or role == "buffer"
+        held = start, start + values.numel()
+        block = StoredBlock.of(entry, spec, self._groups.at, held, number, _ALL if alone else copies)
         if block is not None:
             low = block.first - start
             yield replace(block, values=values[low : low + block.numel])
@@ -114,11 +113,11 @@ class _Share:
 
 def _untrained(run: CheckpointedRun, share: _Share) -> Iterator[StoredBlock]:
     """Frozen parameters, as ZeRO-3 has cut them, and buffers that a module's state dict has."""
-    chunks = run.pipeline.chunks
     trained = {id(parameter) for parameter in trained_parameters(run.deepspeed_engine)}
     frozen: Any
-    for number, frozen in enumerate(chunks.parameters()):
-        if id(frozen) in trained or is_left_out(share.names.of(frozen), run.run_config):
+    for number, frozen in enumerate(run.pipeline.chunks.parameters()):
+        spec = share.names.of(frozen)
+        if id(frozen) in trained or is_left_out(spec, run.run_config):
             continue
         low, high, values = 0, frozen.numel(), frozen.detach().view(-1)
         divided = hasattr(frozen, "ds_id")
@@ -126,13 +125,10 @@ def _untrained(run: CheckpointedRun, share: _Share) -> Iterator[StoredBlock]:
             size, numel = frozen.partition_numel(), int(frozen.ds_numel)
             low = min(run.groups.replica * size, numel)
             high, values = min(low + size, numel), frozen.ds_tensor.detach().view(-1)
-        spec, copies = share.of(frozen, divided=divided)
-        yield from share.block(spec, (WEIGHT, "frozen"), low, values[: high - low], number, copies)
+        part = values[: high - low]
+        yield from share.block(frozen, spec, (WEIGHT, "frozen"), low, part, number, divided=divided)
     for spec, buffer in share.names.buffers():
-        # Ranks may have changed buffers: the first one's are stored.
-        copy, _ = run.groups.mesh.copies(run.groups.rank, cut=is_cut(spec), divided=False)
-        if share.everything or copy == 0:
-            yield from share.block(spec, (WEIGHT, "buffer"), 0, buffer.detach().view(-1))
+        yield from share.block(buffer, spec, (WEIGHT, "buffer"), 0, buffer.detach().view(-1))
 
 
 def load_stored(run: CheckpointedRun, catalog: Catalog, wanted: Wanted = ALL) -> int:
