@@ -296,7 +296,7 @@ for job in $(jobs -p); do wait "$job" || code=$?; done
 exit $code
 """,
     "scontrol": "echo localhost\n",
-    "srun": 'exec "$@"\n',
+    "srun": 'shift 2  # --cpus-per-task N\nexec "$@"\n',
 }
 
 
@@ -350,6 +350,7 @@ def test_the_slurm_script_starts_torchrun(tmp_path):
         PATH=path_with_stand_ins(tmp_path / "bin"),
         SLURM_JOB_NODELIST="node1",
         SLURM_NNODES="1",
+        SLURM_CPUS_PER_TASK="1",
         SLURM_JOB_ID="7",
     )
     assert code == 0, text

@@ -55,25 +55,38 @@ def launched() -> bool:
     return bool(os.environ.get("LOCAL_RANK") and os.environ.get("WORLD_SIZE"))
 
 
-def refuse_many(where: str, what: str, fix: str) -> None:
-    """Raise ConfigError if this process is one of several that a launcher has started."""
+def refuse_many(where: str, what: str, fix: str, *also: str, enough: int = 1) -> None:
+    """Raise ConfigError if this process is one of more than ``enough`` that a launcher has started.
+
+    The launchers' variables say it, and ``also``.
+    """
     # Not SLURM_NTASKS, which a batch script has, too, before it starts any; nor in a shell for people (srun
     # --pty), which has the variables of its first task and is alone.
     names: tuple[str, ...] = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
     if "SLURM_PTY_PORT" in os.environ:
         names = ()
-    for name in (*names, "WORLD_SIZE") if launched() else names:
+    for name in (*names, *also):
         count = os.environ.get(name, "")
-        if count.isdecimal() and int(count) > 1:
-            what = f"a launcher has started {count} of it ({name}), and each would {what}"
+        if count.isdecimal() and int(count) > enough:
+            what = f"a launcher has started {count} of it ({name}), and {what}"
             raise ConfigError(where, what, f"{fix}; or unset {name} if it has not")
 
 
 def refuse_alone() -> None:
-    """Raise ConfigError if this process is one of several, and knows of none: each would train by itself."""
+    """Raise ConfigError if this process is one of several, and knows of none: each would train by itself.
+
+    Or its launcher is: torchrun and deepspeed say how many of them make one run.
+    """
     if "WORLD_SIZE" not in os.environ:
         fix = "start it by torchrun, or by deepspeed with its own launcher (dsx guide launching)"
-        refuse_many("this program", "run by itself", fix)
+        refuse_many("this program", "each would run by itself", fix)
+    launchers = os.environ.get("GROUP_WORLD_SIZE") or os.environ.get("CROSS_SIZE", "")
+    # With restarts the others may have been lost.
+    if launchers.isdecimal() and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+        where = "torchrun" if "GROUP_WORLD_SIZE" in os.environ else "deepspeed"
+        fix = "start one on each machine (srun --ntasks-per-node=1), and tell it of the others"
+        what = f"this run has {launchers}: others would train by themselves, or wait for ever"
+        refuse_many(where, what, f"{fix}, as --nnodes does (dsx guide launching)", enough=int(launchers))
 
 
 def boot_id() -> str:

@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from dsx.errors import ConfigError, DsxError, RunError
 from dsx.fault_tolerance.waits import clock, named
-from dsx.launch.entry import AGREED, local_rank, local_world_size, rank, refuse_alone, usable_cores
+from dsx.launch.entry import AGREED, ALONE, local_rank, local_world_size, rank, refuse_alone, usable_cores
 from dsx.launch.spared import lean_on_cpu
 from dsx.parallel.groups import Groups, make_groups
 from dsx.parallel.islands import Islands
@@ -221,7 +221,7 @@ def distributed(
     Raises:
         SystemExit: On a spare rank, at the end of the run.
         ConfigError: The launcher's port is taken, or that of ``dsx.outer.meet``; or the config was read for
-            another island.
+            another island; or there are fewer GPUs than ranks.
         LayoutError: The mesh does not have as many ranks as were started.
     """
     # Imported late: it takes seconds, and errors of the config should not wait for it.
@@ -232,6 +232,9 @@ def distributed(
     accelerator, timeout = get_accelerator(), timedelta(seconds=timeout_seconds)
     if accelerator.device_name() == "cpu":
         share_cores()
+    else:
+        _require_device(int(accelerator.device_count()))
+    _warn_of_few_cores()
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeedEngine reads it
     accelerator.set_device(local_rank())
     backend = "gloo" if accelerator.device_name() == "cpu" else "nccl"
@@ -323,6 +326,24 @@ def _groups(mesh: Mesh, sequence_parallel: bool, seed: int, node: IslandNode | N
     # Islands draw different masks of dropout, as data-parallel ranks do.
     seed_generators(groups, seed if node is None else seed + mesh.size * node.islands.index)
     return groups
+
+
+def _require_device(count: int) -> None:
+    if local_rank() >= count:
+        what = f"this process sees {count} GPU{'s' * (count != 1)}, numbered from 0"
+        fix = "start no more ranks here than there are, and let each see all (no srun --gpus-per-task)"
+        error = ConfigError(f"LOCAL_RANK {local_rank()}", what, fix)
+        error.add_note(ALONE)
+        raise error
+
+
+def _warn_of_few_cores() -> None:
+    """Say it where ranks are bound to a few of the cores, as by srun, which gives a task one by default."""
+    ranks, cores, there = local_world_size(), usable_cores(), os.cpu_count() or 1
+    if local_rank() == 0 and cores < min(ranks, there):
+        fix = "if Slurm has bound them: srun --cpus-per-task N (dsx guide launching)"
+        share = f"{ranks} ranks share {cores} of the {there} cores of {socket.gethostname()}"
+        complain(f"warning: {share}. Fix: {fix}.")
 
 
 def share_cores() -> None:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dsx.errors import ConfigError, DsxError
-from dsx.launch.entry import announce, quiet, refuse_many
+from dsx.launch.entry import announce, launched, quiet, refuse_many
 
 _LEAST_KILLED = 256 - 64
 """DeepSpeed's launcher ends with the return code of the rank that failed; of one that signal s ended, -s."""
@@ -35,7 +35,7 @@ def start(program: Path, words: Sequence[str], *, gpus: int | None) -> int:
         ConfigError: A launcher has started several of this process.
     """
     fix = "start it once, by itself; or give the launcher the recipe (dsx guide launching)"
-    refuse_many("dsx train", "start a whole run", fix)
+    refuse_many("dsx train", "each would start a whole run", fix, *["WORLD_SIZE"] * launched())
     announce("... starting DeepSpeed's launcher")
     # Without the folder of the caller among the places of modules, which python -m would put first.
     command = [sys.executable, "-P", "-u", "-m", __name__, str(gpus or 0), str(program), *words]

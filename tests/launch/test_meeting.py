@@ -1,16 +1,20 @@
 """Ranks of one start meet, whatever an earlier start has left in the launcher's store."""
 
 import json
+import os
 import socket
 import threading
 from datetime import timedelta
+from types import SimpleNamespace
 
+import deepspeed.accelerator
 import pytest
 import torch.distributed as dist
 
 from dsx.errors import ConfigError, RunError
 from dsx.launch import processes
 from dsx.launch.entry import refuse_alone
+from dsx.parallel.mesh import Mesh
 
 SOON = timedelta(seconds=20)
 
@@ -83,6 +87,49 @@ def test_a_rank_that_meets_nobody_says_so(monkeypatch, capfd):
     with pytest.raises(RunError, match="nothing answers"):
         processes._await_listener("127.0.0.1", port, timedelta(seconds=1))
     assert f"nothing answers at 127.0.0.1, port {port}" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("launcher", "size"), [("torchrun", "GROUP_WORLD_SIZE"), ("deepspeed", "CROSS_SIZE")]
+)
+def test_launchers_that_srun_has_started_know_of_each_other(monkeypatch, launcher, size):
+    """``srun torchrun --nproc_per_node 8`` without --nnodes: each machine would train by itself."""
+    told = {"WORLD_SIZE": "8", "RANK": "0", "LOCAL_RANK": "0", "SLURM_STEP_NUM_TASKS": "2", size: "2"}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    refuse_alone()
+    monkeypatch.setenv(size, "1")
+    refused = rf"^{launcher}: a launcher has started 2 of it \(SLURM_STEP_NUM_TASKS\), and this run has 1: "
+    with pytest.raises(ConfigError, match=refused):
+        refuse_alone()
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")  # the other one may have been lost
+    refuse_alone()
+
+
+def test_ranks_beyond_the_gpus_that_they_see_are_refused(monkeypatch):
+    """``torchrun --nproc_per_node 8`` on four GPUs, or ``srun --gpus-per-task=1`` with LOCAL_RANK set."""
+    gpus = SimpleNamespace(device_name=lambda: "cuda", device_count=lambda: 4)
+    monkeypatch.setattr(deepspeed.accelerator, "get_accelerator", lambda: gpus)
+    monkeypatch.setenv("LOCAL_RANK", "4")
+    with (
+        pytest.raises(ConfigError, match=r"^LOCAL_RANK 4: this process sees 4 GPUs, numbered from 0"),
+        processes.distributed(Mesh.of(pp=1, dp=8, tp=1)),
+    ):
+        pass
+
+
+def test_ranks_that_srun_has_bound_to_one_core_say_so(monkeypatch, capfd):
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr(os, "cpu_count", lambda: 96)
+    for bound, lines in {8: 0, 1: 1}.items():
+        monkeypatch.setattr(processes, "usable_cores", lambda bound=bound: bound)
+        processes._warn_of_few_cores()
+        said = capfd.readouterr().err
+        assert (said.count("\n"), said.count("warning: 8 ranks share 1 of the 96 cores of ")) == (
+            lines,
+            lines,
+        )
 
 
 def test_one_of_several_that_no_launcher_of_ours_has_started_does_not_train_alone(monkeypatch):
