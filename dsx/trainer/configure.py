@@ -460,8 +460,9 @@ def _fill(content: dict[str, Any], args: Any, given: GivenModel, steps: int, sha
     """Replace every "auto", and add what the Trainer says outside of the JSON."""
     for key in (MICRO, ACCUMULATION, "gradient_clipping"):
         content.setdefault(key, "auto")
-    if not {"bf16", "bfloat16", "fp16"} & content.keys():
-        content |= {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
+    for name in ("bf16", "fp16"):
+        if getattr(args, name):  # as DeepSpeedPlugin.set_mixed_precision of accelerate adds it
+            content.setdefault(name, {"enabled": "auto"})
     if "optimizer" not in content:
         content |= _optimizer(args)
     if shares is None:  # the product of the others, once their number is known

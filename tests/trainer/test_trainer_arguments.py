@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 from pathlib import Path
 
 import pytest
+from accelerate.utils import DeepSpeedPlugin, HfDeepSpeedConfig
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -291,8 +293,27 @@ def test_what_the_json_leaves_out_comes_from_the_arguments(args):
     assert config.deepspeed["optimizer"]["params"]["lr"] == 1e-3
     assert (config.dsx.recompute, config.dsx.train.seed, config.dsx.train.steps) == ("full", 5, 10)
     assert (config.mesh.pp, config.mesh.dp) == (2, 2)
-    halves = [resolved(args, **{name: True}).precision for name in ("bf16", "fp16")]
-    assert (config.precision, *halves) == ("fp32", "bf16", "fp16")
+    assert config.precision == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("block", "name"),
+    [
+        ({}, "bf16"),
+        ({}, "fp16"),
+        ({"bf16": {"enabled": "auto"}}, "bf16"),
+        ({"bf16": {"enabled": "auto"}}, "fp16"),
+        ({"bf16": {"enabled": False}}, "fp16"),
+        ({"fp16": {"enabled": "auto"}}, "bf16"),
+    ],
+)
+def test_the_precision_is_what_accelerate_makes_of_arguments_and_json(args, block, name):
+    """Also where the JSON has the other block alone: such runs were in fp32."""
+    json = JSON | copy.deepcopy(block)
+    plugin = DeepSpeedPlugin(hf_ds_config=HfDeepSpeedConfig(json | {"train_micro_batch_size_per_gpu": 1}))
+    plugin.set_mixed_precision(name)
+    theirs = [key for key in ("bf16", "fp16") if plugin.deepspeed_config[key]["enabled"]]
+    assert [resolved(args, deepspeed=JSON | block, **{name: True}).precision] == [name] == theirs
 
 
 @pytest.mark.parametrize(
