@@ -76,6 +76,27 @@ def lost_output(error: OSError) -> bool:
     return False
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def full_disk(error: BaseException | None) -> str:
+    """What a full disk, or a quota, did not take, with the system's words; empty for another error.
+
+    >>> full_disk(OSError(errno.ENOSPC, "No space left on device", "runs/metrics.jsonl"))
+    'runs/metrics.jsonl: No space left on device'
+    """
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _FULL:
+            return f"{error.filename or 'a file'}: {error.strerror or os.strerror(error.errno)}"
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+def with_room(error: BaseException | None, fix: str) -> str:
+    """A fix for what cannot be written, which asks for room first where a full disk is why."""
+    return f"make room on that disk, or {fix}" if full_disk(error) else fix
+
+
 def complain(text: str, *, raw: bool = False) -> None:
     """A line on standard error; one that takes nothing (full, closed, its reader gone) stops nobody."""
     try:

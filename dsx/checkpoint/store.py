@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from dsx.errors import CheckpointError
-from dsx.terminal import amount
+from dsx.terminal import amount, with_room
 
 CHECKPOINTS = "checkpoints"  # below the folder of a run of dsx
 LATEST = "latest"
@@ -357,4 +357,4 @@ def _explained(path: Path) -> Iterator[None]:
         what = f"the system answers {error.strerror or error}"
         if error.filename and str(error.filename) != str(path):
             what += f" at {error.filename}"
-        raise CheckpointError(str(path), what, _CHOOSE) from error
+        raise CheckpointError(str(path), what, with_room(error, _CHOOSE)) from error

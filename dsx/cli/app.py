@@ -27,7 +27,7 @@ from dsx.cli.train import train
 from dsx.cli.verify import verify
 from dsx.errors import DsxError
 from dsx.launch.entry import say_loading
-from dsx.terminal import open_streams
+from dsx.terminal import full_disk, open_streams
 
 # Command -> lines that show its use, after `dsx init run` and in that folder.
 EXAMPLES: Final = {
@@ -124,6 +124,9 @@ def main() -> None:
             build()(prog_name="dsx")
     except typer.Exit as ended:
         sys.exit(ended.exit_code)
-    except DsxError as error:
-        tell(error)
+    except Exception as error:
+        full = full_disk(error)
+        if not isinstance(error, DsxError) and not full:
+            raise
+        tell(error if isinstance(error, DsxError) else f"{full}. Fix: make room on that disk.")
         sys.exit(BAD_INPUT)

@@ -18,6 +18,7 @@ from dsx.checkpoint.store import write_atomically
 from dsx.cli.options import FORMAT, GPUS, MODEL, SET
 from dsx.cli.output import say, say_json
 from dsx.errors import CheckpointError, ConfigError
+from dsx.terminal import with_room
 
 if TYPE_CHECKING:
     from dsx.config.starter import Starter
@@ -104,7 +105,8 @@ def write_new(folder: Path, files: Mapping[str, str]) -> None:
             _make(folder.absolute(), files)
     except (CheckpointError, OSError) as error:
         what = error.what if isinstance(error, CheckpointError) else error.strerror or str(error)
-        raise ConfigError(f"FOLDER {folder}", what, "name a folder that can be written to") from error
+        fix = with_room(error, "name a folder that can be written to")
+        raise ConfigError(f"FOLDER {folder}", what, fix) from error
 
 
 def _make(folder: Path, files: Mapping[str, str]) -> None:

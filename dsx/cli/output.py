@@ -20,7 +20,7 @@ import typer
 from dsx.checkpoint.store import write_atomically
 from dsx.config.wording import either
 from dsx.errors import CheckpointError, ConfigError, DsxError
-from dsx.terminal import READER_GONE, lost_output, printable
+from dsx.terminal import READER_GONE, lost_output, printable, with_room
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
@@ -196,7 +196,8 @@ def write(content: str | bytes, output: Path) -> None:
     except (CheckpointError, OSError) as error:
         why = error.what if isinstance(error, CheckpointError) else error.strerror or str(error)
         why = why if why.startswith("cannot be written") else f"cannot be written ({why})"
-        raise ConfigError(f"--output {output}", why, "name a file in a folder that exists") from None
+        fix = with_room(error, "name a file in a folder that exists")
+        raise ConfigError(f"--output {output}", why, fix) from None
 
 
 @contextmanager
@@ -209,6 +210,6 @@ def judging(*kinds: type[DsxError]) -> Iterator[None]:
         raise typer.Exit(BAD) from None
 
 
-def tell(error: DsxError) -> None:
+def tell(error: DsxError | str) -> None:
     """Print one message to standard error."""
     say(f"dsx: {error}", err=True)

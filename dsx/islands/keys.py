@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ssl
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from dsx.errors import ConfigError, DataError
+from dsx.terminal import with_room
 
 AUTHORITY = "ca.pem"
 _NAME, _AUTHORITY_NAME = "dsx island ", "dsx islands"
@@ -77,7 +79,10 @@ def write_keys(folder: Path, count: int) -> list[Path]:
             file.touch(mode=0o600)
             file.write_bytes(secret + certificate(f"{_NAME}{island}", key, signs=False).public_bytes(pem))
     except OSError as error:
-        fix = "name a folder that can be written"
+        for file in files:
+            with suppress(OSError):
+                file.unlink()
+        fix = with_room(error, "name a folder that can be written")
         raise DataError(str(folder), f"keys cannot be written there: {error}", fix) from error
     return files
 

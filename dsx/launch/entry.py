@@ -24,7 +24,7 @@ from typing import Any, cast
 
 from dsx.config.wording import item_without_secrets
 from dsx.errors import ConfigError, DsxError
-from dsx.terminal import READER_GONE, complain, forget, lost_output, open_streams, printable
+from dsx.terminal import READER_GONE, complain, forget, full_disk, lost_output, open_streams, printable
 
 AGREED = "every rank raises this error"
 """Note on an error that all ranks share: one of them reports it."""
@@ -378,6 +378,9 @@ def _unexpected(error: Exception) -> int:
         line = printable(str(error).splitlines()[0])
         complain(f"{_name()} ended because its connection to another rank broke at {at}: {line}")
         return 1
+    if full := full_disk(error):
+        complain(f"{_name()} error: {full}. Fix: make room on that disk.")
+        return 2
     complain(f"{_name()} {printable(traceback.format_exc())}")
     return 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -228,6 +229,38 @@ def test_a_full_disk_is_a_line_and_nobody_who_reads_is_none(words):
     closed = ["bash", "-c", 'exec "$@" >&- <&-', "bash", *command]
     done = subprocess.run(closed, stderr=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "otherwise"),
+    [
+        (["schedule", "1f1b", "--stages", "2", "--micro-batches", "2", "--output"], "a file in a folder"),
+        (["init"], "a folder that can be written to"),
+        (["islands", "keys"], "a folder that can be written"),
+    ],
+)
+def test_a_full_disk_asks_for_room_and_keeps_nothing(words, otherwise, dsx, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        patched.setattr(Path, "write_bytes", full)
+        code, out, err = dsx(*words, tmp_path / "new.svg", *["--islands=2"] * (words[0] == "islands"))
+    assert (code, out) == (2, "")
+    assert "No space left on device" in err
+    assert f"Fix: make room on that disk, or name {otherwise}" in err
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_full_disk_that_nobody_expects_is_a_line(dsx, monkeypatch):
+    def begun(**_):
+        full = OSError(errno.EDQUOT, "Disk quota exceeded", "cache/table")
+        raise RuntimeError("the table cannot be kept") from full
+
+    monkeypatch.setattr("dsx.models.presets.presets", begun)
+    said = "dsx: cache/table: Disk quota exceeded. Fix: make room on that disk.\n"
+    assert dsx("presets") == (2, "", said)
 
 
 TINY = ["--cluster", "CPU", "--gpus", "2", "--top", "1"]

@@ -115,6 +115,13 @@ def test_a_run_goes_on_without_its_lines(full):
     assert into_nothing(both, full=full) == (3, "")  # errors go there as well, as where ssh breaks off
 
 
+def test_a_full_disk_is_a_line_whoever_writes():
+    writes = "open('/dev/full', 'w', buffering=1).write('a line\\n')"
+    body = f"try: {writes}\nexcept OSError as error: raise KeyError from error"
+    said = "error: a file: No space left on device. Fix: make room on that disk.\n"
+    assert ended(body, rank=3) == (2, "", f"[rank 3 on {socket.gethostname()}] {said}")
+
+
 @pytest.mark.parametrize("times", [1, 100_000])
 def test_a_program_whose_output_is_lost_ends_with_a_line_or_in_silence(times):
     """Found when it is written, or at the end."""
