@@ -21,6 +21,7 @@ from dsx.cli.options import (
     MICRO_BATCH,
     MODEL,
     PIPELINE,
+    SET,
     TENSOR,
     ZERO,
     count,
@@ -56,6 +57,7 @@ def plan(
     zero: Annotated[int | None, ZERO] = None,
     micro_batch: Annotated[int | None, MICRO_BATCH] = None,
     gpu_memory: Annotated[float | None, GPU_MEMORY] = None,
+    overrides: Annotated[list[str] | None, SET] = None,
     layers: Annotated[str | None, LAYERS] = None,
     top: Annotated[int, typer.Option(help="Meshes (tensor x pipeline) to show.", min=1)] = 5,
     measure: Annotated[
@@ -108,6 +110,7 @@ def plan(
             gpus=gpus,
             global_batch=global_batch,
             sequence_length=sequence_length,
+            overrides=overrides or (),
         )
         site = site_inputs(joined, where) if several else joined
         measured = _measured(site) if measure else None
@@ -126,7 +129,7 @@ def plan(
             "--micro-batch": micro_batch,
             "--measure": measure or None,
         }
-        own = own_layers(layers, config, given)
+        own = own_layers(layers, config, given, overrides or ())
         inputs = OwnInputs.of(*own, cluster=where, gpus=gpus, global_batch=global_batch)
     with redirect_stdout(sys.stderr), Waiting("looking at the layers"):  # which may print
         search = plan_search(inputs, pinned, measured, looked=waiting.stands)

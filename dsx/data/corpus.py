@@ -576,11 +576,13 @@ def _checked(info: CorpusInfo, data: DataConfig) -> CorpusInfo:
         )
     lacks_held_out = data.held_out > 0 and not held_out
     if lacks_held_out or not train:
+        share = min(0.5, max(0.05, math.ceil(100 / total) / 100))
         raise DataError(
             f"dsx.data.held_out = {data.held_out}",
-            f"of {total} documents none is {'held out' if lacks_held_out else 'left to train on'}",
-            f"use about {min(0.5, max(0.05, math.ceil(100 / total) / 100))}, 0 to hold out none, or more "
-            "documents",
+            f"of {total} document{'s' * (total > 1)} none is "
+            f"{'held out' if lacks_held_out else 'left to train on'}",
+            f"use {f'about {share}, or ' if total > 1 else ''}0 to hold out none (with dsx.train.eval_every "
+            "= 0), or more documents",
         )
     return info
 

@@ -406,7 +406,9 @@ class _Printable(logging.LogRecord):
 
 def quiet() -> None:
     """Let DeepSpeed and its neighbours report problems alone, on one rank; a terminal obeys none of it."""
-    for name in ("DeepSpeed", "torch.distributed", "transformers", "datasets", "filelock"):
+    # The last one wants a package for a kernel that dsx does not call.
+    noisy = ("DeepSpeed", "torch.distributed", "transformers", "datasets", "filelock")
+    for name in (*noisy, "bitsandbytes.backends.cpu.ops"):
         # A filter, because these packages set their loggers' levels when they are imported.
         logging.getLogger(name).addFilter(_is_problem)
     logging.setLogRecordFactory(_Printable)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 from dsx.config.batch import ACCUMULATION, MICRO, TRAIN
 from dsx.config.deepspeed import precision
-from dsx.config.load import load, override, read
+from dsx.config.load import content_of, load, override
 from dsx.config.ordinary import complete
 from dsx.config.resolve import resolve
 from dsx.config.run import RunConfig
@@ -229,6 +229,7 @@ def plan_inputs(
     gpus: int,
     global_batch: int | None,
     sequence_length: int | None,
+    overrides: Sequence[str] = (),
 ) -> ModelInputs:
     """Read and check everything that a plan needs.
 
@@ -241,6 +242,7 @@ def plan_inputs(
         gpus: How many of its GPUs.
         global_batch: Sequences per step; None for that of ``config``.
         sequence_length: Tokens; None for that of ``config``.
+        overrides: What is put over keys of ``config``, as ``--set`` takes it.
 
     Raises:
         ConfigError: Something is missing, unknown or cannot be.
@@ -250,7 +252,9 @@ def plan_inputs(
     for name, size in (("--global-batch", global_batch), ("--sequence-length", sequence_length)):
         if size is not None and size < 1:
             raise ConfigError(f"{name} {size}", "not a size", "use 1 or more")
-    written = None if config is None else _written(config, model)
+    if overrides and config is None:
+        raise ConfigError(f"--set {overrides[0]}", "there is no CONFIG to change", "give CONFIG")
+    written = None if config is None else _written(config, model, overrides)
     content = _usual(cluster) if written is None else _without_layout(written)
     block = content["dsx"]
     if model is not None:
@@ -340,11 +344,15 @@ def lowest_stage(content: Mapping[str, Any]) -> int:
     return 0
 
 
-def _written(config: Path, model: str | None) -> dict[str, Any]:
+def _written(config: Path, model: str | None, overrides: Sequence[str]) -> dict[str, Any]:
     """The file's config; in an ordinary DeepSpeed JSON with ``model``, no batch and length are assumed."""
-    content = read(config)
+    for item in overrides:
+        if f"{item.partition('=')[0]}.".startswith(_DECIDED):
+            fix = "leave it out, or pin it by --tensor, --pipeline, --zero or --micro-batch"
+            raise ConfigError(f"--set {item}", "a plan decides it", fix)
+    content = content_of(config, overrides)
     if "dsx" in content:
-        load(config)  # Strict: unknown keys are named with their file.
+        load(config, overrides)  # Strict: unknown keys are named with their file.
         return content
     whole = complete(content, model, where=str(config))
     for key in {each.key for each in whole.assumed} & {MICRO, ACCUMULATION}:
@@ -387,11 +395,15 @@ def _usual(cluster: Cluster) -> dict[str, Any]:
     }
 
 
+_PARTS = ("parallel", "schedule", "partition", "profile", "recompute")
+_DECIDED = (f"{MICRO}.", f"{ACCUMULATION}.", "zero_optimization.stage.", *(f"dsx.{key}." for key in _PARTS))
+
+
 def _without_layout(content: Mapping[str, Any]) -> dict[str, Any]:
     """A config without what a plan decides."""
     out = {key: value for key, value in content.items() if key not in (MICRO, ACCUMULATION)}
     block = dict(out.get("dsx") or {})
-    for key in ("parallel", "schedule", "partition", "profile", "recompute"):
+    for key in _PARTS:
         block.pop(key, None)
     block["data"] = dict(block.get("data") or {})
     out["dsx"] = block

@@ -118,7 +118,12 @@ def test_everything_else_comes_from_a_config(dsx, tmp_path):
     }
     file, out = tmp_path / "base.json", tmp_path / "out.json"
     file.write_text(json.dumps(base))
-    code, _, err = dsx(file, "--cluster", "CPU", "--gpus", 2, "--output", out)
+    words = (file, "--cluster", "CPU", "--gpus", 2, "--output", out, "--set")
+    for decided in ("dsx.recompute=none", "dsx.parallel.tensor=2", "zero_optimization.stage=1"):
+        code, _, err = dsx(*words, decided)
+        assert (code, f"--set {decided}: a plan decides it" in err) == (2, True)
+    base["dsx"]["train"]["steps"] = 9
+    code, _, err = dsx(*words, "dsx.train.steps=9")
     assert (code, err) == (0, "")
     found = json.loads(out.read_text())
     assert found["optimizer"] == base["optimizer"]
@@ -245,6 +250,7 @@ def test_bad_clusters(dsx, cluster, content, words):
         ({"--micro-batch": 3}, ("--micro-batch 3", "16")),
         ({"--micro-batch": 16, "--tensor": 1, "--pipeline": 1}, ("--micro-batch 16", "4 sequences")),
         ({"--gpu-memory": -1}, ("--gpu-memory -1",)),
+        ({"--set": "dsx.train.steps=3"}, ("--set dsx.train.steps=3", "no CONFIG")),
     ],
 )
 def test_bad_usage(dsx, tmp_path, changes, words):

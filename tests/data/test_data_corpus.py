@@ -256,8 +256,13 @@ def test_too_little_text(tmp_path: Path) -> None:
         prepare(config(write(tmp_path / "empty.jsonl", ["", ""])), tmp_path)
     with pytest.raises(DataError, match=r"held_out = 0\.001: of 5 documents none is held out.*0\.2"):
         prepare(config(write(tmp_path / "five.jsonl", ["x"] * 5), held_out=0.001), tmp_path)
-    with pytest.raises(DataError, match="of 1 documents none is left to train on"):
-        prepare(config(write(tmp_path / "one.jsonl", ["x"]), held_out=0.999), tmp_path)
+    one, alone = (
+        write(tmp_path / "one.jsonl", ["x"]),
+        r"of 1 document none is {}\. Fix: use 0 to hold out none",
+    )
+    for share, lack in ((0.999, "left to train on"), (0.5, "held out")):
+        with pytest.raises(DataError, match=alone.format(lack)):
+            prepare(config(one, held_out=share), tmp_path)
     path = prepare(config(write(tmp_path / "short.jsonl", ["abc"] * 40)), tmp_path)
     with pytest.raises(DataError, match="training split has 152 tokens, a sequence needs 201"):
         Corpus.open(path, sequence_length=200)

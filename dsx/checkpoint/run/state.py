@@ -417,7 +417,8 @@ def require_same_model(
         raise CheckpointError(
             str(catalog.root),
             f"the checkpoint is of another model: {'; '.join(differences[:_SHOWN])}{more}",
-            "give the model that the checkpoint was trained with (dsx.model), or another checkpoint",
+            "give the model that it was trained with (dsx.model, dsx.adapter), another checkpoint, or for a "
+            "new run another dsx.train.output",
         )
 
 

@@ -192,7 +192,8 @@ def _fill(reader: Reader, block: StoredBlock, *, frozen: bool) -> None:
         raise CheckpointError(
             where,
             f"its shape is {entry.shape} there, {wanted.shape} here",
-            "give the model that the checkpoint was trained with (dsx.model), or another checkpoint",
+            "give the model that it was trained with (dsx.model, dsx.adapter), another checkpoint, or for a "
+            "new run another dsx.train.output",
         )
     host = values.cpu()
     reader.fill(entry, block.parts, as_numpy(host), wanted.dtype)
