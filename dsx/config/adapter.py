@@ -59,6 +59,9 @@ _PATTERNS = {"rank_pattern": "use an adapter of one rank", "alpha_pattern": "use
 """Keys that give single targets other numbers than the rest, each with what to do if it does."""
 _STARTS = {"pissa": "pissa", "olora": "olora"} | dict.fromkeys(("gaussian", "eva", "orthogonal"), "none")
 """Values of ``init_lora_weights``, and what of the base they take out."""
+_OF_KERNELS = "out_proj"
+_WITH_KERNELS = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+"""A module on which PEFT refuses an adapter, in which families: peft/tuners/tuners_utils.py."""
 _TIED = ("embed_tokens", "lm_head")
 """Names by which PEFT knows tied modules: EMBEDDING_LAYER_NAMES in peft/utils/constants.py."""
 
@@ -80,7 +83,11 @@ def adapter_of(block: AdapterConfig, model: Model) -> Adapter:
     if saved:
         saved |= _names_here(block.path, told, saved, specs)
     adapter = Adapter(**saved | given)
-    for problem in _problems(adapter, specs):
+    kernels = model.family in _WITH_KERNELS
+    if kernels and adapter.targets == ALL_LINEAR:
+        ends = _ends(name for spec in specs for name, _ in targeted(adapter, spec)) - {_OF_KERNELS}
+        adapter = replace(adapter, targets=tuple(sorted(ends)))
+    for problem in _problems(adapter, specs, kernels=kernels):
         key = str(problem.path[2])
         if not saved or key in given:
             raise problem
@@ -356,8 +363,10 @@ def _require_same(
         )
 
 
-def _problems(adapter: Adapter, specs: tuple[ParamSpec, ...]) -> Iterator[ConfigError]:
-    """What is wrong with an adapter of a model with these parameters."""
+def _problems(
+    adapter: Adapter, specs: tuple[ParamSpec, ...], *, kernels: bool = False
+) -> Iterator[ConfigError]:
+    """What is wrong with an adapter of a model with these parameters, of a family that has such kernels."""
     linears = {
         module for spec in specs if spec.linear and not is_stack(spec) for module, _ in modules_of(spec)
     }
@@ -369,6 +378,14 @@ def _problems(adapter: Adapter, specs: tuple[ParamSpec, ...]) -> Iterator[Config
         for place, target in enumerate(adapter.targets):
             key = at(f"dsx.adapter.targets[{place}]", target)
             yield from _problems_of_target(key, target, linears, tables, others)
+    targets = [name for spec in specs for name, _ in targeted(adapter, spec)]
+    if kernels and (past := [name for name in targets if name.endswith(_OF_KERNELS)]):
+        what = f"PEFT refuses an adapter on {past[0]}: kernels multiply by its matrix, past any adapter"
+        yield ConfigError(
+            at("dsx.adapter.targets", adapter.targets),
+            what,
+            f'leave "{_OF_KERNELS}" out, or put it into dsx.adapter.train_also, to train it itself',
+        )
     for place, target in enumerate(adapter.train_also):
         if not any(is_also(replace(adapter, train_also=(target,)), name) for name in linears | others):
             near = suggest(target, _ends(linears | others), otherwise="name modules as transformers does")
@@ -434,7 +451,8 @@ def _problems_of_target(
     if table is not None:
         yield _of_table(key, table)
     elif any(names((target,), name) for name in others):
-        yield ConfigError(key, "it is no linear", "put it into dsx.adapter.train_also, to train it itself")
+        what = "it is no linear, or one that the family's code multiplies by itself, past any adapter"
+        yield ConfigError(key, what, "put it into dsx.adapter.train_also, to train it itself")
     elif not any(names((target,), name) for name in linears):
         near = suggest(target, _ends(linears), otherwise="name linears as transformers does")
         yield ConfigError(key, "no linear of the model's blocks is called so", near)

@@ -66,11 +66,13 @@ class HubEmbedding(nn.Module):
         others = {f"word.{name}" for name, _ in self.word.named_parameters() if name != "weight"}
         settled(self, model, weights, others if weights.tp.size > 1 else set())
         self.num_valid, self._balance = _vocabulary(self.word, weights), model.balance
+        self._scale = structure.scale
 
     def forward(self, given: Given) -> Given:
         """int64 [B, S] to [B, s, H], and the sums of an auxiliary loss if there is one."""
         ids_BS, _, places = Stream.first(given)
         y: Tensor = self.word(ids_BS)
+        y = y if self._scale == 1.0 else y * self._scale
         return Stream(y, None if self._balance is None else fresh_sums(self._balance, y), places).flat()
 
 

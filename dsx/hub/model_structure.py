@@ -21,8 +21,9 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from dsx.errors import ModelError
 from dsx.hub.on_meta import copied, parameters_on_meta, put_plain_modules
@@ -272,11 +273,13 @@ class ModelStructure:
         head: Path of the output linear.
         before: Paths below ``base`` of modules with parameters that run before the first block.
         after: Of those that run after the last one.
+        scale: What its forward multiplies vectors by that it has looked up, and not those that it is given.
         shifts: Whether the first block gets something else than the word embedding's output.
         stream: Sizes of what goes from block to block, samples and tokens aside.
         plain_end: Whether what follows the last block is one module of ``after`` and nothing else.
         extras: For each block, its outputs beside the hidden states; None if it returns these alone.
         calls: What each block is called with, for a few tokens.
+        read: For each block, its linears whose matrices its own code multiplies by, past calls of them.
         plans: What is kept of tensor plans, by kinds of blocks (:func:`dsx.hub.read.block_plan`).
     """
 
@@ -287,11 +290,13 @@ class ModelStructure:
     head: str
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
+    scale: float = 1.0
     shifts: bool = False
     stream: tuple[int, ...] = ()
     plain_end: bool = False
     extras: dict[int, int | None] = field(default_factory=dict)
     calls: dict[int, BlockCall] = field(default_factory=dict, repr=False)
+    read: dict[int, frozenset[str]] = field(default_factory=dict)
     plans: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -479,7 +484,7 @@ def structure_of(config: str) -> ModelStructure:
         _looked_at(found)
         if any(found.extras.values()):
             _require_own(found)
-        _require_no_tokens(found)
+        _look_up(found)
     return found
 
 
@@ -539,7 +544,7 @@ def _require_apart(model: Any, found: ModelStructure) -> None:
 def _looked_at(found: ModelStructure) -> None:
     """Run the family's forward around placeholders and note what happens."""
     model, order = found.model, list[Any]()
-    tried: dict[Any, tuple[int | None, list[str]]] = {}
+    tried: dict[Any, tuple[int | None, list[str], frozenset[str]]] = {}
     handed, written = list[Tensor](), list[str]()
     base = model.get_submodule(found.base)
     others = tuple(
@@ -557,7 +562,7 @@ def _looked_at(found: ModelStructure) -> None:
         kind = tuple((type(module), settings_of(module)) for module in block.modules())
         if kind not in tried:
             tried[kind] = _extras(model, block, call)
-        (found.extras[number], wrote), found.calls[number] = tried[kind], call
+        (found.extras[number], wrote, found.read[number]), found.calls[number] = tried[kind], call
         written.extend(f"block {number} writes into its argument {name}" for name in wrote)
         if number == 0:
             handed.append(call.hidden)
@@ -614,17 +619,23 @@ def _require_order(model: Any, order: list[Any], blocks: int) -> None:
         raise _refusal(model, f"its forward runs {between[0]} between its blocks")
 
 
-def _extras(model: Any, block: nn.Module, call: BlockCall) -> tuple[int | None, list[str]]:
+def _extras(model: Any, block: nn.Module, call: BlockCall) -> tuple[int | None, list[str], frozenset[str]]:
     """How many outputs a block has beside the hidden states, None if it returns these alone; what it writes.
 
-    It is run without storage. One that looks at values cannot be; then its annotation counts. It writes into
-    those of its arguments that hold something else afterwards, as a dict does that blocks share.
+    And what it reads. It is run without storage. One that looks at values cannot be; then its annotation
+    counts. It writes into those of its arguments that hold something else afterwards, as a dict does that
+    blocks share. It reads the linears whose matrices it multiplies by itself.
     """
     there = _form_of(call)
     places = {**{str(place): value for place, value in enumerate(there.arguments, 1)}, **there.named}
     before = {name: list(leaves(value)) for name, value in places.items()}
+    form, read = _without_storage(block), frozenset[str]()
+    own = {path: each for path, each in form.named_modules() if type(each).forward is nn.Linear.forward}
+    for linear in own.values():  # called, it computes with another matrix: a gradient comes to what is read
+        linear.forward = partial(F.linear, weight=linear.weight.detach(), bias=linear.bias)  # type: ignore[method-assign]
     try:
-        gave = _run_form(block, there)
+        with torch.enable_grad(), torch_forms():
+            gave = there.make(form, there.hidden)
     except Exception as error:  # noqa: BLE001 - as above
         if isinstance(error, TypeError) and "NoneType" in str(error):  # a number is lacking
             raise _lacking(model, error) from None
@@ -633,7 +644,22 @@ def _extras(model: Any, block: nn.Module, call: BlockCall) -> tuple[int | None, 
         beside = max(told.count(","), 0) if "uple" in told else None
     else:
         beside = len(gave) - 1 if isinstance(gave, tuple) else None
-    return beside, [name for name in places if _ids(leaves(places[name])) != _ids(before[name])]
+        used = _differentiated(gave)
+        read = frozenset(path for path, linear in own.items() if id(linear.weight) in used)
+    return beside, [name for name in places if _ids(leaves(places[name])) != _ids(before[name])], read
+
+
+def _differentiated(made: Any) -> set[int]:
+    """Identities of the parameters to which a gradient of these outputs would come."""
+    waiting = [each.grad_fn for each in tree_leaves(made) if isinstance(each, Tensor)]
+    nodes, found = set[Any](), set[int]()
+    while waiting:
+        node: Any = waiting.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            found.add(id(getattr(node, "variable", None)))
+            waiting += [each for each, _ in node.next_functions]
+    return found
 
 
 def _lacking(model: Any, error: Exception) -> ModelError:
@@ -664,7 +690,11 @@ def _form_of(call: BlockCall) -> BlockCall:
 def _run_form(block: nn.Module, there: BlockCall) -> Any:
     """What a block gives, without storage."""
     with torch.no_grad(), torch_forms():
-        return there.make(copy.deepcopy(block).to("meta", torch.bfloat16), there.hidden)
+        return there.make(_without_storage(block), there.hidden)
+
+
+def _without_storage(block: nn.Module) -> nn.Module:
+    return copy.deepcopy(block).to("meta", torch.bfloat16)
 
 
 class _CarriedError(Exception):
@@ -689,6 +719,8 @@ def _calls(found: ModelStructure, beside: Any, **given: Any) -> list[BlockCall]:
         return call.hidden
 
     base = found.stripped((), called)
+    table = base.get_submodule(found.embedding.removeprefix(f"{found.base}."))
+    table.register_forward_hook(lambda *_: torch.ones(*_PROBED, found.width))
     for module in base.modules():
         if isinstance(module, Placeholder):
             module.beside = beside
@@ -722,14 +754,19 @@ def _uses_carried(block: nn.Module, call: BlockCall) -> bool:
     return False
 
 
-def _require_no_tokens(found: ModelStructure) -> None:
-    """Refuse a family whose blocks use the tokens, which stages and layers do not hand on.
+def _look_up(found: ModelStructure) -> None:
+    """Note what a forward does to vectors that it has looked up, and refuse blocks that use the tokens.
 
-    Its forward may give them to blocks that do not look at them, as `deepseek_v4` does without hash routers.
+    Stages and layers do not hand these on. A forward may give them to blocks that do not look at them, as
+    `deepseek_v4` does without hash routers.
     """
     tokens = torch.zeros(_PROBED, dtype=torch.int64)
-    tried = set[Any]()
-    for number, call in enumerate(_calls(found, None, input_ids=tokens)):
+    tried, calls = set[Any](), _calls(found, None, input_ids=tokens)
+    for call in calls[:1]:
+        factors = (call.hidden / found.calls[0].hidden).flatten()
+        if len(factors) and bool((factors == factors[0]).all()):
+            found.scale = float(factors[0])
+    for number, call in enumerate(calls):
         given = [path for path, each in leaves((call.arguments, call.named)) if each is tokens]
         block = found.list_of_blocks[number]
         kind = tuple((type(module), settings_of(module)) for module in block.modules())

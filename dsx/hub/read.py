@@ -233,6 +233,7 @@ class _Reader:
                 cut = self.plans[number].cut(block, path, parameter)
                 name, owner = f"{structure.blocks}.{number}.{path}", path.rpartition(".")[0]
                 linear = _is_linear(block.get_submodule(owner), path, parameter)
+                linear = linear and owner not in structure.read[number]
                 cuts = {"split": cut.split, "parts": cut.parts, "linear": linear}
                 yield self._spec(f"{first + number}.block.{path}", name, **cuts)
         last = first + len(structure.list_of_blocks)

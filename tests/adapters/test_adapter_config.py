@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from all_families.tiny import tiny_config
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -19,10 +20,11 @@ from dsx.checkpoint.formats.huggingface.weights import HfWeights
 from dsx.config.adapter import WEIGHTS
 from dsx.errors import CheckpointError, ConfigError
 from dsx.hub.read import hub_model
-from dsx.models.adapters import peft_specs
+from dsx.models.adapters import ALL_LINEAR, peft_specs
 from dsx.models.params import param_specs
 from dsx.models.presets import find_preset
 from dsx.models.spec import Adapter, PresetFamily
+from often import often
 from parity import dsx_run, oracle
 
 
@@ -257,3 +259,52 @@ def test_experts_get_the_tensors_that_peft_saves(parameters: tuple[str, ...]) ->
         our_shapes(hub_model(MOE), Adapter(rank=2, targets=("q_proj",), target_parameters=parameters))
         == theirs
     )
+
+
+# What PEFT makes of an adapter on linears on which dsx puts none: it refuses, or never computes with it.
+LEFT_OUT = {
+    "mamba": {"out_proj": "refused", "dt_proj": "unused"},
+    "falcon_mamba": {"out_proj": "refused", "dt_proj": "unused"},
+    "jamba": {"dt_proj": "unused"},
+    "mamba2": {"out_proj": "refused"},
+    "nemotron_h": {"out_proj": "refused"},
+    "bamba": {},
+}
+
+
+def made_by_peft(family: str, targets: list[str]) -> dict[str, str]:
+    """For each target, whether PEFT refuses an adapter on it, does not compute with it, or uses it."""
+    torch.manual_seed(0)
+    found = {}
+    for target in targets:
+        model = AutoModelForCausalLM.from_config(tiny_config(family))
+        try:
+            adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["in_proj", target]))
+        except ValueError:
+            found[target] = "refused"
+            continue
+        adapted(torch.arange(48).view(2, 24)).logits.sum().backward()
+        factors = [each for name, each in adapted.named_parameters() if f"{target}.lora_B." in name]
+        found[target] = "unused" if all(each.grad is None for each in factors) else "used"
+    return found
+
+
+@pytest.mark.parametrize("family", often(LEFT_OUT, 2))
+def test_linears_whose_adapter_would_not_be_used_get_none(family: str) -> None:
+    config = json.loads(tiny_config(family).to_json_string(use_diff=False)) | {"vocab_size": 257}
+
+    def adapted(targets: Any) -> set[str]:
+        held = resolved({"targets": targets}, config=config).param_specs
+        return {spec.hf[0].split(".")[-3] for spec in held if spec.adapts}
+
+    mixers = {"in_proj", "x_proj", "dt_proj", "out_proj"} & {
+        name.rpartition(".")[2]
+        for name, module in AutoModelForCausalLM.from_config(tiny_config(family)).named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
+    used = mixers - LEFT_OUT[family].keys()
+    assert made_by_peft(family, sorted(mixers)) == dict.fromkeys(used, "used") | LEFT_OUT[family]
+    assert adapted(ALL_LINEAR) & mixers == used
+    for target in LEFT_OUT[family]:
+        with pytest.raises(ConfigError, match=r"dsx\.adapter\.targets.* past any adapter"):
+            adapted(["in_proj", target])
