@@ -66,20 +66,23 @@ def write_keys(folder: Path, count: int) -> list[Path]:
 
     pem, signer = serialization.Encoding.PEM, ec.generate_private_key(ec.SECP256R1())
     files = [folder / AUTHORITY, *(key_file(folder, island) for island in range(count))]
+    begun: list[Path] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if (known := next((file for file in files if file.exists()), None)) is not None:
             raise DataError(
                 str(known), "there are keys already, which islands may use", "name another folder"
             )
+        begun.append(files[0])
         files[0].write_bytes(certificate(_AUTHORITY_NAME, signer, signs=True).public_bytes(pem))
         for island, file in enumerate(files[1:]):
             key = ec.generate_private_key(ec.SECP256R1())
             secret = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+            begun.append(file)
             file.touch(mode=0o600)
             file.write_bytes(secret + certificate(f"{_NAME}{island}", key, signs=False).public_bytes(pem))
     except OSError as error:
-        for file in files:
+        for file in begun:
             with suppress(OSError):
                 file.unlink()
         fix = with_room(error, "name a folder that can be written")
