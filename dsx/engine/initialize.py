@@ -344,6 +344,7 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
         builds_said(waiting),
         given_optimizer_kept(),
         _uncollected(),
+        _lacking_on_cpu(settings.deepspeed),
     ):
         engine, wrapped, _, scheduler = deepspeed.initialize(
             model=model.chunks,
@@ -370,6 +371,17 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
     if loader is not None:
         pipeline.set_dataloader(loader)
     return pipeline, wrapped, loader, scheduler
+
+
+@contextmanager
+def _lacking_on_cpu(config: Mapping[str, Any]) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:  # deepspeed/ops/op_builder/cpu/no_impl.py
+        if "not been implemented on CPU" not in str(error):
+            raise
+        where, fix = at("optimizer.type", config["optimizer"]["type"]), 'use "AdamW" with "torch_adam": true'
+        raise ConfigError(where, "DeepSpeed has none for CPUs", fix) from None
 
 
 @contextmanager

@@ -230,8 +230,11 @@ def make_exact(content: dict[str, Any], *, on_cpu: bool, keep_precision: bool) -
     elif low == "fp16" and content["fp16"].get("loss_scale") != _LOSS_SCALE:
         content["fp16"]["loss_scale"] = _LOSS_SCALE
         changes.append(f"fp16.loss_scale -> {_LOSS_SCALE}, because a step that overflows shows nothing")
-    params = content["optimizer"].setdefault("params", {})
-    adam = str(content["optimizer"].get("type", "")).lower() in ("adam", "adamw")
+    kind = str(content["optimizer"].get("type", "")).lower()
+    if kind == "muon":
+        content["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+        changes.append("optimizer: AdamW instead of Muon, whose update DeepSpeed writes over the gradients")
+    params, adam = content["optimizer"].setdefault("params", {}), kind in ("adam", "adamw")
     if on_cpu and adam and not params.get("torch_adam"):
         params["torch_adam"] = True
         changes.append("optimizer: torch's Adam instead of DeepSpeed's compiled one")

@@ -272,6 +272,28 @@ def _started(folder: Path) -> dict[str, Any]:
     return {"model": {"path": str(folder / "base")}, "adapter": {"path": str(folder / "adapter")}}
 
 
+def _with_optimizers(_rank: int, world_size: int, given: dict[str, Any], home: str) -> list[str]:
+    Path.home = lambda: Path(home)  # type: ignore[method-assign]
+    from dsx.parallel.groups import make_groups
+    from dsx.verify import small_step
+
+    found = []
+    for kind in ("Muon", "Lion"):
+        config = resolve(given | {"optimizer": {"type": kind, "params": {"lr": 0.01}}}, world_size=world_size)
+        try:
+            found.append(small_step.prove(config, make_groups(config.mesh), quiet=True).without)
+        except DsxError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_layout_is_proved_under_muon_and_an_optimizer_that_cpus_lack_is_named(tmp_path: Path) -> None:
+    """DeepSpeed's ZeRO writes Muon's update over the gradients, which looked like wrong ones."""
+    (found,) = ranks.run(_with_optimizers, 1, content(tmp_path), str(tmp_path), proved=True)
+    fix = 'Fix: use "AdamW" with "torch_adam": true.'
+    assert found == ["Muon", f'optimizer.type = "Lion": DeepSpeed has none for CPUs. {fix}']
+
+
 # What fails on which rank, with what, and what the proof is made without, or refused for.
 FAILING = [
     ("adapter_start._made_by_peft", 0, ImportError("no peft"), "the adapter's start (ImportError: no peft)"),
