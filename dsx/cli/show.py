@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -73,6 +74,9 @@ def guide(
         say_json({"name": name, "text": text})
     else:
         say(text, end="")
+        if ("recipes/" in text or "configs/" in text) and not Path("recipes").is_dir():
+            places = [str(shipped(folder)) for folder in ("recipes", "configs")]
+            say(f"To paste its commands in this folder: cp -r {shlex.join(places)} .", err=True)
 
 
 def presets(style: Annotated[Literal["table", "json"], FORMAT] = "table") -> None:

@@ -309,11 +309,17 @@ def test_a_write_that_fails_leaves_nothing(dsx, tmp_path, monkeypatch, there):
     assert [path.name for path in tmp_path.rglob("*")] == (["new"] if there else [])
 
 
-def test_guides(dsx):
+def test_guides(dsx, tmp_path, monkeypatch):
     code, out, _ = dsx("guide")
     names = [line.split()[0] for line in out.splitlines()]
     assert (code, names) == (0, sorted(path.stem for path in (ROOT / "docs/guides").glob("*.md")))
     assert dsx("guide", "data") == (0, (ROOT / "docs/guides/data.md").read_text(), "")
+    monkeypatch.chdir(tmp_path)
+    code, _, err = dsx("guide", "finetuning")
+    assert code == 0
+    subprocess.run(err.partition(": ")[2], shell=True, check=True)
+    assert {"recipes/finetune.py", "configs/chat_lora.json"} <= {str(path) for path in Path().glob("*/*")}
+    assert dsx("guide", "finetuning")[2] == ""
     code, _, err = dsx("guide", "dta")
     assert (code, 'write "data"' in err) == (2, True)
 
