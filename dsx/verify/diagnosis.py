@@ -291,6 +291,8 @@ def _ties(wrong: Sequence[GradientFacts]) -> Said | None:
             f"the {tied.holders} stages that hold this tied weight have each only their own use's gradient; "
             "together they are right: it is never summed over them"
         )
+    if tied.fit.residual < _CLOSE and near(tied.fit.factor * tied.holders, 1.0):
+        return TIE_NOT_SUMMED, "only the tied weight is too small: its copies' gradients are averaged"
     if tied.fit.residual < _CLOSE and any(near(tied.fit.factor, n) for n in {2, tied.holders}):
         return TIE_SUMMED_TWICE, (
             "only the tied weight is too large, by a whole factor: its gradient is summed over its copies "

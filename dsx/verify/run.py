@@ -290,7 +290,7 @@ def _job(
 def user_job(
     content: dict[str, Any], size: int, entry: str | Callable[[], Any], *, keep: bool, on_cpu: bool
 ) -> tuple[VerifyJob, tuple[str, ...]]:
-    """The job of ``size`` ranks for one step of a user's own layers, and what it changes of DeepSpeed's JSON.
+    """The job of ``size`` ranks for two steps of a user's own layers, and what it changes of the JSON.
 
     ``keep``: whether to keep bf16 or fp16.
 
@@ -302,7 +302,7 @@ def user_job(
         fix = 'add {"type": "AdamW", "params": {"lr": 1e-3}}'
         raise ConfigError("optimizer", "the config has none", fix)
     changes = make_exact(content, on_cpu=on_cpu, keep_precision=keep)
-    return VerifyJob(content=content, world_size=size, steps=1, clipping=0.0, entry=entry), tuple(changes)
+    return VerifyJob(content=content, world_size=size, steps=2, clipping=0.0, entry=entry), tuple(changes)
 
 
 def family_plan(job: VerifyJob, config: RunConfig, *, layers: bool = False) -> VerifyPlan:

@@ -260,6 +260,86 @@ def _not_reduced(original: Any) -> Any:
     return send
 
 
+def _ties_then(change: Callable[[Any, Any], None]) -> Fault:
+    """``change(adapter, gradient)`` of every tied gradient once the copies' are summed."""
+
+    def make(original: Any) -> Any:
+        def sum_ties(self: Any, gradients: Any) -> None:
+            pairs = list(gradients)
+            original(self, pairs)
+            for _, gradient in pairs:
+                change(self, gradient)
+
+        return sum_ties
+
+    return replaced("dsx.engine.zero.adapter.ZeroAdapter.sum_ties", make)
+
+
+_STAGE3 = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
+_SCATTER = f"{_STAGE3}._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
+
+
+def _scattered(change: Callable[[Any], Any]) -> Fault:
+    """``change(part)`` of every part of a gradient that ZeRO-3 keeps of its average."""
+    return replaced(_SCATTER, lambda original: lambda *given: [change(part) for part in original(*given)])
+
+
+def _of_first_rank(part: Any) -> Any:
+    torch.distributed.broadcast(part, src=0)
+    return part
+
+
+def _without_other_replicas(original: Any) -> Any:
+    def scatter(self: Any, parameters: Any, dtype: Any) -> Any:
+        for parameter in parameters:
+            if self._get_param_partition_rank(parameter):
+                parameter.grad.zero_()
+        return original(self, parameters, dtype)
+
+    return scatter
+
+
+def _overwritten(original: Any) -> Any:
+    def before_backward(self: Any) -> None:
+        original(self)
+        self._optimizer.micro_step_id = 0
+
+    return before_backward
+
+
+def _gathered_before(original: Any) -> Any:
+    """One matrix stays gathered over the step's end."""
+    kept: dict[int, Any] = {}
+
+    def fetch(self: Any, submodule: Any, forward: bool) -> None:
+        original(self, submodule, forward)
+        for parameter in submodule.parameters(recurse=False):
+            if parameter.ndim > 1 and parameter.numel():
+                parameter.data.copy_(kept.setdefault(parameter.ds_id, parameter.data.clone()))
+
+    return fetch
+
+
+def _parts_kept(original: Any) -> Any:
+    def train_batch(self: Any, data_iter: Any = None) -> Any:
+        parts = [parameter.ds_tensor for parameter in self.module.parameters()]
+        before = [part.detach().clone() for part in parts]
+        loss = original(self, data_iter)
+        for part, old in zip(parts, before, strict=True):
+            part.data.copy_(old)
+        return loss
+
+    return train_batch
+
+
+def _norm_of_scaled(original: Any) -> Any:
+    def judge(self: Any, scaled: Any, refuses: Any) -> Any:
+        original(self, scaled, refuses)
+        return scaled
+
+    return judge
+
+
 def _one_mask(original: Any) -> Any:
     def of_documents(self: Any, documents: Any, dtype: Any) -> Any:
         return original(self, torch.zeros_like(documents), dtype)
@@ -322,6 +402,10 @@ FAULTS: dict[str, Fault] = {
     "padding rows have gradients": replaced("dsx.nn.parameters.Weights.initialise", _leak),
     "ties twice": adapter_with(ties=lambda ties: [*ties, *ties]),
     "ties never": adapter_with(ties=lambda ties: ties[:0]),
+    "ties averaged": _ties_then(lambda _, gradient: gradient.div_(2)),
+    "ties of one copy": _ties_then(
+        lambda adapter, gradient: gradient.mul_(int(adapter._scope.groups.pp_rank == 0))
+    ),
     "init by rank": _unseeded_init,
     "dropout by rank": _seeds(lambda groups: 10 + groups.rank),
     "dropout alike on slices": replaced(
@@ -360,6 +444,28 @@ FAULTS: dict[str, Fault] = {
     "weights not gathered": replaced("dsx.engine.engine.PipelineEngine.train_batch", _not_gathered),
     "replica moved": after_step(_move_replica),
     "dropout alike": _seeds(lambda groups: 10),
+    # ZeRO-3.
+    "ZeRO-3 sums": _scattered(lambda part: part * torch.distributed.get_world_size()),
+    "ZeRO-3 shares rolled": _scattered(lambda part: part.roll(1)),
+    "ZeRO-3's first share on all": _scattered(_of_first_rank),
+    "ZeRO-3 without other replicas": replaced(_SCATTER, _without_other_replicas),
+    "ZeRO-3 overwrites": replaced("dsx.engine.zero.stage3.Stage3Adapter.before_backward", _overwritten),
+    "ZeRO-3 keeps what it gathered": replaced(
+        "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator"
+        ".fetch_sub_module",
+        _gathered_before,
+    ),
+    "ZeRO-3 keeps old parts": replaced("dsx.engine.engine.PipelineEngine.train_batch", _parts_kept),
+    # fp16.
+    "loss scale not undone": replaced(
+        "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer.unscale_and_clip_grads",
+        lambda _: lambda *_: None,
+    ),
+    "loss scaled twice": replaced(
+        "dsx.engine.zero.loss_scale.LossScale.scaled",
+        lambda original: lambda self, loss: original(self, loss) * self.value,
+    ),
+    "norm with the loss scale": replaced("dsx.engine.zero.loss_scale.LossScale.judge", _norm_of_scaled),
     # Fine-tuning.
     "one mask for a pack": replaced("dsx.nn.attention.CausalMask._of_documents", _one_mask),
     "no positions": replaced("dsx.verify.subject.random_tokens", _without_positions),
