@@ -23,8 +23,9 @@ class Samples(Protocol):
     def take(self, sample: int) -> Sample:
         """Global sample number ``sample``."""
 
-    def check(self, global_batch: int, made_of: str) -> None:
-        """Raise DataError unless optimizer steps of ``global_batch`` sequences can be made of it."""
+    @property
+    def epoch(self) -> Windows | None:
+        """Of which a step must not take more than all; None if any step can be made."""
 
 
 class Shuffled:
@@ -35,23 +36,13 @@ class Shuffled:
     """
 
     def __init__(self, sequences: Windows, *, seed: int) -> None:
-        self._sequences, self._seed = sequences, seed
+        self.epoch, self._seed = sequences, seed
 
     def take(self, sample: int) -> Sample:
         """The sample of that number; any order of numbers will do."""
-        epoch, place = divmod(sample, len(self._sequences))
+        epoch, place = divmod(sample, len(self.epoch))
         key = keyed_hash("train", self._seed, epoch)
-        return self._sequences.window(permute(place, len(self._sequences), key))
-
-    def check(self, global_batch: int, made_of: str) -> None:
-        """Raise DataError if one step takes more sequences than the corpus has."""
-        if len(self._sequences) < global_batch:
-            raise DataError(
-                "train_batch_size",
-                f"one step takes {global_batch} sequences ({made_of}), the training text has "
-                f"{len(self._sequences)} of {self._sequences.sequence_length} tokens",
-                "use more text, a smaller batch or a smaller dsx.data.sequence_length",
-            )
+        return self.epoch.window(permute(place, len(self.epoch), key))
 
 
 class Mixed:
@@ -63,6 +54,8 @@ class Mixed:
         seed: Seed of the orders; each corpus has its own, by its name.
     """
 
+    epoch = None  # a source that ends begins again
+
     def __init__(self, parts: Mapping[str, Windows], shares: Shares, *, seed: int) -> None:
         self._parts, self._shares, self._seed = list(parts.items()), shares, seed
 
@@ -73,9 +66,6 @@ class Mixed:
         epoch, place = divmod(local, len(sequences))
         key = keyed_hash("train", self._seed, name, epoch)
         return sequences.window(permute(place, len(sequences), key))
-
-    def check(self, global_batch: int, made_of: str) -> None:
-        """Pass: any step can be made, because a source that ends begins again."""
 
 
 class Batches:
@@ -109,13 +99,17 @@ class Batches:
         cursor: int = 0,
         islands: Islands | None = None,
     ) -> None:
-        made_of = (
-            f"{micro_batch_size} per micro-batch x {accumulation} micro-batches x {dp} data-parallel ranks"
-        )
-        self._batch, count = micro_batch_size * accumulation * dp, 1
-        if islands is not None:
-            count, made_of = islands.count, f"{made_of} x {islands.count} islands"
-        samples.check(self._batch * count, made_of)
+        self._batch, whole = micro_batch_size * accumulation * dp, samples.epoch
+        taken = self._batch * (1 if islands is None else islands.count)
+        if whole is not None and len(whole) < taken:
+            made_of = f"{micro_batch_size} per micro-batch x {accumulation} micro-batches x {dp}"
+            raise DataError(
+                "train_batch_size",
+                f"one step takes {taken} sequences ({made_of} data-parallel ranks"
+                + ("" if islands is None else f" x {islands.count} islands")
+                + f"), the training text has {len(whole)} of {whole.sequence_length} tokens",
+                "use more text, a smaller batch or a smaller dsx.data.sequence_length",
+            )
         self._samples, self._islands = samples, islands
         self._rows = micro_batch_size
         self._dp, self._dp_rank = dp, dp_rank

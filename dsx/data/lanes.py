@@ -273,6 +273,8 @@ class SampleStream:
         end_id: The token that ends a document, if documents are kept apart.
     """
 
+    epoch = None  # a source that ends begins again
+
     def __init__(
         self,
         names: Sequence[str],
@@ -305,9 +307,6 @@ class SampleStream:
             source, number = self._shares.locate(row, lane)
             ids = self._take(source, lane, number)
         return Sequences(ids, self._data.sequence_length, end_id=self._end_id).window(0)
-
-    def check(self, global_batch: int, made_of: str) -> None:
-        """Pass: any step can be made, because a source that ends begins again."""
 
     def state(self, cursor: int) -> dict[str, list[Any]]:
         """What another run needs to continue with sample ``cursor``, for the lanes that were read here."""

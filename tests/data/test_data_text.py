@@ -231,6 +231,8 @@ def test_a_prepared_corpus_that_changes(tmp_path: Path, size: int) -> None:
 class Source:
     """Counts what is taken; sample ``fails`` raises."""
 
+    epoch = None
+
     def __init__(self, fails: int = -1) -> None:
         self.taken, self.fails = 0, fails
         self.room = threading.Semaphore(0)
@@ -241,9 +243,6 @@ class Source:
         if sample == self.fails:
             raise DataError("source", "broke", "mend it")
         return torch.arange(sample, sample + 4), torch.arange(sample + 1, sample + 5)
-
-    def check(self, global_batch: int, made_of: str) -> None:
-        pass
 
 
 def test_prefetched_batches_are_the_same_and_bounded() -> None:
