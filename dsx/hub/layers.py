@@ -76,11 +76,11 @@ class HubEmbedding(nn.Module):
         return Stream(y, None if self._balance is None else fresh_sums(self._balance, y), places).flat()
 
 
-def _vocabulary(table: Any, weights: Weights) -> int | None:
+def _vocabulary(table: Any, weights: Weights, *, linear: bool = False) -> int | None:
     """Make an embedding of the family look up this rank's rows, or be the head with ``as_head=True``.
 
-    What the family's own forward does to a vector that it has looked up, it does here too. Returns how many
-    rows are no padding, None for all.
+    What the family's own forward does to a vector that it has looked up, it does here too. An output
+    ``linear`` is made the head alike, with its bias. Returns how many rows are no padding, None for all.
     """
     tp, split, look_up = weights.tp, weights.split, table.forward
     size, rows = weights.specs["word.weight"].shape[0], table.weight.shape[0]
@@ -90,10 +90,11 @@ def _vocabulary(table: Any, weights: Weights) -> int | None:
         table.padding_idx = padding - first if first <= padding < first + rows else None
 
     def forward(x: Tensor, *, as_head: bool = False, loss: Callable[..., Tensor] | None = None) -> Tensor:
+        bias = table.bias if linear else None
         if loss is not None:
-            return loss(x, table.weight, num_valid=num_valid)
+            return loss(x, table.weight, bias=bias, num_valid=num_valid)
         if as_head:
-            return column_linear(x, table.weight, None, tp, num_valid=num_valid, split=split)
+            return column_linear(x, table.weight, bias, tp, num_valid=num_valid, split=split)
         return looked_up(x, look_up, size, rows, tp)
 
     table.forward = forward
@@ -293,22 +294,15 @@ class Ending:
         return y.masked_fill(columns >= num_valid, -torch.inf)
 
     def of(
-        self,
-        head: Callable[..., Tensor],
-        given: Given,
-        num_valid: int | None,
-        loss: Callable[..., Tensor] | None = None,
+        self, module: HubEmbedding | HubHead, given: Given, loss: Callable[..., Tensor] | None = None
     ) -> Given:
-        """[B, s, H] to :meth:`logits` by a head's linear, or, given ``loss``, to the loss."""
+        """[B, s, H] to :meth:`logits` by the table of a layer, or, given ``loss``, to the loss."""
         x, sums, _ = Stream.of(given, sums=self._sums)
         if loss is None:
-            return Stream(self.logits(x, head, num_valid), sums).flat()
-        whole = partial(loss, logits=partial(self.logits, num_valid=num_valid))
-        return Stream(head(x, loss=whole), sums).flat()
-
-    def of_table(self, module: HubEmbedding, given: Given, **loss: Any) -> Given:
-        """The tied head, on the word embedding's table."""
-        return self.of(partial(module.word, as_head=True), given, module.num_valid, **loss)
+            y = self.logits(x, partial(module.word, as_head=True), module.num_valid)
+        else:
+            y = module.word(x, loss=partial(loss, logits=partial(self.logits, num_valid=module.num_valid)))
+        return Stream(y, sums).flat()
 
 
 class _Base(nn.Module):
@@ -359,20 +353,11 @@ class HubHead(nn.Module):
         structure = structure_of(model.config)
         self.word: Any = copied(structure.model.get_submodule(structure.head))
         settled(self, model, weights, set())
-        size, rows = weights.specs["word.weight"].shape[0], self.word.weight.shape[0]
-        valid = own_rows(size, rows, weights.tp)[1]
-        table, tp, split = self.word, weights.tp, weights.split
-
-        def forward(x: Tensor, loss: Callable[..., Tensor] | None = None) -> Tensor:
-            if loss is not None:
-                return loss(x, table.weight, bias=table.bias, num_valid=valid)
-            return column_linear(x, table.weight, table.bias, tp, num_valid=valid, split=split)
-
-        table.forward, self._ending, self._valid = forward, ending, valid
+        self.num_valid, self._ending = _vocabulary(self.word, weights, linear=True), ending
 
     def forward(self, given: Given, **loss: Any) -> Given:
         """[B, s, H] to [B, S, V], or to the loss."""
-        return self._ending.of(self.word, given, self._valid, **loss)
+        return self._ending.of(self, given, **loss)
 
 
 def entries(
@@ -404,6 +389,6 @@ def entries(
         elif kind == "FinalNorm":
             yield entry(HubEnd, *own)
         elif tied:
-            yield entry(HubEmbedding, *own, tied=True, use=ending.of_table)
+            yield entry(HubEmbedding, *own, tied=True, use=ending.of)
         else:
             yield entry(HubHead, *own, ending)
