@@ -508,29 +508,23 @@ def resolve(
     if world_size < 1:
         raise ConfigError(f"world size {world_size}", "a run has at least 1 rank", "use 1 or more")
     with told_of_set(overrides):
-        return _resolved(source, world_size, rank, overrides)
+        deepspeed, dsx = load(source, overrides)
+        name = "config" if isinstance(source, Mapping) else str(source)
+        raise_all(name, deepspeed_problems(deepspeed))
+        if dsx.outer is not None:
+            raise_all(name, [*outer_problems(deepspeed, dsx)])
+            islands = which_island(dsx.outer, world_size, rank)
+            run = _resolve(name, deepspeed, dsx, islands.ranks)
+            return replace(run, islands=islands, notes=(*run.notes, *_outer_notes(run)))
+        if dsx.elastic is None:
+            return _resolve(name, deepspeed, dsx, world_size)
+        scorer = None
+        if dsx.elastic.cluster is not None:
+            from dsx.planner.cluster import read_cluster  # here: other runs need none of the planner
+            from dsx.planner.predicted import LayoutScorer
 
-
-def _resolved(
-    source: str | Path | Mapping[str, Any], world_size: int, rank: int, overrides: Sequence[str]
-) -> RunConfig:
-    deepspeed, dsx = load(source, overrides)
-    name = "config" if isinstance(source, Mapping) else str(source)
-    raise_all(name, deepspeed_problems(deepspeed))
-    if dsx.outer is not None:
-        raise_all(name, [*outer_problems(deepspeed, dsx)])
-        islands = which_island(dsx.outer, world_size, rank)
-        run = _resolve(name, deepspeed, dsx, islands.ranks)
-        return replace(run, islands=islands, notes=(*run.notes, *_outer_notes(run)))
-    if dsx.elastic is None:
-        return _resolve(name, deepspeed, dsx, world_size)
-    scorer = None
-    if dsx.elastic.cluster is not None:
-        from dsx.planner.cluster import read_cluster  # here: other runs need none of the planner
-        from dsx.planner.predicted import LayoutScorer
-
-        scorer = LayoutScorer.of(read_cluster(dsx.elastic.cluster))
-    return elastic.lay_out(deepspeed, dsx, world_size, partial(_resolve, name), scorer)
+            scorer = LayoutScorer.of(read_cluster(dsx.elastic.cluster))
+        return elastic.lay_out(deepspeed, dsx, world_size, partial(_resolve, name), scorer)
 
 
 def which_island(outer: OuterConfig, world_size: int, rank: int) -> Islands:

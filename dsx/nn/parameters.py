@@ -224,23 +224,17 @@ def fresh_parameter(
     if init is not None and parameter.device.type != "meta":
         if not isinstance(init, Init) or init.kind in _DRAWN:
             parameter.dsx_seed = draw_seed(tp, sharded=False)
-        _fill(parameter, spec, init, tp)
+        seed = getattr(parameter, "dsx_seed", 0)
+        if isinstance(init, Init):
+            fill(parameter, spec, tp.at, seed=seed)
+        else:
+            whole = torch.zeros(spec.shape, dtype=parameter.dtype, device=parameter.device)
+            with torch.no_grad(), seeded(parameter.device, seed):
+                given = init(whole)
+            fits = isinstance(given, Tensor) and given.shape == whole.shape
+            take_part(parameter, given if fits else whole, spec, tp.at)
     filled: nn.Parameter = parameter
     return filled
-
-
-@torch.no_grad()
-def _fill(parameter: Any, spec: ParamSpec, init: Initialiser, tp: TensorParallel) -> None:
-    seed = getattr(parameter, "dsx_seed", 0)
-    if isinstance(init, Init):
-        fill(parameter, spec, tp.at, seed=seed)
-        return
-    whole = torch.zeros(spec.shape, dtype=parameter.dtype, device=parameter.device)
-    with seeded(parameter.device, seed):
-        given = init(whole)
-    if isinstance(given, Tensor) and given.shape == whole.shape:
-        whole = given
-    take_part(parameter, whole, spec, tp.at)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

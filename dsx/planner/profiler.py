@@ -29,6 +29,7 @@ from dsx.models import families
 from dsx.models.flops import Precision, layer_flops, peak_flops
 from dsx.models.params import layer_kinds
 from dsx.models.spec import HubModel, Recompute
+from dsx.nn.embedding import TiedUse
 from dsx.nn.loss import loss_of
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.parameters import DTYPES
@@ -201,10 +202,8 @@ def _built(spec: Any, device: torch.device) -> tuple[Callable[..., Any], list[Te
     else:
         return spec, []
     owned = [*module.parameters(), *module.buffers()]
-    forward_fn = spec.forward_fn if isinstance(spec, TiedLayerSpec) else None
-    if forward_fn is None:
-        return module, owned
-    return lambda x, **loss: forward_fn(module, x, **loss), owned
+    use = spec.forward_fn if isinstance(spec, TiedLayerSpec) else None
+    return module if use is None else TiedUse(module, use), owned
 
 
 def _kind(spec: Any, index: int) -> str:

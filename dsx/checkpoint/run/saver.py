@@ -59,28 +59,21 @@ def write_share(blocks: Sequence[StoredBlock], folder: Path, rank: int) -> Catal
                 data = memoryview(as_numpy(block.values.detach().cpu().contiguous())).cast("B")
                 for low in range(0, len(data), _WRITE_BYTES):
                     write_from(descriptor, data[low : low + _WRITE_BYTES], at + low)
-                entry, sums = _described(block, name, at, data)
-                entries.append(entry)
-                checksums += sums
+                entry, size = block.entry, block.entry.item_bytes
+                pieces = tuple(part.at(name, at, size) for part in block.parts)
+                entries.append(replace(entry, pieces=pieces))
+                checksums += (  # of every stretch that a reader may ask for
+                    Checksum(name, start, stop, "xxh3_128", digest(data[start - at : stop - at]))
+                    for piece in pieces
+                    for tile in tiles_of(entry.shape, piece.box)
+                    for start, stop in stretches(piece, tile, size)
+                )
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
     return Catalog(
         root=folder, format=native.FORMAT_NAME, entries=_joined(entries), checksums=tuple(checksums)
     )
-
-
-def _described(block: StoredBlock, file: str, origin: int, data: memoryview) -> tuple[Entry, list[Checksum]]:
-    """The entry with its pieces in the file, and a checksum for each stretch that a reader may ask for."""
-    entry, size = block.entry, block.entry.item_bytes
-    pieces = tuple(part.at(file, origin, size) for part in block.parts)
-    sums = [
-        Checksum(file, start, stop, "xxh3_128", digest(data[start - origin : stop - origin]))
-        for piece in pieces
-        for tile in tiles_of(entry.shape, piece.box)
-        for start, stop in stretches(piece, tile, size)
-    ]
-    return replace(entry, pieces=pieces), sums
 
 
 def _joined(entries: Iterable[Entry]) -> tuple[Entry, ...]:
