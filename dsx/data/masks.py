@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -225,6 +226,18 @@ class _Rendering:
         self._masks, self._example = masks, example
         self._count = len(example.messages)
         self.text, self.marks = masks.render(example, self._count)
+        if any(turn.get("tool_calls") for turn in example.messages) and self.text == self._without_calls():
+            what = (
+                "the chat template writes nothing of its tool_calls, so that empty turns would be trained on"
+            )
+            fix = "use a template that writes them (dsx.data.chat_template), or skip such records"
+            raise BadRecordError(example.where, what, f"{fix} (dsx.data.bad_records)")
+
+    def _without_calls(self) -> str:
+        bare = [{key: turn[key] for key in turn if key != "tool_calls"} for turn in self._example.messages]
+        with suppress(BadRecordError):
+            return self._masks.render(replace(self._example, messages=tuple(bare)), self._count)[0]
+        return ""
 
     def bad(self, what: str) -> BadRecordError:
         fix = "mend or remove it, or skip such records (dsx.data.bad_records)"

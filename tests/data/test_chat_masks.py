@@ -46,6 +46,14 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
+def refused(source: Path, tokenizer: Path) -> str:
+    """Why dsx takes no token of the one chat in a file."""
+    data = DataConfig(source=str(source), format="chat", tokenizer=str(tokenizer), sequence_length=64)
+    ((found,),) = Masks(data, load_tokenizer(data.tokenizer)).encode(examples(data))
+    assert isinstance(found, BadRecordError)
+    return str(found)
+
+
 def of_dsx(source: Path, tokenizer: Path, form: str = "chat", **keys: object) -> Labelled:
     """Ids and labels, unshifted."""
     data = DataConfig(source=str(source), format=form, tokenizer=str(tokenizer), sequence_length=64, **keys)
@@ -208,6 +216,15 @@ def test_tool_calls_are_trained_and_results_are_not(tmp_path: Path) -> None:
     ) == of_dsx(write(tmp_path / "d.jsonl", pair), tmp_path / "tokenizer")
 
 
+def test_tool_calls_that_a_template_leaves_out_are_refused(tmp_path: Path) -> None:
+    """TRL trains such a turn as an empty one."""
+    template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] or '' }}\n{% endfor %}"
+    template += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    save_tokenizer(tmp_path / "tokenizer", template=template)
+    found = refused(write(tmp_path / "a.jsonl", [{"messages": WITH_TOOLS}]), tmp_path / "tokenizer")
+    assert "a.jsonl, line 1: the chat template writes nothing of its tool_calls" in found
+
+
 def test_weights_of_turns(tmp_path: Path) -> None:
     """OpenAI's format for fine-tuning: a turn of weight 0 is context alone."""
     tokenizer = save_tokenizer(tmp_path / "tokenizer", template=published("llama3"))
@@ -265,13 +282,9 @@ def test_no_special_token_comes_twice(tmp_path: Path) -> None:
 def test_a_template_whose_turns_cannot_be_told_is_refused(tmp_path: Path, name: str) -> None:
     save_tokenizer(tmp_path / "tokenizer", template=published(name))
     source = write(tmp_path / "a.jsonl", [{"messages": CHATS[1]}])
-    data = DataConfig(
-        source=str(source), format="chat", tokenizer=str(tmp_path / "tokenizer"), sequence_length=64
-    )
-    ((found,),) = Masks(data, load_tokenizer(data.tokenizer)).encode(examples(data))
-    assert isinstance(found, BadRecordError)
-    assert "a.jsonl, line 1: turn 2 cannot be told apart" in str(found)
-    assert "use a template with {% generation %} marks (dsx.data.chat_template)" in str(found)
+    found = refused(source, tmp_path / "tokenizer")
+    assert "a.jsonl, line 1: turn 2 cannot be told apart" in found
+    assert "use a template with {% generation %} marks (dsx.data.chat_template)" in found
     assert len(of_dsx(source, tmp_path / "tokenizer", train_on="all")) == 1
 
 
