@@ -227,9 +227,7 @@ class _Rendering:
         self._count = len(example.messages)
         self.text, self.marks = masks.render(example, self._count)
         if any(turn.get("tool_calls") for turn in example.messages) and self.text == self._without_calls():
-            what = (
-                "the chat template writes nothing of its tool_calls, so that empty turns would be trained on"
-            )
+            what = "the chat template writes nothing of its tool_calls: empty turns would be trained on"
             fix = "use a template that writes them (dsx.data.chat_template), or skip such records"
             raise BadRecordError(example.where, what, f"{fix} (dsx.data.bad_records)")
 
