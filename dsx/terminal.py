@@ -88,6 +88,8 @@ def full_disk(error: BaseException | None) -> str:
     while error is not None:
         if isinstance(error, OSError) and error.errno in _FULL:
             return f"{error.filename or 'a file'}: {error.strerror or os.strerror(error.errno)}"
+        if f"(os error {errno.ENOSPC})" in str(error):  # Rust's, as of safetensors and tokenizers
+            return f"a file: {os.strerror(errno.ENOSPC)}"
         error = error.__cause__ or error.__context__
     return ""
 

@@ -93,10 +93,9 @@ def save_layers(
             path = Path(model.ckpt_layer_path(str(root), local))
             _write(path, clone_tensors_for_torch_save(state), engine)
         store.sync_file(root)
-    except OSError as error:
-        raise CheckpointError(
-            str(root), f"it cannot be written ({error})", "choose another folder"
-        ) from error
+    except (OSError, RuntimeError) as error:  # torch.save's own, on a full disk
+        fix = "make room, or choose another folder"
+        raise CheckpointError(str(root), f"it cannot be written ({error})", fix) from error
 
 
 def load_layers(model: HasLayers, folder: str | Path, engine: Any = None, *, strict: bool = True) -> None:

@@ -335,6 +335,9 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="cannot be written"):
         hf.write_shard(tmp_path / "file" / "b", 0, 1, {})
+    (tmp_path / "b.partial" / "adapter_model.safetensors").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        hf.finish_adapter(tmp_path / "b", {}, {}, [])
 
 
 def test_one_export_at_a_time_makes_a_folder_and_removes_nothing_of_others(tmp_path: Path) -> None:

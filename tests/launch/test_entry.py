@@ -120,6 +120,8 @@ def test_a_full_disk_is_a_line_whoever_writes():
     body = f"try: {writes}\nexcept OSError as error: raise KeyError from error"
     said = "error: a file: No space left on device. Fix: make room on that disk.\n"
     assert ended(body, rank=3) == (2, "", f"[rank 3 on {socket.gethostname()}] {said}")
+    rust = "from tokenizers import Tokenizer, models\nTokenizer(models.BPE()).save('/dev/full')"
+    assert ended(rust)[::2] == (2, f"[rank 0 on {socket.gethostname()}] {said}")
 
 
 @pytest.mark.parametrize("times", [1, 100_000])

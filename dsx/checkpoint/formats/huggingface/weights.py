@@ -165,17 +165,20 @@ def write_shard(folder: str | Path, index: int, count: int, tensors: Mapping[str
     folder = Path(folder)
     check_absent(folder)
     file = partial_of(folder) / file_name(index, count)
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    _save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, file)
+    return dict.fromkeys(tensors, file.name)
+
+
+def _save(state: Mapping[str, Tensor], file: Path) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         # transformers refuses files without the format entry.
-        save_file(state, file, metadata={"format": "pt", **_checksums(state)})
+        save_file(dict(state), file, metadata={"format": "pt", **_checksums(state)})
         store.sync_file(file)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             str(file), f"cannot be written ({error})", "free space or choose another folder"
         ) from error
-    return dict.fromkeys(state, file.name)
 
 
 def _checksums(state: Mapping[str, Tensor]) -> dict[str, str]:
@@ -197,8 +200,7 @@ def finish_adapter(
     tensors: dict[str, Tensor] = {}
     for name in sorted(set(files.values())):
         tensors |= load_file(partial / name)
-    save_file(tensors, partial / ADAPTER_WEIGHTS, metadata={"format": "pt", **_checksums(tensors)})
-    store.sync_file(partial / ADAPTER_WEIGHTS)
+    _save(tensors, partial / ADAPTER_WEIGHTS)
     for shard in (path for path in partial.iterdir() if path.name != ADAPTER_WEIGHTS):
         shard.unlink()
     store.write_atomically(partial / ADAPTER_SETTINGS, as_json(dict(settings)))
