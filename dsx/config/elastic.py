@@ -8,7 +8,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from dsx.config.batch import ACCUMULATION, MICRO, TRAIN
-from dsx.config.load import raise_all
+from dsx.config.load import SeveralProblemsError, raise_all
 from dsx.config.run import RunConfig
 from dsx.config.schema import DsxConfig
 from dsx.config.wording import at, key
@@ -147,9 +147,12 @@ def _nothing(dsx: DsxConfig, world_size: int, reason: DsxError | None) -> Config
             f"{world_size} ranks were started",
             "start more, or lower it",
         )
+    if isinstance(reason, SeveralProblemsError):
+        reason = reason.problems[0]
+    why = "" if reason is None else f"; for example, {reason.where}: {reason.what}"
     allowed = f"tensor {limits.tensor or 'as written'}, pipeline {limits.pipeline or 'as written'}"
     return ConfigError(
         f"dsx.elastic ({allowed})",
-        f"no layout on {limits.min_ranks} to {world_size} ranks; for example: {reason}",
+        f"no layout on {limits.min_ranks} to {world_size} ranks{why}",
         "allow other degrees, or change the batch",
     )

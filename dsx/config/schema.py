@@ -156,7 +156,8 @@ class MixedSource(TextSource):
 
     weight: Annotated[float, Field(gt=0)] = Field(
         default=1.0,
-        description="Share of the training sequences, relative to the other sources' weights; above 0.",
+        description="Share of the training sequences, relative to the other sources' weights; above 0: leave "
+        "a source of no share out.",
     )
     label: str | None = Field(
         default=None,
@@ -257,6 +258,8 @@ class DataConfig(TextSource):
         if any(part.source == OWN for part in self.sources):
             raise MistakeError('"own" cannot be mixed with text', "mix in the program that has the samples")
         self._check_examples()
+        if "sources" in self.model_fields_set and not self.sources and "source" not in self.model_fields_set:
+            raise MistakeError("sources has none", 'name some, or a source ("python-stdlib")')
         if self.sources and given:
             raise ValueError(f"sources and {given[0]} are both given; each of sources has its own {given[0]}")
         if self.streaming and (self.max_bytes or any(part.max_bytes for part in self.sources)):

@@ -19,7 +19,7 @@ import socket
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -420,7 +420,11 @@ def prepare(data: DataConfig, cache_dir: str | Path, before: Callable[[], None] 
     if data.format == "text":
 
         def write(folder: Path) -> CorpusInfo:
-            return write_corpus(folder, _split(documents(data), data), data.source, tokenizer, settings)
+            blank: list[int] = []
+            texts = _split(documents(data, blank), data)
+            info = write_corpus(folder, texts, data.source, tokenizer, settings)
+            first = f'row {blank[0]:,} has no "{data.text_column}"' if blank else ""
+            return replace(info, bad_records=len(blank), first_bad_record=first)
     else:
         from dsx.data.masks import Masks
 

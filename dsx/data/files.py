@@ -25,7 +25,7 @@ from typing import Any
 
 from dsx.config.schema import DataConfig
 from dsx.config.sources import PATTERN, STANDARD_LIBRARY, TABLES, TEXTS, is_hub_name
-from dsx.data.units import Stamp, Unit, file_parts, pieces
+from dsx.data.units import Stamp, Unit, file_parts, pieces, to_name
 from dsx.errors import DataError
 from dsx.models.transformers_settings import first_line
 
@@ -230,21 +230,21 @@ class Tables:
         return {**where, "name": self.name, "split": self.split, "text_column": self.text_column}
 
     def documents(self) -> Iterator[str]:
-        """Documents in order; empty cells are skipped."""
-        table = self._table(stream=self.stream)
-        try:
-            for batch in () if table is None else table.with_format("arrow").iter(batch_size=_BATCH_ROWS):
-                yield from (cell for cell in _cells(batch, self.text_column, self._where) if cell)
-        except _read_errors() as error:
-            raise _unreadable(self._where, error, self._files) from error
+        """Documents in order, empty ones for rows without text."""
+        if self._are_lines:
+            yield from (text for unit in self._lines(lanes=1, blank=True) for _, text in unit.documents(None))
+            return
+        for part in self._parts():
+            table = part._table(stream=part.stream)  # noqa: SLF001 - its own kind
+            try:
+                for batch in () if table is None else table.with_format("arrow").iter(batch_size=_BATCH_ROWS):
+                    yield from (cell or "" for cell in _cells(batch, self.text_column, part._where))  # noqa: SLF001
+            except _read_errors() as error:
+                raise _unreadable(part._where, error, part._files) from error  # noqa: SLF001
 
     def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Rows as objects, each with its place. Raises DataError, as :meth:`documents` does."""
-        parts = [self]
-        if isinstance(self.source, LocalFiles) and self.source.builder is not None:
-            each = (replace(self.source, paths=(path,)) for path in self.source.paths)
-            parts = [replace(self, source=source) for source in each]
-        for part in parts:
+        for part in self._parts():
             table = part._table(stream=part.stream)  # noqa: SLF001 - its own kind
             try:
                 for number, row in enumerate(() if table is None else table, 1):
@@ -256,11 +256,28 @@ class Tables:
         """Byte ranges of JSON lines; else what ``datasets`` can read on its own: row groups, or files."""
         stamps: tuple[Stamp, ...] = ()
         if isinstance(self.source, LocalFiles):
-            root, paths = self.source.root, self.source.paths
-            if self.source.builder == "json" and all(path.suffix == ".jsonl" for path in paths):
-                return file_parts(root, paths, lanes=lanes, column=self.text_column)
-            stamps = tuple(Stamp.of(root / path) for path in paths)
+            if self._are_lines:
+                return self._lines(lanes=lanes)
+            stamps = tuple(Stamp.of(path) for path in self._files)
         return _shards(self._table(stream=True), self.text_column, self._where, stamps)
+
+    def _parts(self) -> list[Tables]:
+        """A file each, as their columns may differ."""
+        if isinstance(self.source, LocalFiles) and self.source.builder is not None:
+            each = (replace(self.source, paths=(path,)) for path in self.source.paths)
+            return [replace(self, source=source) for source in each]
+        return [self]
+
+    @property
+    def _are_lines(self) -> bool:
+        """Whether it is files of JSON lines, which may have other columns each, and need no schema."""
+        named = isinstance(self.source, LocalFiles) and self.source.builder == "json"
+        return named and all(path.suffix == ".jsonl" for path in self._files)
+
+    def _lines(self, *, lanes: int, blank: bool = False) -> tuple[Unit, ...]:
+        assert isinstance(self.source, LocalFiles)
+        paths = self.source.paths
+        return file_parts(self.source.root, paths, lanes=lanes, column=self.text_column, blank=blank)
 
     @property
     def _where(self) -> str:
@@ -380,13 +397,12 @@ def _cells(batch: Any, column: str, where: str) -> list[str | None]:
 
 
 def _to_name(schema: Any) -> str:
-    """What to do about a column that is not text: name one that is, or make one."""
+    if len(schema) == 1 and any(mark in schema[0].name for mark in ";\t|"):
+        return "write the file with a comma between the cells of a line"
     texts = [field.name for field in schema if str(field.type) in _TEXT - {"null"}]
-    chats = [field.name for field in schema if "struct<" in str(field.type)]
-    if chats:  # messages, conversations: lists of turns
-        turns = f'set dsx.data.format to "chat" for the turns of {", ".join(chats)}'
-        return f"{turns}, or name one that holds text: {', '.join(texts)}" if texts else turns
-    return f"name the column that holds the text: {', '.join(texts)}" if texts else "add a column of strings"
+    return to_name(
+        texts, [each.name for each in schema if re.search("struct<.*(role|from):", str(each.type))]
+    )
 
 
 def _read_errors() -> tuple[type[Exception], ...]:
@@ -441,6 +457,9 @@ def _unreadable(where: str, error: Exception, files: Sequence[Path] = ()) -> Dat
     with suppress(OSError):
         for fault in filter(None, (_csv_fault(file) for file in files if file.suffix == ".csv")):
             return fault
+    if "Couldn't cast" in str(error):
+        what = "its parts have other columns, or other types in them"
+        return DataError(where, what, 'write jsonl, and name the files: "folder/*.jsonl"')
     if isinstance(error, UnicodeDecodeError):
         fix = "convert it (iconv -f latin1 -t utf-8) or leave it out"
         return DataError(where, f"is not UTF-8 text ({error.reason})", fix)
@@ -461,13 +480,17 @@ DocumentSource = TextFiles | Tables
 """A corpus of documents in a fixed order."""
 
 
-def documents(data: DataConfig) -> Iterator[str]:
-    """Documents of ``data.source`` in order, up to about ``data.max_bytes`` of UTF-8."""
+def documents(data: DataConfig, blank: list[int] | None = None) -> Iterator[str]:
+    """Documents of ``data.source`` in order, up to about ``data.max_bytes`` of UTF-8.
+
+    Rows without text, which are left out, are noted in ``blank``, counted from 1.
+    """
     left = data.max_bytes
-    for document in open_source(data).documents():
-        if not document:
-            continue
-        yield document
+    for row, document in enumerate(open_source(data).documents(), 1):
+        if document:
+            yield document
+        elif blank is not None:
+            blank.append(row)
         if left is not None:
             left -= len(document.encode())
             if left <= 0:
@@ -499,6 +522,10 @@ def open_source(data: DataConfig) -> DocumentSource:
 
 
 def _folder(root: Path, data: DataConfig) -> DocumentSource:
+    if any((root / name).is_file() for name in ("dataset_dict.json", "state.json")):
+        what = "it is a folder of datasets' save_to_disk, which is a cache"
+        fix = f'write a table: datasets.load_from_disk("{root}").to_parquet("text.parquet")'
+        raise DataError(_where(data), what, f"{fix}, for each split")
     inside = sorted((path.relative_to(root) for path in root.rglob("*") if path.is_file()), key=Path.as_posix)
     seen = [path for path in inside if not any(part.startswith(".") for part in path.parts)]
     tables = [path for path in seen if path.suffix in TABLES]
@@ -528,6 +555,9 @@ def _files(root: Path, paths: list[Path], data: DataConfig) -> DocumentSource:
         _refuse_table_keys(data)
         return TextFiles(root=root, paths=tuple(paths))
     _refuse_keys(data, "name")
+    if data.split != "train":
+        what = f'source "{data.source}" is files, which have the split "train" alone'
+        raise DataError(f'dsx.data.split = "{data.split}"', what, "leave this key out")
     return _tables(LocalFiles(root=root, paths=tuple(paths), builder=kinds.pop()), data)
 
 

@@ -96,9 +96,6 @@ def _rows(data: DataConfig) -> Iterator[_Row]:
             "name files of jsonl, json, parquet or csv, or a hub data set",
         )
     if isinstance(source.source, LocalFiles) and source.source.builder in ("json", "csv"):
-        if data.split != "train":
-            what = f'source "{data.source}" is files, which have the split "train" alone'
-            raise DataError(f'dsx.data.split = "{data.split}"', what, "leave this key out")
         for path in source.source.paths:
             yield from _file_rows(source.source.root / path)
         return

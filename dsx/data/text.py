@@ -211,7 +211,8 @@ class Text:
         """
         info = self.parts[0].corpus.info
         held = f"{sum(part.corpus.info.held_out.tokens for part in self.parts):,} held-out tokens"
-        rows = [("data", f"{len(self.parts)} sources, tokenizer {info.tokenizer}: {held}")]
+        count = len(self.parts)
+        rows = [("data", f"{count} source{'s' * (count > 1)}, tokenizer {info.tokenizer}: {held}")]
         if not self._data.sources:
             train = "streamed" if self._data.streaming else f"{info.train.tokens:,} training"
             rows = [("data", f"{info.source}, tokenizer {info.tokenizer}: {train} and {held}")]
@@ -229,7 +230,7 @@ class Text:
         return rows
 
     def _lanes_of_a_rank(self, shared: int) -> str:
-        lanes, text = self._data.lanes, f"{self._data.lanes} lanes"
+        lanes, text = self._data.lanes, f"{self._data.lanes} lane{'s' * (self._data.lanes > 1)}"
         if lanes % shared == 0:
             return f"{text}, each read by one data-parallel rank"
         return (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -91,6 +92,7 @@ class FilePart:
         column: The key of the JSON that holds the text.
         cut_bytes: Running text is cut into documents of at least so many bytes, at blank lines where there
             are any, and at most about twice that.
+        blank: Whether lines without text are documents, too, without a character.
     """
 
     stamp: Stamp
@@ -100,6 +102,7 @@ class FilePart:
     lines: bool
     column: str = ""
     cut_bytes: int = 0
+    blank: bool = False
 
     def documents(self, start: int | None) -> Iterator[tuple[int, str]]:
         """See :class:`Unit`; positions are bytes of the file."""
@@ -112,8 +115,8 @@ class FilePart:
                 lines = _lines(file.readline if self.lines else partial(_line, file), end - at)
                 for piece in lines if self.lines else pieces(lines, self.cut_bytes):
                     text = self._text(piece, at)
-                    if text:
-                        yield at, text
+                    if text or (self.blank and piece.strip()):
+                        yield at, text or ""
                     at += len(piece)
                 if at < end:
                     self._shrunk(at)
@@ -147,31 +150,55 @@ class FilePart:
     def _json(self, line: bytes, at: int) -> str | None:
         if not line.strip():
             return None
-        where = f"{self.stamp.path}, byte {at}"
         try:
-            row = json.loads(line)
+            row = json.loads(line.removeprefix(BOM_UTF8) if at == 0 else line)
+            cell = row.get(self.column) if isinstance(row, dict) else None
+            if isinstance(cell, str):
+                cell.encode()
         except UnicodeDecodeError:
             _decoded(line, self.stamp.path, at)
             raise
         except (ValueError, RecursionError) as error:
-            raise DataError(where, f"is no line of JSON ({error})", "mend or remove that line") from error
+            what = f"is no line of JSON in UTF-8 ({error})"
+            raise DataError(self._place(at), what, "mend or remove that line") from error
         if not isinstance(row, dict):
-            raise DataError(where, f"holds {type(row).__name__}, not an object", "mend or remove that line")
-        cell, what = row.get(self.column), ""
-        if at == 0 and self.column not in row:
-            what = f"{self.stamp.path} has no such column; it has {shortened(', '.join(row), 500)}"
-        elif cell is not None and not isinstance(cell, str):
-            what = f"the line at {where} holds {type(cell).__name__} there, not text"
-        if what:
-            key = f'dsx.data.text_column = "{self.column}"'
-            raise DataError(key, what, "name the column that holds the text")
-        return cell
+            what = f"holds {type(row).__name__}, not an object"
+            raise DataError(self._place(at), what, "mend or remove that line")
+        if isinstance(cell, str) or (cell is None and (at or self.column in row)):
+            return cell
+        what = f"{self.stamp.path} has no such column; it has {shortened(', '.join(row), 500)}"
+        if cell is not None:
+            what = f"{self._place(at)} holds {type(cell).__name__} there, not text"
+        texts = [key for key, value in row.items() if isinstance(value, str)]
+        chats = [key for key, value in row.items() if _is_chat(value)]
+        raise DataError(f'dsx.data.text_column = "{self.column}"', what, to_name(texts, chats))
+
+    def _place(self, at: int) -> str:
+        """File and line of a byte; the byte itself where counting the lines would take long."""
+        if at > _LARGEST_UNIT_BYTES:
+            return f"{self.stamp.path}, byte {at}"
+        with self.stamp.path.open("rb") as file:
+            return f"{self.stamp.path}, line {file.read(at).count(10) + 1}"
 
     def _shrunk(self, at: int) -> None:
         self.stamp.check()
         raise DataError(
             str(self.stamp.path), f"ends at byte {at}, before its size says", "check the disk it lies on"
         )
+
+
+def _is_chat(value: object) -> bool:
+    return isinstance(value, list) and any(
+        isinstance(turn, dict) and not turn.keys().isdisjoint(("role", "from")) for turn in value
+    )
+
+
+def to_name(texts: Sequence[str], chats: Sequence[str]) -> str:
+    """What to do about a column that is not text: name one that is, or make one."""
+    if chats:  # messages, conversations: lists of turns
+        turns = f'set dsx.data.format to "chat" for the turns of {", ".join(chats)}'
+        return f"{turns}, or name one that holds text: {', '.join(texts)}" if texts else turns
+    return f"name the column that holds the text: {', '.join(texts)}" if texts else "add a column of strings"
 
 
 def file_parts(
@@ -181,6 +208,7 @@ def file_parts(
     lanes: int,
     column: str | None = None,
     whole_files: bool = False,
+    blank: bool = False,
 ) -> tuple[FilePart, ...]:
     """Local files cut into units: some for each lane, 64 Ki to 64 Mi bytes where the files are so large.
 
@@ -190,6 +218,7 @@ def file_parts(
         lanes: Lanes that read them.
         column: The key of JSON lines that holds the text; None for running text.
         whole_files: Do not cut files of running text into documents, but for very large ones.
+        blank: See :class:`FilePart`.
     """
     stamps = [(path, Stamp.of(root / path)) for path in paths]
     total = sum(stamp.size_bytes for _, stamp in stamps)
@@ -211,6 +240,7 @@ def file_parts(
                 lines=column is not None,
                 column=column or "",
                 cut_bytes=cut,
+                blank=blank,
             )
             for start, end in pairwise(borders)
         ]

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from traceback import walk_tb
 from typing import Any
 
 import deepspeed
@@ -46,6 +47,7 @@ from dsx.errors import ConfigError, ModelError
 from dsx.launch.entry import AGREED
 from dsx.launch.extension_locks import builds_said
 from dsx.launch.processes import load_compilers_late
+from dsx.models.transformers_settings import first_line
 from dsx.nn.loss import of_head
 from dsx.parallel.groups import Grid, Groups
 from dsx.terminal import shortened
@@ -344,7 +346,7 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
         builds_said(waiting),
         given_optimizer_kept(),
         _uncollected(),
-        _lacking_on_cpu(settings.deepspeed),
+        _named(settings.deepspeed),
     ):
         engine, wrapped, _, scheduler = deepspeed.initialize(
             model=model.chunks,
@@ -374,14 +376,24 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
 
 
 @contextmanager
-def _lacking_on_cpu(config: Mapping[str, Any]) -> Iterator[None]:
+def _named(config: Mapping[str, Any]) -> Iterator[None]:
+    """Name what of the config DeepSpeed cannot make: an optimizer on CPUs, a monitor without its package."""
     try:
         yield
-    except ValueError as error:  # deepspeed/ops/op_builder/cpu/no_impl.py
-        if "not been implemented on CPU" not in str(error):
-            raise
-        where, fix = at("optimizer.type", config["optimizer"]["type"]), 'use "AdamW" with "torch_adam": true'
-        raise ConfigError(where, "DeepSpeed has none for CPUs", fix) from None
+    except Exception as error:
+        if "not been implemented on CPU" in str(error):  # deepspeed/ops/op_builder/cpu/no_impl.py
+            where, fix = (
+                at("optimizer.type", config["optimizer"]["type"]),
+                'use "AdamW" with "torch_adam": true',
+            )
+            raise ConfigError(where, "DeepSpeed has none for CPUs", fix) from None
+        modules = [str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(error.__traceback__)]
+        found = {name.removeprefix("deepspeed.monitor.") for name in modules}
+        for monitor in found & {"tensorboard", "wandb", "csv_monitor", "comet"}:
+            what = f"this monitor of DeepSpeed's cannot start ({first_line(error)})"
+            fix = "mend that (install its package, log in, or name another folder), or set it to false"
+            raise ConfigError(at(f"{monitor}.enabled", True), what, fix) from error
+        raise
 
 
 @contextmanager

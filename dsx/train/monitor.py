@@ -28,6 +28,7 @@ from dsx.train.progress import (
 )
 from dsx.train.run_folder import own_checkpoint, standing
 from dsx.train.tracking import Tracker, environment
+from dsx.waiting import Waiting
 
 if TYPE_CHECKING:  # loaded by the runs that record a step, or look at their memory
     from dsx.islands.standing import OuterReport
@@ -299,7 +300,8 @@ class Monitor:
                 self._progress.rows("done", [(label, str(path)) for label, path in self._written.items()])
             return
         self._refer_to_saved()
-        self._tracker.finish()
+        with Waiting("finishing the W&B run", quiet=self._tracker.run_id is None):
+            self._tracker.finish()
         written = {"metrics": self._tracker.metrics_path, **self._written}
         if self._tracker.wandb_path is not None:
             written["W&B run"] = self._tracker.wandb_path

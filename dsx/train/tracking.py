@@ -190,6 +190,10 @@ class Tracker:
         self._wandb: _WandbThread | None = None
         self._in_wandb: frozenset[tuple[int, str]] = frozenset()
         if wandb.mode != "disabled":
+            for name, value in {"WANDB_MODE": wandb.mode, "WANDB_PROJECT": wandb.project}.items():
+                if os.environ.get(name, value) != value:
+                    key = f"dsx.tracking.wandb.{name.removeprefix('WANDB_').lower()}"
+                    self._warn(f'{name}={os.environ[name]} is not taken: {key} = "{value}" holds')
             if run_id is not None:
                 # W&B writes a row when the next one begins, so that a kill loses the last one.
                 last = max((step for step, _ in self._file.dropped), default=0)
@@ -419,7 +423,7 @@ def _begin(config: WandbConfig, mode: Mode, output: Path, run_id: str | None, ru
         entity=config.entity,
         name=config.name,
         group=config.group,
-        tags=config.tags,
+        tags=config.tags or None,  # else W&B's own WANDB_TAGS
         mode=mode,
         dir=str(output),
         id=run_id,

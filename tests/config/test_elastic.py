@@ -80,7 +80,7 @@ def test_a_cluster_chooses_by_predicted_time_within_its_memory(tmp_path):
         ({"gradient_accumulation_steps": 4}, {}, "remove it: it follows from the other two"),
         ({"dsx.train.output": "runs/x-{layout}"}, {}, "would not find its checkpoints"),
         ({"dsx.profile": "measure"}, {}, "a profile is of one layout"),
-        ({}, {"tensor": [3]}, r"no layout on 1 to 8 ranks; .* dsx\.parallel\.tensor = 3"),
+        ({}, {"tensor": [3]}, r"no layout on 1 to 8 ranks; for example, dsx\.parallel\.tensor = 3"),
         ({}, {"min_ranks": 9}, "8 ranks were started"),
         ({}, {"cluster": "H1000"}, "neither a known cluster nor a file"),
         ({}, {"tensor": []}, r"dsx\.elastic\.tensor"),

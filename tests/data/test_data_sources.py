@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import re
 import socket
 import threading
 import time
@@ -17,6 +18,7 @@ import pytest
 from huggingface_hub import constants
 
 from dsx.config.schema import DataConfig
+from dsx.data.corpus import CorpusInfo, prepare
 from dsx.data.files import documents, open_source, reachable
 from dsx.data.records import Example, examples
 from dsx.errors import DataError
@@ -69,9 +71,14 @@ def test_tables(tmp_path: Path, suffix: str) -> None:
     assert read(path) == ROWS
 
 
-def test_table_cells_that_are_null_or_empty_are_skipped(tmp_path: Path) -> None:
+def test_rows_without_text_are_left_out_and_counted(tmp_path: Path) -> None:
     pq.write_table(pa.table({"body": ["a", None, "", "b"]}), tmp_path / "a.parquet")
-    assert read(tmp_path / "a.parquet", text_column="body") == ["a", "b"]
+    (tmp_path / "b.jsonl").write_text('{"body": "a"}\n\n{"other": "c"}\n{"body": null}\n{"body": "b"}\n\n')
+    for name in ("a.parquet", "b.jsonl"):
+        found = config(tmp_path / name, text_column="body", held_out=0)
+        info = CorpusInfo.load(prepare(found, tmp_path / "cache"))
+        assert (info.train.documents, info.train.text_bytes) == (2, 2)
+        assert (info.bad_records, info.first_bad_record) == (2, 'row 2 has no "body"')
 
 
 def test_several_table_files_in_order_with_an_empty_one(tmp_path: Path) -> None:
@@ -182,16 +189,43 @@ def test_columns_that_are_missing_or_no_text(tmp_path: Path, suffix: str) -> Non
     message = refused(path)
     assert 'dsx.data.text_column = "text"' in message
     assert "body, n" in message
-    assert "holds int64, not text" in refused(path, text_column="n")
+    assert re.search("holds int(64| there), not text", refused(path, text_column="n"))
 
 
 @pytest.mark.parametrize(
-    ("name", "content"), [("a.parquet", b"nonsense"), ("a.jsonl", b"{nonsense}\n"), ("a.csv", b'text\n"x\n')]
+    ("name", "content"), [("a.parquet", b"nonsense"), ("a.json", b"{nonsense}\n"), ("a.csv", b'text\n"x\n')]
 )
 def test_files_that_are_broken(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
     message = refused(tmp_path / name)
     assert f"{tmp_path / name}: cannot be read" in message
+
+
+def test_lines_of_json_have_columns_of_their_own(tmp_path: Path) -> None:
+    """datasets takes those of a file's beginning for all of it, and of one file for the others."""
+    write_jsonl(tmp_path / "a.jsonl", ["x" * 700] * 20_000)
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write('\n{"text": "late", "n": [1], "url": "u"}\n')
+    (tmp_path / "b.jsonl").write_text('{"text": "other", "meta": {}}\n')
+    assert read(f"{tmp_path}/*.jsonl")[19_999:] == ["x" * 700, "late", "other"]
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write('{"text": "cut off')
+    assert refused(f"{tmp_path}/*.jsonl").startswith(
+        f"{tmp_path / 'a.jsonl'}, line 20003: is no line of JSON"
+    )
+    (tmp_path / "b.jsonl").write_text('{"text": "half of a pair: \\ud800"}\n')
+    assert "b.jsonl, line 1: is no line of JSON in UTF-8" in refused(tmp_path / "b.jsonl")
+
+
+def test_folders_and_tables_that_datasets_alone_can_read_get_a_fix(tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"text": ROWS}).save_to_disk(tmp_path / "saved")
+    code = refused(tmp_path / "saved").partition("write a table: ")[2].partition(", for each split")[0]
+    datasets.load_from_disk(code.split('"')[1]).to_parquet(tmp_path / code.split('"')[3])
+    assert read(tmp_path / "text.parquet") == ROWS
+    (tmp_path / "a.csv").write_text("id;text\n1;one\n")
+    assert "with a comma between the cells" in refused(tmp_path / "a.csv")
+    (tmp_path / "b.jsonl").write_text('{"data": [{"text": "one"}]}\n')
+    assert '"chat"' not in refused(tmp_path / "b.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -217,7 +251,7 @@ def test_split_of_a_plain_file(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", ["x"])
     message = refused(tmp_path / "a.jsonl", split="validation")
     assert "dsx.data.split" in message
-    assert "['train']" in message
+    assert 'the split "train" alone' in message
 
 
 def test_keys_that_would_do_nothing(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import sys
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.monitor.config import TensorBoardConfig
+from deepspeed.monitor.tensorboard import TensorBoardMonitor
 
 import ranks
+from dsx.engine.initialize import _named
 from dsx.errors import ConfigError, DataError, ModelError
 from engine import toy_pipeline as toy
 from engine.toy_pipeline import Case
@@ -319,3 +323,12 @@ def test_ranks_with_other_settings_or_layers_are_refused() -> None:
     assert other == [accumulation, layers]
     assert accumulation.startswith("gradient_accumulation_steps of rank 1: it is 3 there and 2 on rank 0")
     assert layers.startswith("layers of rank 1")
+
+
+def test_a_monitor_of_deepspeeds_that_cannot_start_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    named = r"^tensorboard\.enabled = true: this monitor of DeepSpeed's cannot start \(ModuleNotFoundError: "
+    with pytest.raises(ConfigError, match=named), _named({}):
+        TensorBoardMonitor(TensorBoardConfig(enabled=True))
+    with pytest.raises(ZeroDivisionError), _named({}):
+        _ = 1 / 0

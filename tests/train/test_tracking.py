@@ -132,6 +132,25 @@ def test_resumed_run_keeps_its_id(tmp_path: Path) -> None:
         assert tracker.run_id == "abc123"  # a checkpoint of a run without W&B for a while does not forget it
 
 
+def test_wandb_variables_hold_for_what_the_config_leaves_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MODE", "PROJECT", "NAME", "RUN_GROUP"):
+        monkeypatch.setenv(f"WANDB_{name}", "disabled" if name == "MODE" else f"own {name}")
+    monkeypatch.setenv("WANDB_TAGS", "c,d")
+    warned: list[str] = []
+    with Tracker(tmp_path, WandbConfig(mode="offline"), run_config={}, warn=warned.append):
+        pass
+    assert warned == [
+        'WANDB_MODE=disabled is not taken: dsx.tracking.wandb.mode = "offline" holds',
+        'WANDB_PROJECT=own PROJECT is not taken: dsx.tracking.wandb.project = "dsx" holds',
+    ]
+    (folder,) = runs_in(tmp_path)
+    (run,) = (record.run for record in wandb_records(folder) if record.WhichOneof("record_type") == "run")
+    assert (run.project, run.display_name, run.run_group) == ("dsx", "own NAME", "own RUN_GROUP")
+    assert list(run.tags) == ["c", "d"]
+
+
 def test_failed_training_is_marked(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), Tracker(tmp_path, OFFLINE, run_config={}):
         raise RuntimeError
