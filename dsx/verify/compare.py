@@ -677,13 +677,23 @@ class TrainingComparison:
         return diagnosis.diagnose_updates(wrong, right, step=index + 1) if wrong else None
 
 
+_OFF = 0.02  # above the rounding of bf16
+
+
 def judge_masks(masks: Sequence[dict[str, Mask]], mesh: Mesh) -> Iterator[diagnosis.ParityFinding]:
-    """Findings, at most one per axis: the first layer at fault."""
+    """Findings, at most one per axis and one of scales: the first layer at fault."""
     places = [mesh.coords(rank) for rank in range(len(masks))]
     names = list(dict.fromkeys(name for found in masks for name in found))
     by_tensor = [message for name in names for message in _over_tensor(name, masks, places)]
     by_data = [message for name in names for message in _over_data(name, masks, places)]
-    for cause, messages in ((diagnosis.DROPOUT_TENSOR, by_tensor), (diagnosis.DROPOUT_DATA, by_data)):
+    by_scale = [
+        (name, f"dropout {name}: what it keeps is {mask.scale_off:.2g} off", "that is divided by 1 - p")
+        for found in masks
+        for name, mask in found.items()
+        if mask.scale_off > _OFF
+    ]
+    causes = (diagnosis.DROPOUT_TENSOR, by_tensor), (diagnosis.DROPOUT_DATA, by_data)
+    for cause, messages in (*causes, (diagnosis.DROPOUT_SCALE, by_scale)):
         if messages:
             layer, what, why = messages[0]
             yield diagnosis.ParityFinding(cause=cause, what=what, why=why, step=1, tensor=layer)

@@ -98,10 +98,11 @@ class RankObservation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mask:
-    """One dropout mask on one rank: where it is, what it should be, and a digest of it."""
+    """A dropout mask on a rank: where it is, what it should be, a digest, and how far its scale is off."""
 
     sharded: bool
     digest: str
+    scale_off: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

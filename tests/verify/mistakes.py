@@ -411,6 +411,12 @@ FAULTS: dict[str, Fault] = {
     "dropout alike on slices": replaced(
         "dsx.nn.dropout.draw_seed", lambda original: lambda tp, *, sharded: original(tp, sharded=False)
     ),
+    "dropout not scaled": replaced(
+        "dsx.nn.dropout._scale",
+        lambda original: (
+            lambda like, probability, seed: original(like, probability, seed) * (1 - probability)
+        ),
+    ),
     # Norm and clipping.
     "norm counts replicas": counting(lambda scope, p: not getattr(p, "ds_pipe_replicated", False)),
     "norm counts ties": counting(

@@ -106,6 +106,7 @@ CASES = [
     ("data x pipeline", "parts swapped", diagnosis.PARTITION_ORDER, "", 1),
     ("data x pipeline", "weights not gathered", diagnosis.NOT_GATHERED, "", 1),
     ("GPT-2, data x pipeline", "dropout alike", diagnosis.DROPOUT_DATA, "", 1),
+    ("GPT-2, data x pipeline", "dropout not scaled", diagnosis.DROPOUT_SCALE, "", 1),
     ("tensor x data", "none", None, "", 1),
     ("GPT-2", "none", None, "", 1),
     ("GPT-2", "dropout alike on slices", diagnosis.DROPOUT_TENSOR, "", 1),
@@ -142,7 +143,7 @@ CASES = [
     ("frozen", "frozen weights moved", diagnosis.FROZEN, "0.word.weight", 1),
 ]
 WITH_CLIPPING = {"none", "never clipped"}
-WITH_DROPOUT = {"none", "dropout by rank", "dropout alike", "dropout alike on slices"}
+WITH_DROPOUT = {"none", "dropout by rank", "dropout alike", "dropout alike on slices", "dropout not scaled"}
 
 
 def watch(rank: int, world_size: int, jobs: list[tuple[str, VerifyJob]]) -> list[Observations | None]:
