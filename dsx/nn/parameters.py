@@ -231,8 +231,9 @@ def fresh_parameter(
             whole = torch.zeros(spec.shape, dtype=parameter.dtype, device=parameter.device)
             with torch.no_grad(), seeded(parameter.device, seed):
                 given = init(whole)
-            fits = isinstance(given, Tensor) and given.shape == whole.shape
-            take_part(parameter, given if fits else whole, spec, tp.at)
+            if isinstance(given, Tensor) and given.shape == whole.shape:
+                whole = given
+            take_part(parameter, whole, spec, tp.at)
     filled: nn.Parameter = parameter
     return filled
 
