@@ -632,7 +632,7 @@ def _extras(model: Any, block: nn.Module, call: BlockCall) -> tuple[int | None, 
     form, read = _without_storage(block), frozenset[str]()
     own = {path: each for path, each in form.named_modules() if type(each).forward is nn.Linear.forward}
     for linear in own.values():  # called, it computes with another matrix: a gradient comes to what is read
-        linear.forward = partial(F.linear, weight=linear.weight.detach(), bias=linear.bias)  # type: ignore[method-assign]
+        linear.forward = partial(F.linear, weight=linear.weight.detach(), bias=linear.bias)
     try:
         with torch.enable_grad(), torch_forms():
             gave = there.make(form, there.hidden)
