@@ -193,8 +193,10 @@ def _nothing_gathered(keep_gathered_bytes: int, zero_stage: int) -> str | None:
     return f"zero_optimization.stage = {zero_stage} leaves parameters whole: there is nothing to gather"
 
 
+_RANKS = "use {either}, or another number of ranks"
+
 _RULES = (
-    _Rule("tensor", ("ranks", "ranks_do", "tensor"), _undivided),
+    _Rule("tensor", ("ranks", "ranks_do", "tensor"), _undivided, _RANKS),
     _Rule("tensor", ("model", "tensor"), _uncut),
     _Rule(
         "tensor",
@@ -202,7 +204,7 @@ _RULES = (
         _uncut_sequence,
         "use {either} (or dsx.parallel.sequence_parallel = false)",
     ),
-    _Rule("pipeline", ("ranks", "ranks_do", "pipeline"), _undivided),
+    _Rule("pipeline", ("ranks", "ranks_do", "pipeline"), _undivided, _RANKS),
     _Rule("pipeline", ("layers", "layers_are", "pipeline"), _too_deep),
     _Rule(
         "pipeline",

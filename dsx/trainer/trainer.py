@@ -8,6 +8,7 @@ import inspect
 import logging
 import math
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from copy import deepcopy
@@ -145,6 +146,8 @@ class Trainer:
         if not isinstance(args, TrainingArguments):
             fix = 'pass args=TrainingArguments(deepspeed="config.json", ...)'
             raise ConfigError(f"dsx.Trainer(args={args!r})", "no TrainingArguments", fix)
+        # DeepSpeed's ZeRO-3 calls what torch has renamed, a warning each time.
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed(\.|$)")
         refuse(args, others, metrics=compute_metrics is not None, evaluated=eval_dataset)
         require_called(type(self), Trainer)
         self.args, self.model, self.processing_class = args, model, processing_class
@@ -424,6 +427,10 @@ class Trainer:
             raise CheckpointError(
                 f"output_dir = {self.args.output_dir}", "it has no checkpoint-N", "name one, or leave it out"
             )
+        if (Path(folder) / "config.json").is_file() and not (Path(folder) / store.LATEST).exists():
+            what = "it holds a model alone, as save_only_model and transformers' Trainer leave it"
+            fix = "give it as model=, and begin anew"
+            raise CheckpointError(at("resume_from_checkpoint", folder), what, fix)
         return Path(folder)
 
     def _restore_callbacks(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import warnings
 from pathlib import Path
 
 import pytest
@@ -494,6 +495,18 @@ def test_what_is_set_after_the_trainer_was_made_is_refused(args, name, value):
 def test_positional_arguments_are_those_of_transformers():
     ours, theirs = (list(inspect.signature(kind.__init__).parameters) for kind in (dsx.Trainer, Trainer))
     assert ours[: len(theirs)] == theirs
+
+
+def test_weights_alone_are_no_checkpoint_and_torchs_renamings_are_not_told_at_each_step(args, tmp_path):
+    model().save_pretrained(tmp_path / "checkpoint-3")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer = dsx.Trainer(model(), changed(args, deepspeed=ALONE))
+        for module in ("torch.distributed.c10d_logger", "mine"):
+            warnings.warn_explicit("it is deprecated", FutureWarning, module, 83, module=module)
+    assert [each.filename for each in told if "it is deprecated" in str(each.message)] == ["mine"]
+    with pytest.raises(DsxError, match=r"checkpoint-3.: it holds a model alone"):
+        trainer._checkpoint(str(tmp_path / "checkpoint-3"))
 
 
 def test_callbacks_are_added_and_removed(args):
