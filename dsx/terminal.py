@@ -76,17 +76,10 @@ def lost_output(error: OSError) -> bool:
     return False
 
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-
-
 def full_disk(error: BaseException | None) -> str:
-    """What a full disk, or a quota, did not take, with the system's words; empty for another error.
-
-    >>> full_disk(OSError(errno.ENOSPC, "No space left on device", "runs/metrics.jsonl"))
-    'runs/metrics.jsonl: No space left on device'
-    """
+    """What a full disk, or a quota, did not take, with the system's words; empty for another error."""
     while error is not None:
-        if isinstance(error, OSError) and error.errno in _FULL:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return f"{error.filename or 'a file'}: {error.strerror or os.strerror(error.errno)}"
         if f"(os error {errno.ENOSPC})" in str(error):  # Rust's, as of safetensors and tokenizers
             return f"a file: {os.strerror(errno.ENOSPC)}"
