@@ -149,10 +149,10 @@ def _nothing(dsx: DsxConfig, world_size: int, reason: DsxError | None) -> Config
         )
     if isinstance(reason, SeveralProblemsError):
         reason = reason.problems[0]
-    why = "" if reason is None else f"; for example, {reason.where}: {reason.what}"
     allowed = f"tensor {limits.tensor or 'as written'}, pipeline {limits.pipeline or 'as written'}"
     return ConfigError(
         f"dsx.elastic ({allowed})",
-        f"no layout on {limits.min_ranks} to {world_size} ranks{why}",
+        f"no layout on {limits.min_ranks} to {world_size} ranks"
+        + ("" if reason is None else f"; for example, {reason.where}: {reason.what}"),
         "allow other degrees, or change the batch",
     )

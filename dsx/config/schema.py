@@ -156,8 +156,7 @@ class MixedSource(TextSource):
 
     weight: Annotated[float, Field(gt=0)] = Field(
         default=1.0,
-        description="Share of the training sequences, relative to the other sources' weights; above 0: leave "
-        "a source of no share out.",
+        description="Share of the sequences, relative to the other sources' weights. A source of none is left out.",
     )
     label: str | None = Field(
         default=None,

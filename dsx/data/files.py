@@ -17,17 +17,19 @@ import ssl
 import sysconfig
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dsx.config.schema import DataConfig
 from dsx.config.sources import PATTERN, STANDARD_LIBRARY, TABLES, TEXTS, is_hub_name
-from dsx.data.units import Stamp, Unit, file_parts, pieces, to_name
+from dsx.data.units import FilePart, Stamp, Unit, file_parts, pieces, to_name
 from dsx.errors import DataError
 from dsx.models.transformers_settings import first_line
+
+T = TypeVar("T")
 
 
 def reachable(*, timeout_seconds: float = 5.0) -> bool:
@@ -136,11 +138,7 @@ class TextFiles:
                 with (self.root / path).open(encoding="utf-8", newline="") as file:  # the bytes as they are
                     yield from pieces(file, cut)
             except UnicodeDecodeError as error:
-                raise DataError(
-                    str(self.root / path),
-                    f"is not UTF-8 text ({error.reason}: byte 0x{error.object[error.start]:02x})",
-                    "convert it (iconv -f latin1 -t utf-8) or leave it out",
-                ) from error
+                raise not_utf8(self.root / path) or error from error
             except OSError as error:
                 raise DataError(
                     str(self.root / path), f"cannot be read ({error.strerror})", "check the file"
@@ -231,53 +229,50 @@ class Tables:
 
     def documents(self) -> Iterator[str]:
         """Documents in order, empty ones for rows without text."""
-        if self._are_lines:
-            yield from (text for unit in self._lines(lanes=1, blank=True) for _, text in unit.documents(None))
-            return
-        for part in self._parts():
-            table = part._table(stream=part.stream)  # noqa: SLF001 - its own kind
-            try:
-                for batch in () if table is None else table.with_format("arrow").iter(batch_size=_BATCH_ROWS):
-                    yield from (cell or "" for cell in _cells(batch, self.text_column, part._where))  # noqa: SLF001
-            except _read_errors() as error:
-                raise _unreadable(part._where, error, part._files) from error  # noqa: SLF001
+        for unit in self._lines(1) if self._has_lines else ():
+            yield from (text for _, text in replace(unit, blank=True).documents(None))
+
+        def of(table: Any, where: str) -> Iterator[str]:
+            for batch in table.with_format("arrow").iter(batch_size=_BATCH_ROWS):
+                yield from (cell or "" for cell in _cells(batch, self.text_column, where))
+
+        yield from () if self._has_lines else self._read(of)
 
     def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Rows as objects, each with its place. Raises DataError, as :meth:`documents` does."""
-        for part in self._parts():
+        return self._read(
+            lambda table, where: ((f"{where}, row {number}", row) for number, row in enumerate(table, 1))
+        )
+
+    def _read(self, of: Callable[[Any, str], Iterator[T]]) -> Iterator[T]:
+        """What ``of`` gives of each table and its place: of each file, as their columns may differ."""
+        parts = [self]
+        if isinstance(self.source, LocalFiles) and self.source.builder is not None:
+            each = (replace(self.source, paths=(path,)) for path in self.source.paths)
+            parts = [replace(self, source=source) for source in each]
+        for part in parts:
             table = part._table(stream=part.stream)  # noqa: SLF001 - its own kind
             try:
-                for number, row in enumerate(() if table is None else table, 1):
-                    yield f"{part._where}, row {number}", row  # noqa: SLF001
+                yield from () if table is None else of(table, part._where)  # noqa: SLF001
             except _read_errors() as error:
                 raise _unreadable(part._where, error, part._files) from error  # noqa: SLF001
 
     def units(self, lanes: int) -> tuple[Unit, ...]:
         """Byte ranges of JSON lines; else what ``datasets`` can read on its own: row groups, or files."""
-        stamps: tuple[Stamp, ...] = ()
-        if isinstance(self.source, LocalFiles):
-            if self._are_lines:
-                return self._lines(lanes=lanes)
-            stamps = tuple(Stamp.of(path) for path in self._files)
+        if self._has_lines:
+            return self._lines(lanes)
+        stamps = tuple(Stamp.of(path) for path in self._files)
         return _shards(self._table(stream=True), self.text_column, self._where, stamps)
 
-    def _parts(self) -> list[Tables]:
-        """A file each, as their columns may differ."""
-        if isinstance(self.source, LocalFiles) and self.source.builder is not None:
-            each = (replace(self.source, paths=(path,)) for path in self.source.paths)
-            return [replace(self, source=source) for source in each]
-        return [self]
-
     @property
-    def _are_lines(self) -> bool:
-        """Whether it is files of JSON lines, which may have other columns each, and need no schema."""
+    def _has_lines(self) -> bool:
+        """Whether it is files of JSON lines, which need no schema: each line may have columns of its own."""
         named = isinstance(self.source, LocalFiles) and self.source.builder == "json"
         return named and all(path.suffix == ".jsonl" for path in self._files)
 
-    def _lines(self, *, lanes: int, blank: bool = False) -> tuple[Unit, ...]:
+    def _lines(self, lanes: int) -> tuple[FilePart, ...]:
         assert isinstance(self.source, LocalFiles)
-        paths = self.source.paths
-        return file_parts(self.source.root, paths, lanes=lanes, column=self.text_column, blank=blank)
+        return file_parts(self.source.root, self.source.paths, lanes=lanes, column=self.text_column)
 
     @property
     def _where(self) -> str:
@@ -389,10 +384,7 @@ def _cells(batch: Any, column: str, where: str) -> list[str | None]:
     kind = str(batch.schema.field(column).type)
     if kind not in _TEXT:
         raise DataError(key, f"that column of {where} holds {kind}, not text", _to_name(batch.schema))
-    try:
-        cells: list[str | None] = batch.column(column).to_pylist()
-    except UnicodeDecodeError as error:  # jsonl is decoded only here
-        raise _unreadable(where, error) from error
+    cells: list[str | None] = batch.column(column).to_pylist()
     return cells
 
 
@@ -400,9 +392,8 @@ def _to_name(schema: Any) -> str:
     if len(schema) == 1 and any(mark in schema[0].name for mark in ";\t|"):
         return "write the file with a comma between the cells of a line"
     texts = [field.name for field in schema if str(field.type) in _TEXT - {"null"}]
-    return to_name(
-        texts, [each.name for each in schema if re.search("struct<.*(role|from):", str(each.type))]
-    )
+    chats = [field.name for field in schema if re.search("struct<.*(role|from):", str(field.type))]
+    return to_name(texts, chats)
 
 
 def _read_errors() -> tuple[type[Exception], ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -162,15 +163,14 @@ class FilePart:
             what = f"is no line of JSON in UTF-8 ({error})"
             raise DataError(self._place(at), what, "mend or remove that line") from error
         if not isinstance(row, dict):
-            what = f"holds {type(row).__name__}, not an object"
-            raise DataError(self._place(at), what, "mend or remove that line")
+            raise DataError(self._place(at), f"holds {type(row).__name__}, not an object", "mend that line")
         if isinstance(cell, str) or (cell is None and (at or self.column in row)):
             return cell
         what = f"{self.stamp.path} has no such column; it has {shortened(', '.join(row), 500)}"
         if cell is not None:
             what = f"{self._place(at)} holds {type(cell).__name__} there, not text"
         texts = [key for key, value in row.items() if isinstance(value, str)]
-        chats = [key for key, value in row.items() if _is_chat(value)]
+        chats = [key for key, value in row.items() if re.search(r"^\[.*'(role|from)':", str(value))]
         raise DataError(f'dsx.data.text_column = "{self.column}"', what, to_name(texts, chats))
 
     def _place(self, at: int) -> str:
@@ -185,12 +185,6 @@ class FilePart:
         raise DataError(
             str(self.stamp.path), f"ends at byte {at}, before its size says", "check the disk it lies on"
         )
-
-
-def _is_chat(value: object) -> bool:
-    return isinstance(value, list) and any(
-        isinstance(turn, dict) and not turn.keys().isdisjoint(("role", "from")) for turn in value
-    )
 
 
 def to_name(texts: Sequence[str], chats: Sequence[str]) -> str:
@@ -208,7 +202,6 @@ def file_parts(
     lanes: int,
     column: str | None = None,
     whole_files: bool = False,
-    blank: bool = False,
 ) -> tuple[FilePart, ...]:
     """Local files cut into units: some for each lane, 64 Ki to 64 Mi bytes where the files are so large.
 
@@ -218,7 +211,6 @@ def file_parts(
         lanes: Lanes that read them.
         column: The key of JSON lines that holds the text; None for running text.
         whole_files: Do not cut files of running text into documents, but for very large ones.
-        blank: See :class:`FilePart`.
     """
     stamps = [(path, Stamp.of(root / path)) for path in paths]
     total = sum(stamp.size_bytes for _, stamp in stamps)
@@ -240,7 +232,6 @@ def file_parts(
                 lines=column is not None,
                 column=column or "",
                 cut_bytes=cut,
-                blank=blank,
             )
             for start, end in pairwise(borders)
         ]
