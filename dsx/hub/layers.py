@@ -44,8 +44,7 @@ def settled(module: nn.Module, model: HubModel, weights: Weights, summed: set[st
     dtypes = values.buffer_dtypes(model.config, weights.dtype)
     for path, buffer in list(module.named_buffers(remove_duplicate=False)):
         owner, _, name = path.rpartition(".")
-        to = dtypes.get(path.removeprefix("block.")) if path.startswith("block.") else None
-        setattr(module.get_submodule(owner), name, buffer.to(weights.device, to))
+        setattr(module.get_submodule(owner), name, buffer.to(weights.device, dtypes.get(path)))
     weights.initialise(module)
     memory = dict(model.own_values)
     for path, spec in weights.specs.items():
@@ -376,7 +375,9 @@ def entries(
         recompute: What each block computes again in backward.
         entry: Makes the entries; see :data:`dsx.models.families.Entry`.
     """
-    arguments = BlockArguments(structure_of(model.config), torch.device(device or "cpu"), weights(0).dtype)
+    structure, dtype = structure_of(model.config), weights(0).dtype
+    dtypes = values.buffer_dtypes(model.config, dtype)
+    arguments = BlockArguments(structure, torch.device(device or "cpu"), dtype, dtypes)
     ending, tied, first = Ending(model), model.tied_embeddings, model.kinds.index("Block")
     for layer, kind in enumerate(model.kinds):
         own = model, weights(0 if tied and kind == "Head" else layer)

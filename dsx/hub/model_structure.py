@@ -393,10 +393,17 @@ class BlockArguments:
         structure: The model.
         device: Where the arguments are wanted.
         dtype: Of the hidden states.
+        dtypes: Of buffers, as of :func:`dsx.hub.values.buffer_dtypes`.
     """
 
-    def __init__(self, structure: ModelStructure, device: torch.device, dtype: torch.dtype) -> None:
-        self._structure, self._device, self._dtype = structure, device, dtype
+    def __init__(
+        self,
+        structure: ModelStructure,
+        device: torch.device,
+        dtype: torch.dtype,
+        dtypes: Mapping[str, torch.dtype],
+    ) -> None:
+        self._structure, self._device, self._dtype, self._dtypes = structure, device, dtype, dtypes
         self._calls: list[BlockCall] = []
         self._width = structure.width
         self._base: nn.Module | None = None
@@ -412,9 +419,9 @@ class BlockArguments:
 
     def _made(self) -> nn.Module:
         base = self._structure.stripped((), self._note, self._device, self._dtype)
-        for module in base.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, buffer.to(self._device))
+        for path, buffer in list(base.named_buffers(prefix="base", remove_duplicate=False)):
+            owner, _, name = path.removeprefix("base.").rpartition(".")
+            setattr(base.get_submodule(owner), name, buffer.to(self._device, self._dtypes.get(path)))
         return base
 
     def _note(self, number: int, call: BlockCall) -> Tensor:

@@ -104,20 +104,23 @@ def _children_first(module: nn.Module) -> list[nn.Module]:
 
 @lru_cache(maxsize=8)
 def buffer_dtypes(config: str, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The data types that from_pretrained(dtype=dtype) gives the buffers of blocks, by path in a block.
+    """The data types that from_pretrained(dtype=dtype) gives buffers, by path in a block or what is before.
 
     They are those with which the family's code makes them where ``dtype`` is torch's default, and float32 for
     what the family says to keep so.
     """
     structure = structure_of(config)
-    if dtype is torch.float32 or not any(True for _ in structure.list_of_blocks.buffers()):
+    looked_at = structure.model.get_submodule(structure.base if structure.shifts else structure.blocks)
+    if dtype is torch.float32 or not any(True for _ in looked_at.buffers()):
         return {}
     with torch.random.fork_rng(devices=[]):
         model: Any = without_weights(json.loads(config), dtype)
     kept = "|".join(model._get_dtype_plan(dtype))  # noqa: SLF001 (as from_pretrained reads it)
     found = {}
-    for name, buffer in model.get_submodule(structure.blocks).named_buffers():
-        path, wide = name.partition(".")[2], kept and re.search(rf"(^|\.)({kept})($|\.)", name)
+    for name, buffer in model.get_submodule(structure.base).named_buffers():
+        path, wide = f"base.{name}", kept and re.search(rf"(^|\.)({kept})($|\.)", name)
+        if name.startswith(f"{structure.blocks_below_base}."):
+            path = f"block.{name.removeprefix(f'{structure.blocks_below_base}.').partition('.')[2]}"
         found[path] = torch.float32 if wide and buffer.is_floating_point() else buffer.dtype
     return found
 

@@ -1,6 +1,6 @@
 """The proof at start: what a run's layout is known by, and where that is kept.
 
-Before a run builds its model, a small model of its config takes one step in the run's own process groups
+Before a run builds its model, a small model of its config takes two steps in the run's own process groups
 (:mod:`dsx.verify.small_step`), unless an earlier start with the same config has shown the same.
 """
 

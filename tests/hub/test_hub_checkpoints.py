@@ -278,6 +278,17 @@ def test_buffers_have_the_dtype_that_from_pretrained_gives_them(family, tmp_path
     assert {*ours.values()} == {torch.float32 if wide else torch.bfloat16}
 
 
+def test_positions_that_are_no_weights_have_the_dtype_that_from_pretrained_gives_them(tmp_path):
+    config = tiny_config("xglm")
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).model.embed_positions
+    layers = families.layers(hub_model(config.to_dict()), TensorParallel(), dtype=torch.bfloat16)
+    x = torch.ones(2, 6, config.d_model, dtype=torch.bfloat16)
+    y = layers[1].build()(x)
+    assert torch.equal(y, x + theirs(torch.arange(6).expand(2, 6)))
+    assert layers[2].build()(y).dtype is torch.bfloat16
+
+
 def test_a_stock_engine_finds_its_optimizer_groups_by_position(tmp_path):
     """OPT's own module has the last norm before the blocks, and the layer list after them."""
     sizes = {

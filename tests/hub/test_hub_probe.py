@@ -59,6 +59,11 @@ def test_layers_give_what_transformers_gives_and_take_slices(family: str, mixed:
     assert found.parameters < 2_000_000
 
 
+def test_what_a_forward_does_to_looked_up_vectors_alone_is_done_to_them() -> None:
+    told = {"embedding_multiplier": 5.65, "lm_head_multiplier": 0.04}  # as Falcon-H1 is published
+    assert probe(published("falcon_h1") | told).differs is None
+
+
 def test_a_small_config_keeps_kinds_of_layers_and_what_ranks_share() -> None:
     given = published("qwen3_next")
     small = hub_model(shrunk(given, tensor=4))

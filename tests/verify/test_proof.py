@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ import ranks
 from dsx.config.resolve import resolve
 from dsx.errors import DsxError, LayoutError
 from dsx.hub.model_structure import structure_of
+from dsx.models.params import param_specs
+from dsx.models.spec import Adapter
 from dsx.train import proof
 from dsx.verify import diagnosis
 from dsx.verify.diagnosis import FAMILY
@@ -350,8 +353,11 @@ def test_what_is_wrong_at_the_runs_own_size_or_data_type_is_seen(tmp_path: Path)
 
 
 def test_fresh_weights_lack_what_starts_from_values_of_the_familys_own(tmp_path: Path) -> None:
-    adapter = {"type": "dora", "rank": 4}
-    config = resolve(content(tmp_path, model=_tiny("mamba2"), adapter=adapter), world_size=1)
+    config = resolve(content(tmp_path, model=_tiny("mamba2")), world_size=1)
+    # On every linear, as a family may have it that PEFT does not refuse.
+    adapted = replace(config.model, adapter=Adapter(type="dora", rank=4))
+    specs = param_specs(adapted, pad_multiple=config.dsx.model.vocab_multiple)
+    config = replace(config, model=adapted, param_specs=specs)
     whole = family_layers(config).weights()
     found = fresh_weights(config, None)
     lacks = {name for name in whole.keys() - found.keys() if name.endswith("lora_magnitude")}
