@@ -378,14 +378,11 @@ def _problems(
         for place, target in enumerate(adapter.targets):
             key = at(f"dsx.adapter.targets[{place}]", target)
             yield from _problems_of_target(key, target, linears, tables, others)
-    targets = [name for spec in specs for name, _ in targeted(adapter, spec)]
-    if kernels and (past := [name for name in targets if name.endswith(_OF_KERNELS)]):
-        what = f"PEFT refuses an adapter on {past[0]}: kernels multiply by its matrix, past any adapter"
-        yield ConfigError(
-            at("dsx.adapter.targets", adapter.targets),
-            what,
-            f'leave "{_OF_KERNELS}" out, or put it into dsx.adapter.train_also, to train it itself',
-        )
+    of_kernels = (name for spec in specs for name, _ in targeted(adapter, spec) if name.endswith(_OF_KERNELS))
+    if kernels and (past := next(of_kernels, "")):
+        what = f"PEFT refuses an adapter on {past}: kernels multiply by its matrix, past any adapter"
+        fix = f'leave "{_OF_KERNELS}" out, or put it into dsx.adapter.train_also, to train it itself'
+        yield ConfigError(at("dsx.adapter.targets", adapter.targets), what, fix)
     for place, target in enumerate(adapter.train_also):
         if not any(is_also(replace(adapter, train_also=(target,)), name) for name in linears | others):
             near = suggest(target, _ends(linears | others), otherwise="name modules as transformers does")

@@ -397,11 +397,7 @@ class BlockArguments:
     """
 
     def __init__(
-        self,
-        structure: ModelStructure,
-        device: torch.device,
-        dtype: torch.dtype,
-        dtypes: Mapping[str, torch.dtype],
+        self, structure: ModelStructure, device: torch.device, dtype: torch.dtype, dtypes: Mapping[str, Any]
     ) -> None:
         self._structure, self._device, self._dtype, self._dtypes = structure, device, dtype, dtypes
         self._calls: list[BlockCall] = []
@@ -629,14 +625,14 @@ def _require_order(model: Any, order: list[Any], blocks: int) -> None:
 def _extras(model: Any, block: nn.Module, call: BlockCall) -> tuple[int | None, list[str], frozenset[str]]:
     """How many outputs a block has beside the hidden states, None if it returns these alone; what it writes.
 
-    And what it reads. It is run without storage. One that looks at values cannot be; then its annotation
-    counts. It writes into those of its arguments that hold something else afterwards, as a dict does that
-    blocks share. It reads the linears whose matrices it multiplies by itself.
+    And the linears that it reads, whose matrices it multiplies by itself. It is run without storage. One that
+    looks at values cannot be; then its annotation counts. It writes into those of its arguments that hold
+    something else afterwards, as a dict does that blocks share.
     """
     there = _form_of(call)
     places = {**{str(place): value for place, value in enumerate(there.arguments, 1)}, **there.named}
     before = {name: list(leaves(value)) for name, value in places.items()}
-    form, read = _without_storage(block), frozenset[str]()
+    form, read = copy.deepcopy(block).to("meta", torch.bfloat16), frozenset[str]()
     own = {path: each for path, each in form.named_modules() if type(each).forward is nn.Linear.forward}
     for linear in own.values():  # called, it computes with another matrix: a gradient comes to what is read
         linear.forward = partial(F.linear, weight=linear.weight.detach(), bias=linear.bias)
@@ -651,22 +647,12 @@ def _extras(model: Any, block: nn.Module, call: BlockCall) -> tuple[int | None, 
         beside = max(told.count(","), 0) if "uple" in told else None
     else:
         beside = len(gave) - 1 if isinstance(gave, tuple) else None
-        used = _differentiated(gave)
-        read = frozenset(path for path, linear in own.items() if id(linear.weight) in used)
+        ends = [each for each in tree_leaves(gave) if isinstance(each, Tensor) and each.requires_grad]
+        with suppress(Exception):  # nothing to look for, or a backward that has no form without storage
+            of = [linear.weight for linear in own.values()], [*map(torch.ones_like, ends)]
+            found = torch.autograd.grad(ends, *of, allow_unused=True)
+            read = frozenset(path for path, each in zip(own, found, strict=True) if each is not None)
     return beside, [name for name in places if _ids(leaves(places[name])) != _ids(before[name])], read
-
-
-def _differentiated(made: Any) -> set[int]:
-    """Identities of the parameters to which a gradient of these outputs would come."""
-    waiting = [each.grad_fn for each in tree_leaves(made) if isinstance(each, Tensor)]
-    nodes, found = set[Any](), set[int]()
-    while waiting:
-        node: Any = waiting.pop()
-        if node is not None and node not in nodes:
-            nodes.add(node)
-            found.add(id(getattr(node, "variable", None)))
-            waiting += [each for each, _ in node.next_functions]
-    return found
 
 
 def _lacking(model: Any, error: Exception) -> ModelError:
@@ -697,11 +683,7 @@ def _form_of(call: BlockCall) -> BlockCall:
 def _run_form(block: nn.Module, there: BlockCall) -> Any:
     """What a block gives, without storage."""
     with torch.no_grad(), torch_forms():
-        return there.make(_without_storage(block), there.hidden)
-
-
-def _without_storage(block: nn.Module) -> nn.Module:
-    return copy.deepcopy(block).to("meta", torch.bfloat16)
+        return there.make(copy.deepcopy(block).to("meta", torch.bfloat16), there.hidden)
 
 
 class _CarriedError(Exception):

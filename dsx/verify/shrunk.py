@@ -244,11 +244,11 @@ def make_exact(content: dict[str, Any], *, on_cpu: bool, keep_precision: bool) -
 
 def _warm(content: dict[str, Any]) -> list[str]:
     """Begin DeepSpeed's warmups half way, in place: at a rate of 0 no mistake of an update would show."""
-    scheduler, rates = content.get("scheduler") or {}, content["optimizer"]["params"]
+    scheduler, most = content.get("scheduler") or {}, content["optimizer"]["params"].get("lr") or 1e-3
     kind, params = str(scheduler.get("type")), scheduler.setdefault("params", {})
     key = "warmup_min_ratio" if kind == "WarmupCosineLR" else "warmup_min_lr"
-    most = 1.0 if kind == "WarmupCosineLR" else params.get("warmup_max_lr") or rates.get("lr") or 1e-3
-    if not kind.startswith("Warmup") or params.get(key) or isinstance(most, list):
+    most = 1.0 if kind == "WarmupCosineLR" else params.get("warmup_max_lr") or most
+    if not kind.startswith("Warmup") or params.get(key) or not isinstance(most, int | float):
         return []
     params[key] = most / 2
     return [f"scheduler.params.{key} -> {most / 2:g}, because a rate of 0 shows nothing"]

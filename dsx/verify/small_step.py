@@ -40,7 +40,7 @@ from dsx.parallel.groups import Groups, make_groups
 from dsx.parallel.mesh import Mesh
 from dsx.train.proof import Proof, keep_proof, layout_words
 from dsx.verify import adapter_start
-from dsx.verify.diagnosis import CLIPPING, DTYPE, NOT_FINITE, UNKNOWN, ParityFinding
+from dsx.verify.diagnosis import CLIPPING, DTYPE, UNKNOWN, ParityFinding
 from dsx.verify.entry_point import user_model
 from dsx.verify.observation import Observations
 from dsx.verify.reference import Reference, ReferenceFailedError
@@ -267,8 +267,10 @@ def _compared(
             findings = (*verdict.findings, *findings)
             if not findings:
                 break
-        if findings and not _overflows_by_its_rate(findings[0]):
-            return findings[0]
+        first = findings[0] if findings else None
+        # Where one process overflows too, once it has taken a step, it is the learning rate's doing.
+        if first is not None and not (first.step > 1 and first.what.startswith("in one process,")):
+            return first
         if isinstance(other := also(made), ParityFinding):
             return other
         rows = verdict.rows
@@ -282,11 +284,6 @@ def _compared(
         )
 
     return agree(judged)
-
-
-def _overflows_by_its_rate(found: ParityFinding) -> bool:
-    """Whether one process overflows too, once it has taken a step: a learning rate is not what is proved."""
-    return found.step > 1 and found.cause == NOT_FINITE and found.what.startswith("in one process")
 
 
 _NO_BENCH = "what a small model of it is to be compared with cannot be made"

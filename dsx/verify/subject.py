@@ -429,13 +429,10 @@ def masks_of(config: RunConfig, groups: Groups) -> dict[str, Mask]:
         def note(module: Dropout, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             if name not in found and module.training and module.probability > 0.0:
                 dropped = ((output == 0) & (inputs[0] != 0)).cpu().numpy().tobytes()
-                kept = output != 0
-                scales = output[kept].float() / inputs[0][kept].float() * (1.0 - module.probability)
-                found[name] = Mask(
-                    sharded=module.sharded,
-                    digest=hashlib.sha256(dropped).hexdigest(),
-                    scale_off=float((scales - 1.0).abs().max()) if scales.numel() else 0.0,
-                )
+                kept, digest = output != 0, hashlib.sha256(dropped).hexdigest()
+                off = output[kept].float() / inputs[0][kept].float() * (1.0 - module.probability) - 1.0
+                scale_off = float(off.abs().max()) if off.numel() else 0.0
+                found[name] = Mask(sharded=module.sharded, digest=digest, scale_off=scale_off)
 
         return note
 

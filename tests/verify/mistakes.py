@@ -168,10 +168,11 @@ def _move_replica(engine: Any) -> None:
 
 def _not_gathered(original: Any) -> Any:
     def train_batch(self: Any, data_iter: Any = None) -> Any:
-        before = [p.detach().clone() for p in self.module.parameters()]
+        held = [getattr(p, "ds_tensor", p) for p in self.module.parameters()]  # at ZeRO-3 a part
+        before = [p.detach().clone() for p in held]
         loss = original(self, data_iter)
         with torch.no_grad():
-            for parameter, old in zip(self.module.parameters(), before, strict=True):
+            for parameter, old in zip(held, before, strict=True):
                 parameter.copy_(old)
         return loss
 
@@ -289,16 +290,6 @@ def _of_first_rank(part: Any) -> Any:
     return part
 
 
-def _without_other_replicas(original: Any) -> Any:
-    def scatter(self: Any, parameters: Any, dtype: Any) -> Any:
-        for parameter in parameters:
-            if self._get_param_partition_rank(parameter):
-                parameter.grad.zero_()
-        return original(self, parameters, dtype)
-
-    return scatter
-
-
 def _overwritten(original: Any) -> Any:
     def before_backward(self: Any) -> None:
         original(self)
@@ -318,26 +309,6 @@ def _gathered_before(original: Any) -> Any:
                 parameter.data.copy_(kept.setdefault(parameter.ds_id, parameter.data.clone()))
 
     return fetch
-
-
-def _parts_kept(original: Any) -> Any:
-    def train_batch(self: Any, data_iter: Any = None) -> Any:
-        parts = [parameter.ds_tensor for parameter in self.module.parameters()]
-        before = [part.detach().clone() for part in parts]
-        loss = original(self, data_iter)
-        for part, old in zip(parts, before, strict=True):
-            part.data.copy_(old)
-        return loss
-
-    return train_batch
-
-
-def _norm_of_scaled(original: Any) -> Any:
-    def judge(self: Any, scaled: Any, refuses: Any) -> Any:
-        original(self, scaled, refuses)
-        return scaled
-
-    return judge
 
 
 def _one_mask(original: Any) -> Any:
@@ -452,16 +423,13 @@ FAULTS: dict[str, Fault] = {
     "dropout alike": _seeds(lambda groups: 10),
     # ZeRO-3.
     "ZeRO-3 sums": _scattered(lambda part: part * torch.distributed.get_world_size()),
-    "ZeRO-3 shares rolled": _scattered(lambda part: part.roll(1)),
     "ZeRO-3's first share on all": _scattered(_of_first_rank),
-    "ZeRO-3 without other replicas": replaced(_SCATTER, _without_other_replicas),
     "ZeRO-3 overwrites": replaced("dsx.engine.zero.stage3.Stage3Adapter.before_backward", _overwritten),
     "ZeRO-3 keeps what it gathered": replaced(
         "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator"
         ".fetch_sub_module",
         _gathered_before,
     ),
-    "ZeRO-3 keeps old parts": replaced("dsx.engine.engine.PipelineEngine.train_batch", _parts_kept),
     # fp16.
     "loss scale not undone": replaced(
         "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer.unscale_and_clip_grads",
@@ -471,7 +439,10 @@ FAULTS: dict[str, Fault] = {
         "dsx.engine.zero.loss_scale.LossScale.scaled",
         lambda original: lambda self, loss: original(self, loss) * self.value,
     ),
-    "norm with the loss scale": replaced("dsx.engine.zero.loss_scale.LossScale.judge", _norm_of_scaled),
+    "norm with the loss scale": replaced(
+        "dsx.engine.zero.loss_scale.LossScale.judge",
+        lambda original: lambda self, scaled, refuses: (original(self, scaled, refuses), scaled)[1],
+    ),
     # Fine-tuning.
     "one mask for a pack": replaced("dsx.nn.attention.CausalMask._of_documents", _one_mask),
     "no positions": replaced("dsx.verify.subject.random_tokens", _without_positions),
