@@ -156,7 +156,7 @@ class MixedSource(TextSource):
 
     weight: Annotated[float, Field(gt=0)] = Field(
         default=1.0,
-        description="Share of the sequences, relative to the other sources' weights; leave one of no share out.",
+        description="Share of the sequences, relative to the other sources' weights; leave one of none out.",
     )
     label: str | None = Field(
         default=None,
