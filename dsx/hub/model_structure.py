@@ -11,10 +11,9 @@ import copy
 import inspect
 import json
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import lru_cache, partial
@@ -29,7 +28,7 @@ from dsx.errors import ModelError
 from dsx.hub.on_meta import copied, parameters_on_meta, put_plain_modules
 from dsx.models.config_values import MOST_LAYERS, at
 from dsx.models.hf_config import SAY_NOTHING
-from dsx.models.transformers_settings import quiet_transformers, torch_forms, with_cap
+from dsx.models.transformers_settings import masks_of, quiet_transformers, torch_forms, with_cap
 from dsx.nn.documents import PerMicroBatch, Places
 from dsx.terminal import shortened
 
@@ -355,35 +354,6 @@ class ModelStructure:
         return bare
 
 
-@contextmanager
-def _masks_of(positions: Tensor, base: nn.Module) -> Iterator[None]:
-    """Inside, a family's forward makes masks by these positions, which it may hand to rotary tables alone.
-
-    So does modeling_gpt_oss.py. The masks are made by functions of transformers' masking_utils that the
-    family's file has imported by name. Where they are made in another way, the family's probe shows it.
-    """
-    own = vars(sys.modules[type(base).__module__])
-    makers = {
-        name: function
-        for name, function in own.items()
-        if getattr(function, "__module__", "") == "transformers.masking_utils"
-        and "position_ids" in inspect.signature(function).parameters
-    }
-    own |= {name: partial(_with_positions, function, positions) for name, function in makers.items()}
-    try:
-        yield
-    finally:
-        own |= makers
-
-
-def _with_positions(make: Callable[..., Any], positions: Tensor, *arguments: Any, **named: Any) -> Any:
-    """A mask of transformers, made with positions if the caller gives none."""
-    given = inspect.signature(make).bind(*arguments, **named)
-    if given.arguments.get("position_ids") is None:
-        given.arguments["position_ids"] = positions
-    return make(*given.args, **given.kwargs)
-
-
 class BlockArguments:
     """The family's forward without weights: what it gives to every block, kept for the last shapes.
 
@@ -463,7 +433,7 @@ class BlockArguments:
             if places is None:
                 self._base(inputs_embeds=like, use_cache=False)
             else:
-                with _masks_of(places.positions, self._base):
+                with masks_of(places.positions, self._base):
                     self._base(inputs_embeds=like, use_cache=False, position_ids=places.positions)
         calls, self._calls = self._calls, []
         return [(call.arguments, call.named, call.by_name) for call in calls]

@@ -1,10 +1,12 @@
-"""How transformers is set while dsx uses it: quiet, in forms of torch, with its caps, without zero.Init."""
+"""How transformers is set while dsx uses it: quiet, in torch, with caps, by positions, without zero.Init."""
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,6 +48,35 @@ def torch_forms() -> Iterator[None]:
         yield
     finally:
         hub_kernels.is_torchdynamo_exporting = asks
+
+
+@contextmanager
+def masks_of(positions: Any, base: Any) -> Iterator[None]:
+    """Inside, a family's forward makes masks by these positions, which it may hand to rotary tables alone.
+
+    So does modeling_gpt_oss.py. The masks are made by functions of transformers' masking_utils that the
+    family's file has imported by name. Where they are made in another way, the family's probe shows it.
+    """
+    own = vars(sys.modules[type(base).__module__])
+    makers = {
+        name: function
+        for name, function in own.items()
+        if getattr(function, "__module__", "") == "transformers.masking_utils"
+        and "position_ids" in inspect.signature(function).parameters
+    }
+    own |= {name: partial(_with_positions, function, positions) for name, function in makers.items()}
+    try:
+        yield
+    finally:
+        own |= makers
+
+
+def _with_positions(make: Callable[..., Any], positions: Any, *arguments: Any, **named: Any) -> Any:
+    """A mask of transformers, made with positions if the caller gives none."""
+    given = inspect.signature(make).bind(*arguments, **named)
+    if given.arguments.get("position_ids") is None:
+        given.arguments["position_ids"] = positions
+    return make(*given.args, **given.kwargs)
 
 
 def first_line(error: BaseException) -> str:
