@@ -363,9 +363,7 @@ def _require_same(
         )
 
 
-def _problems(
-    adapter: Adapter, specs: tuple[ParamSpec, ...], *, kernels: bool = False
-) -> Iterator[ConfigError]:
+def _problems(adapter: Adapter, specs: tuple[ParamSpec, ...], *, kernels: bool) -> Iterator[ConfigError]:
     """What is wrong with an adapter of a model with these parameters, of a family that has such kernels."""
     linears = {
         module for spec in specs if spec.linear and not is_stack(spec) for module, _ in modules_of(spec)

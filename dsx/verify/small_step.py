@@ -267,10 +267,9 @@ def _compared(
             findings = (*verdict.findings, *findings)
             if not findings:
                 break
-        first = findings[0] if findings else None
         # Where one process overflows too, once it has taken a step, it is the learning rate's doing.
-        if first is not None and not (first.step > 1 and first.what.startswith("in one process,")):
-            return first
+        if findings and not (findings[0].step > 1 and findings[0].what.startswith("in one process,")):
+            return findings[0]
         if isinstance(other := also(made), ParityFinding):
             return other
         rows = verdict.rows
