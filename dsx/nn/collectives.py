@@ -67,7 +67,7 @@ def start_all_reduce(x: Tensor, tp: TensorParallel, op: Literal["sum", "max"] = 
 
 
 def start_all_gather(x: Tensor, tp: TensorParallel, dim: int) -> Pending:
-    """Start concatenating every rank's ``x`` along ``dim``.
+    """Start concatenating every rank's ``x`` along ``dim``, contiguous.
 
     Nothing is copied if all dims before ``dim`` are 1.
     """
@@ -77,7 +77,7 @@ def start_all_gather(x: Tensor, tp: TensorParallel, dim: int) -> Pending:
     dim %= x.dim()
     buffer = x.new_empty(tp.size, *x.shape)
     work = _all_gather(buffer.flatten(0, 1), x, tp)
-    return Pending(buffer, work, lambda ranks: ranks.movedim(0, dim).flatten(dim, dim + 1))
+    return Pending(buffer, work, lambda ranks: ranks.movedim(0, dim).flatten(dim, dim + 1).contiguous())
 
 
 def start_reduce_scatter(x: Tensor, tp: TensorParallel, dim: int) -> Pending:

@@ -30,7 +30,11 @@ SAMPLE: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("phi", {"qk_layernorm": True}),
         ("stablelm", {"num_key_value_heads": 1, "qk_layernorm": True}),
     ],
-    "tp4": [("llama", {"num_key_value_heads": 1}), ("stablelm", {"qk_layernorm": True})],
+    "tp4": [
+        ("doge", {"is_moe": True}),
+        ("llama", {"num_key_value_heads": 1}),
+        ("stablelm", {"qk_layernorm": True}),
+    ],
     "pp2": [("gemma4_unified_text", {"attention_k_eq_v": True}), ("olmo2", {"tie_word_embeddings": True})],
     "zero3": [("dbrx", {}), ("qwen3_moe", {"norm_topk_prob": True}), ("starcoder2", {"use_bias": False})],
 }
