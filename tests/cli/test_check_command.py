@@ -6,13 +6,13 @@ import io
 import json
 import os
 import re
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+
+from loaded import DSX, HEAVY, loaded_by
 
 WRONG = """{
   // of a friend
@@ -456,22 +456,13 @@ def test_locks_of_dead_builds(dsx, tmp_path, monkeypatch):
     assert "extensions-lock" not in dsx("check", config, QUIET)[1]
 
 
-def modules_after(program, *arguments):
-    """Modules loaded when ``program`` has run."""
-    program += "\nimport json, sys; print(json.dumps(sorted(sys.modules)))"
-    command = [sys.executable, "-c", program, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    return set(json.loads(done.stdout.splitlines()[-1]))
-
-
 def test_loads_little(file):
     """What takes long to import is left out, so that the command answers in a fraction of a second."""
-    command = "from dsx.cli.app import main\ntry: main()\nexcept SystemExit: pass"
-    loaded = modules_after(command, "check", file, QUIET, "--diff", "--gpus", "4")
-    assert not loaded & {"torch", "numpy", "deepspeed", "transformers", "rich", "dsx.config.schema"}
-    # typer itself loads pydantic; the doctor does not.
-    loaded = modules_after(
-        "import sys\nfrom dsx.doctor import examine\nexamine(open(sys.argv[1]).read())", file
+    _, loaded = loaded_by(
+        f"try:\n    {DSX}\nexcept SystemExit: pass", "check", file, QUIET, "--diff", "--gpus", 4
     )
+    assert not loaded & {"rich", "dsx.config.schema", *HEAVY}
+    # typer itself loads pydantic; the doctor does not.
+    _, loaded = loaded_by("from dsx.doctor import examine; examine(open(sys.argv[1]).read())", file)
     assert "dsx.doctor.examine" in loaded
     assert not loaded & {"torch", "pydantic", "typer"}

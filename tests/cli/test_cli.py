@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import re
 import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from dsx import __version__
-from said import own_words
+from loaded import DSX, HEAVY, loaded_by
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 ZERO3 = str(CONFIGS / "zero3.json")
@@ -177,19 +175,8 @@ def test_impossible_schedule_is_exit_code_1(dsx):
 
 
 def test_starts_fast_and_without_torch():
-    code = (
-        "import sys; sys.argv = ['dsx', 'check', sys.argv[1], '--gpus', '8']\n"
-        "from dsx.cli.app import main\n"
-        "main_ended = None\n"
-        "try: main()\n"
-        "except SystemExit as ended: main_ended = ended.code\n"
-        "heavy = {'torch', 'deepspeed', 'numpy', 'transformers', 'datasets', 'wandb'} & set(sys.modules)\n"
-        "sys.exit(f'{main_ended} {heavy}' if main_ended or heavy else 0)"
-    )
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = [sys.executable, "-c", code, ZERO3]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, own_words(done.stderr)) == (0, "")
+    assert not loaded_by(DSX, "check", ZERO3, "--gpus", 8)[1] & HEAVY
     # Half a second of a processor, which a busy machine takes longer to give; torch alone would take two.
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.5

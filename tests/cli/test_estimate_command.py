@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from dsx.errors import ConfigError
 from dsx.memory.watch import estimated
 from dsx.planner.cluster import preset, read_cluster
 from dsx.planner.inputs import PinnedChoices, plan_inputs, plan_search
+from loaded import DSX, HEAVY, loaded_by
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 COMMAND = ("estimate",)
@@ -236,16 +235,11 @@ def test_what_a_model_alone_assumes_is_said(dsx):
 
 
 def test_no_torch_is_needed_once_the_layers_are_recorded(dsx):
-    assert dsx("--model", "llama-3-8b", "--gpus", 8, "--zero", 3)[0] == 0
-    code = (
-        "import sys; sys.modules['torch'] = None; sys.argv = ['dsx', 'estimate', *sys.argv[1:]]; "
-        "from dsx.cli.app import main; main()"
-    )
-    arguments = ["--model", "llama-3-8b", "--gpus", "8", "--zero", "3"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True
-    )
-    assert "ZeRO-3" in done.stdout
+    words = ("--model", "llama-3-8b", "--gpus", 8, "--zero", 3)
+    assert dsx(*words)[0] == 0
+    printed, loaded = loaded_by(DSX, "estimate", *words)
+    assert "ZeRO-3" in printed
+    assert not loaded & HEAVY
 
 
 CONFIG = Path(__file__).parents[2] / "configs" / "zero3_offload.json"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from dsx.planner.choose import choose
 from dsx.planner.layout import Space
 from dsx.schedules.builders import NAMES, build, default_chunks, divides_backward
 from dsx.schedules.program import load
+from loaded import DSX, HEAVY, loaded_by
 from planner.profiles import cost, profile
 
 COMMAND = ("schedule",)
@@ -190,13 +189,4 @@ def test_refusals(dsx, path, arguments, said):
 
 def test_without_torch(path):
     """Nothing but arithmetic: it starts in no time on a machine without torch."""
-    code = (
-        "import sys\n"
-        "from dsx.cli.app import main\n"
-        f"sys.argv = ['dsx', 'schedule', 'auto', '--profile', {str(path)!r}, '--stages', '2', "
-        "'--micro-batches', '4']\n"
-        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
-        "heavy = {'torch', 'deepspeed', 'numpy', 'pydantic'} & set(sys.modules)\n"
-        "assert not heavy - {'pydantic'}, heavy\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    assert not loaded_by(DSX, "schedule", "auto", "--profile", path, *MEASURED_SIZE)[1] & HEAVY

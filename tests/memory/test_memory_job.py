@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from dsx.config.resolve import resolve
@@ -72,9 +69,3 @@ def test_an_unknown_optimizer_is_declared():
 def test_what_is_not_known_is_refused(sets, words):
     with pytest.raises(ConfigError, match=words):
         rule("zero_optimization.stage=2", "zero_allow_untested_optimizer=true", *sets)
-
-
-def test_needs_no_torch():
-    """`dsx estimate` answers at once."""
-    program = "import sys; import dsx.memory.job, dsx.memory.estimate; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,24 +53,6 @@ def test_a_record_is_read_back_as_it_was_written():
     assert LayerRecord.from_json(made.to_json()) == made
     assert made.weights
     assert any(event[0] == "fetch" for event in made.forward)
-
-
-def test_with_warm_records_an_estimate_loads_no_torch(home):
-    estimate(job(), 0)
-    program = """
-import json, sys
-from pathlib import Path
-home = Path(sys.argv[1])
-Path.home = classmethod(lambda cls: home)
-from dsx.config.resolve import resolve
-from dsx.memory.estimate import estimate
-from dsx.memory.job import job_of
-estimate(job_of(resolve(json.loads(sys.argv[2]), world_size=2)), 0)
-sys.exit("torch" in sys.modules)
-"""
-    import json
-
-    subprocess.run([sys.executable, "-c", program, str(home), json.dumps(CONFIG)], check=True, timeout=120)
 
 
 def test_spoiled_and_unwritable_records_are_made_again(home):

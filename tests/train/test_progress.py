@@ -6,8 +6,6 @@ import io
 import math
 import os
 import pty
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -241,9 +239,3 @@ def test_numbers() -> None:
     assert compact(math.nan) == "nan"
     assert [compact(n) for n in (0, 999.6, 1000, 6_738_415_616, 2e15)] == ["0", "1k", "1k", "6.74B", "2000T"]
     assert [seconds(s) for s in (59.96, 3599.6)] == ["60.0 s", "1 h 00 min"]
-
-
-def test_no_torch() -> None:
-    """Progress belongs to commands that must start fast, too."""
-    code = "import sys, dsx.train.progress; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
