@@ -144,7 +144,8 @@ def left(trainer: Trainer, before: str) -> dict[str, Any]:
         return {}
     hidden = [path.name for path in trainer.root.iterdir() if path.name.startswith(".")]
     latest = (trainer.root / store.LATEST).read_text()
-    return {"hidden": hidden, "same": latest == before, "damaged": [*verify(open_checkpoint(trainer.root))]}
+    same = store.tags(trainer.root)[-1] == latest == before
+    return {"hidden": hidden, "same": same, "damaged": [*verify(open_checkpoint(trainer.root))]}
 
 
 def saved(trainer: Trainer) -> bool:

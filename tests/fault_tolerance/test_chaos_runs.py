@@ -37,10 +37,11 @@ KILLS = {
     "optimizer step": (torch.optim.AdamW, "step", 3, 4),
     "evaluation": (Run, "evaluate", 1, 2),
     "load": (state, "load_stored", 1, 1),
-    "share of a save": (saver, "write_share", 1, 2),
+    "share of a save": (saver, "write_share", 3, 4),
     "part of a share": (saver, "write_from", 3, 3),
-    "commit": (store, "commit", 1, 2),
-    "naming of the latest": (store, "point_latest", 1, 2),
+    "commit": (store, "commit", 3, 4),
+    "commit over the same tag": (store, "commit", 4, 4),
+    "naming of the latest": (store, "point_latest", 3, 4),
 }
 """What a rank dies in, at which of its calls of this start, from and to.
 
@@ -89,6 +90,7 @@ def go_on(run: Run, last: int) -> list[float]:
                 run.evaluate()
             if run.engine.global_steps % SAVE_EVERY == 0:
                 run.save()
+                run.save()  # over the same tag
     return losses
 
 
