@@ -67,21 +67,8 @@ def test_estimate_agrees(dsx, tmp_path):
 
     out = tmp_path / "planned.json"
     sizes = ("--global-batch", 32, "--sequence-length", 1024, "--tensor", 2, "--pipeline", 4)
-    code, text, _ = dsx(
-        "--model",
-        "gpt2-large",
-        "--cluster",
-        "A100-80",
-        "--gpus",
-        16,
-        *sizes,
-        "--zero",
-        1,
-        "--format",
-        "json",
-        "--output",
-        out,
-    )
+    model = ("--model", "gpt2-large", "--cluster", "A100-80", "--gpus", 16, "--zero", 1)
+    code, text, _ = dsx(*model, *sizes, "--format", "json", "--output", out)
     best = json.loads(text)["best"][0]
     run = resolve(out, world_size=16)
     assert code == 0
@@ -251,6 +238,7 @@ def test_bad_clusters(dsx, cluster, content, words):
         ({"--micro-batch": 16, "--tensor": 1, "--pipeline": 1}, ("--micro-batch 16", "4 sequences")),
         ({"--gpu-memory": -1}, ("--gpu-memory -1",)),
         ({"--set": "dsx.train.steps=3"}, ("--set dsx.train.steps=3", "no CONFIG")),
+        ({"--output": "no/such.json"}, ("--output", "No such file")),
     ],
 )
 def test_bad_usage(dsx, tmp_path, changes, words):
@@ -268,27 +256,27 @@ def test_bad_usage(dsx, tmp_path, changes, words):
     assert all(word in err for word in words), err
 
 
-def test_a_place_that_cannot_be_written(dsx, tmp_path):
-    code, out, err = dsx(*TINY, *SIZES, "--output", tmp_path / "no" / "such.json")
-    assert (code, out) == (2, "")
-    assert "--output" in err
-    assert "No such file" in err
+BLOCK = {
+    "model": {"family": "llama", "preset": "tiny"},
+    "data": {"source": "here.txt", "sequence_length": 128},
+    "train": {"steps": 10, "output": "there"},
+}
 
 
-def test_offload_needs_zero(dsx, tmp_path):
-    base = {
-        "train_batch_size": 8,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
-        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
-        "dsx": {
-            "model": {"family": "llama", "preset": "tiny"},
-            "data": {"sequence_length": 64, "tokenizer": "bytes"},
-            "train": {"steps": 1, "output": "there"},
-        },
-    }
-    file = tmp_path / "base.json"
-    file.write_text(json.dumps(base))
-    rest = (file, "--cluster", "CPU", "--gpus", 2)
+@pytest.fixture
+def config(tmp_path):
+    def write(block, **keys):
+        file = tmp_path / "config.json"
+        optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+        file.write_text(json.dumps({"train_batch_size": 8, "optimizer": optimizer, "dsx": block} | keys))
+        return file
+
+    return write
+
+
+def test_offload_needs_zero(dsx, config):
+    offload = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    rest = (config(BLOCK, zero_optimization=offload), "--cluster", "CPU", "--gpus", 2)
     code, out, err = dsx(*rest, "--format", "json")
     assert (code, err) == (0, "")
     found = json.loads(out)
@@ -299,19 +287,9 @@ def test_offload_needs_zero(dsx, tmp_path):
     assert "--zero 0" in err
 
 
-def test_an_optimizer_whose_memory_nobody_knows(dsx, tmp_path):
-    base = {
-        "train_batch_size": 8,
-        "optimizer": {"type": "Adagrad", "params": {"lr": 1e-4}},
-        "dsx": {
-            "model": {"family": "llama", "preset": "tiny"},
-            "data": {"sequence_length": 64, "tokenizer": "bytes"},
-            "train": {"steps": 1, "output": "there"},
-        },
-    }
-    file = tmp_path / "base.json"
-    file.write_text(json.dumps(base))
-    code, _, err = dsx(file, "--cluster", "CPU", "--gpus", 2)
+def test_an_optimizer_whose_memory_nobody_knows(dsx, config):
+    unknown = {"type": "Adagrad", "params": {"lr": 1e-4}}
+    code, _, err = dsx(config(BLOCK, optimizer=unknown), "--cluster", "CPU", "--gpus", 2)
     assert code == 2
     assert "optimizer" in err
     assert err.count("dsx:") == 1
@@ -446,15 +424,8 @@ def test_refused(dsx, offices, changes, gpus, batch, what):
         ("data", {"source": "here", "streaming": True, "sequence_length": 128}, {}, "dsx.data.streaming"),
     ],
 )
-def test_refused_configs(dsx, offices, tmp_path, key, value, cluster, what):
-    file = tmp_path / "config.json"
-    block = {
-        "model": {"family": "llama", "preset": "tiny"},
-        "data": {"source": "here.txt", "sequence_length": 128},
-        "train": {"steps": 10, "output": "there"},
-    }
-    optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
-    file.write_text(json.dumps({"train_batch_size": 4, "optimizer": optimizer, "dsx": block | {key: value}}))
+def test_refused_configs(dsx, offices, config, key, value, cluster, what):
+    file = config(BLOCK | {key: value}, train_batch_size=4)
     code, out, err = dsx(file, "--cluster", offices(**cluster), "--gpus", 4, *FIXED)
     assert (code, out) == (2, "")
     assert what in err
@@ -472,18 +443,9 @@ def test_a_layer_list_is_planned_for_one_site(dsx, offices, tmp_path):
     assert "cluster two offices: sites = 2: a layer list is planned for one of them. Fix: " in err
 
 
-def test_an_elastic_run_is_compared_on_one_site(offices):
-    content = {
-        "train_batch_size": 8,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-        "dsx": {
-            "model": {"family": "llama", "preset": "tiny"},
-            "data": {"source": "here.txt", "sequence_length": 128},
-            "train": {"steps": 10, "output": "there"},
-            "elastic": {"cluster": str(offices())},
-        },
-    }
+def test_an_elastic_run_is_compared_on_one_site(offices, config):
+    file = config(BLOCK | {"elastic": {"cluster": str(offices())}})
     with pytest.raises(
         ConfigError, match=r"cluster two offices: sites = 2: runs are compared on one of them\. Fix"
     ):
-        resolve(content, world_size=4)
+        resolve(file, world_size=4)
