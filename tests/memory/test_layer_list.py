@@ -9,11 +9,8 @@ import pytest
 import torch
 from deepspeed.pipe import LayerSpec
 from torch import nn
-from typer.testing import CliRunner
 
 import dsx
-from dsx.cli.app import build
-from dsx.config.user_function import user_function
 from dsx.errors import ConfigError, DsxError, ModelError
 from memory import own_lists
 from meta_engine import programs
@@ -87,31 +84,6 @@ def test_a_config_must_name_its_optimizer_and_fit_the_ranks():
         dsx.estimate_layers(make, CONFIG, world_size=3, pipeline=2)
 
 
-def test_the_command_prints_the_list(tmp_path):
-    config, model = tmp_path / "config.json", tmp_path / "my_model.py"
-    config.write_text(json.dumps(CONFIG))
-    model.write_text(
-        "import torch\nfrom torch import nn\nimport dsx\n"
-        "def total(y):\n    return y.sum()\n"
-        "def make():\n"
-        "    layers = [nn.Linear(8, 8) for _ in range(4)]\n"
-        "    return dsx.LayerList(layers=layers, inputs=torch.zeros(2, 8), loss_fn=total)\n"
-    )
-    asked = ["estimate", str(config), "--layers", f"{model}:make", "--gpus", "2", "--pipeline", "2"]
-    app = build()
-    told = CliRunner().invoke(app, asked)
-    assert told.exit_code == 0, told.output
-    assert "pipeline 2 x data 1" in told.output
-    facts = json.loads(CliRunner().invoke(app, [*asked, "--format", "json"]).stdout)
-    assert len(facts["pipeline_ranks"]) == 2
-    assert CliRunner().invoke(app, [*asked, "--gpu-memory", "0.0001"]).exit_code != 0
-    assert isinstance(CliRunner().invoke(app, [*asked, "--model", "llama-3-8b"]).exception, ConfigError)
-    with pytest.raises(ModelError, match="there is no file"):
-        user_function("elsewhere.py:make")
-    with pytest.raises(ModelError, match="no function"):
-        user_function(f"{model}:other")
-
-
 USER = """
 import torch
 from torch import nn
@@ -159,6 +131,7 @@ def recurrent(): return listed(nn.LSTM(32, 32, batch_first=True))
 def encoder(): return listed(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True))
 def vector(): return listed(nn.Linear(32, 32), loss_fn=lambda y: y.mean(-1))
 def no_loss(): return listed(nn.Linear(32, 32), loss_fn=None)
+def four(): return listed(*(nn.Linear(32, 32) for _ in range(4)))
 
 
 def shared():
@@ -198,6 +171,15 @@ def user(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+def test_the_command_prints_the_list(user, dsx):
+    asked = ("estimate", "ds_config.json", "--layers", "user_lists.py:four", "--gpus", 2, "--pipeline", 2)
+    code, out, err = dsx(*asked)
+    assert (code, err) == (0, "")
+    assert "pipeline 2 x data 1" in out
+    assert len(json.loads(dsx(*asked, "--format", "json")[1])["pipeline_ranks"]) == 2
+    assert dsx(*asked, "--gpu-memory", "0.0001")[0]
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_what_cannot_be_recorded_is_one_error(name, user, dsx):
     code, out, err = dsx("estimate", "ds_config.json", "--layers", f"user_lists.py:{name}")
@@ -215,6 +197,7 @@ def test_what_cannot_be_recorded_is_one_error(name, user, dsx):
         (("ds_config.json", "--layers", "absent.py:f"), "there is no file absent.py"),
         (("--layers", "user_lists.py:plain"), "--layers needs one"),
         (("ds_config.json", "--layers", "user_lists.py:plain", "--tensor", 2), "--tensor"),
+        (("ds_config.json", "--layers", "user_lists.py:plain", "--model", "llama-3-8b"), "--model"),
         (("typo.json", "--layers", "user_lists.py:plain"), "gradient_acumulation_steps"),
         (("block.json", "--layers", "user_lists.py:plain"), "dsx.recompute"),
     ],
