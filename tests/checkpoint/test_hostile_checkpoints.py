@@ -25,8 +25,9 @@ from dsx.terminal import printable
 from mutant_runs import Outcome, counted, outcomes
 from said import own_words
 
-_MUTANTS = 3  # of each format in every run of the tests
-_MANY = 10_000  # of all formats together with -m slow
+_MANY = -(-10_000 // len(FORMATS))  # of each format; ten thousand of all together
+_SLOW = [pytest.mark.slow, pytest.mark.timeout(3600)]
+_SEEDS = [range(3), pytest.param(range(1000, 1000 + _MANY), marks=_SLOW)]
 _TARGETS = (
     ("--to", "dsx"),
     ("--to", "tp=2,pp=1,dp=3,zero=2"),
@@ -99,19 +100,10 @@ def run(originals: Path, name: str, seeds: range, scratch: Path) -> list[Outcome
     return list(outcomes(seeds, originals / name, scratch, attempt, allowed=()))
 
 
+@pytest.mark.parametrize("seeds", _SEEDS, ids=["some", "many"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_some_mutants_of_every_format_end_well(originals, tmp_path, name):
-    found = run(originals, name, range(_MUTANTS), tmp_path / "scratch")
-    assert [one for one in found if not one.good] == []
-    assert len(found) == _MUTANTS
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", FORMATS)
-def test_ten_thousand_mutants_end_well(originals, tmp_path, name):
-    each = -(-_MANY // len(FORMATS))
-    found = run(originals, name, range(1000, 1000 + each), tmp_path / "scratch")
+def test_mutants_of_every_format_end_well(originals, tmp_path, name, seeds):
+    found = run(originals, name, seeds, tmp_path / "scratch")
     print(name, dict(counted(found)))
     assert [one for one in found if not one.good] == []
-    assert len(found) == each
+    assert len(found) == len(seeds)
