@@ -73,10 +73,7 @@ def test_a_view_would_keep_it():
     assert ranks.run(kept_after_forward, 2, True) == [(3, 2)] * 2
 
 
-def losses_with_zero3(rank, world_size, name, recompute, ids, labels):
-    """Losses of some steps, both data-parallel ranks on the same data."""
-    model = tiny_models.Model(name, recompute=recompute, seed=3)
-    engine = engine_of(model)
+def losses_of(model, engine, ids, labels):
     losses = []
     for _ in range(STEPS):
         loss = model.loss_fn(engine(ids), labels)
@@ -84,6 +81,13 @@ def losses_with_zero3(rank, world_size, name, recompute, ids, labels):
         engine.step()
         losses.append(loss.item())
     return losses
+
+
+def losses_with_zero3(rank, world_size, name, recompute, ids, labels):
+    """Losses of some steps, both data-parallel ranks on the same data."""
+    model = tiny_models.Model(name, recompute=recompute, seed=3)
+    engine = engine_of(model)
+    return losses_of(model, engine, ids, labels)
 
 
 def losses_alone(name, ids, labels):
@@ -144,13 +148,7 @@ def losses_with_tensor_parallel_zero3(rank, world_size, name, sequence_parallel,
     tp = TensorParallel(world_size, rank, dist.group.WORLD, sequence_parallel)
     model = tiny_models.Model(name, tp, seed=3)
     engine = engine_of(model, Grid(world_size, rank))
-    losses = []
-    for _ in range(STEPS):
-        loss = model.loss_fn(engine(ids), labels)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return losses_of(model, engine, ids, labels)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
