@@ -34,9 +34,8 @@ def resolved(adapter: dict[str, Any], family: str = "llama", world_size: int = 1
     return dsx.load_config(config, world_size=world_size)
 
 
-@pytest.mark.parametrize(
-    ("adapter", "where", "said"),
-    [
+MISTAKES = {
+    "llama": [
         ({"targets": ["q_prj"]}, "dsx.adapter.targets[0]", 'write "q_proj"'),
         ({"targets": "v_proj"}, "dsx.adapter.targets", 'write ["v_proj"]'),
         ({"targets": ".*qproj"}, "dsx.adapter.targets", "whole name of no linear"),
@@ -58,17 +57,7 @@ def resolved(adapter: dict[str, Any], family: str = "llama", world_size: int = 1
         ({"quantization": "nf4"}, "dsx.adapter.quantization", "are 24 numbers long, no multiple of the 64"),
         ({"path": "nowhere"}, "dsx.adapter.path", "adapter_config.json"),
     ],
-)
-def test_a_mistake_is_named_with_its_fix(adapter: dict[str, Any], where: str, said: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        resolved(adapter)
-    assert caught.value.where.startswith(where)
-    assert said in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("adapter", "where", "said"),
-    [
+    "qwen2_moe": [
         ({"target_parameters": ["experts.gate_up"]}, "dsx.adapter.target_parameters[0]", "gate_up_proj"),
         (
             {"target_parameters": ["experts.down_proj"], "dropout": 0.1},
@@ -78,10 +67,16 @@ def test_a_mistake_is_named_with_its_fix(adapter: dict[str, Any], where: str, sa
         ({"target_parameters": ["experts.down_proj"], "type": "dora"}, "dsx.adapter.type", "one of the two"),
         ({"targets": ["experts"]}, "dsx.adapter.targets[0]", "it is no linear"),
     ],
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "adapter", "where", "said"),
+    [(family, *mistake) for family, mistakes in MISTAKES.items() for mistake in mistakes],
 )
-def test_a_mistake_about_experts_is_named(adapter: dict[str, Any], where: str, said: str) -> None:
+def test_a_mistake_is_named_with_its_fix(family: str, adapter: dict[str, Any], where: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        resolved(adapter, family="qwen2_moe")
+        resolved(adapter, family=family)
     assert caught.value.where.startswith(where)
     assert said in str(caught.value)
 

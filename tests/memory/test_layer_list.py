@@ -155,7 +155,7 @@ WRONG = {
     "vector": "its loss gives 2 x 16 float32",
     "no_loss": "its last layer gives 2 x 16 x 32 float32",
     "shared": "a parameter of it is layer 0's, too",
-    "absent": "has no function absent",
+    "absent": "has no function absent. Fix: name one that it has.",
 }
 
 
@@ -193,7 +193,7 @@ def test_what_cannot_be_recorded_is_one_error(name, user, dsx):
     ("arguments", "said"),
     [
         (("ds_config.json", "--layers", "broken.py:f"), "SyntaxError"),
-        (("ds_config.json", "--layers", "user_lists.py"), "it names no function"),
+        (("ds_config.json", "--layers", "user_lists.py"), "it names no function. Fix: write my_module:"),
         (("ds_config.json", "--layers", "absent.py:f"), "there is no file absent.py"),
         (("--layers", "user_lists.py:plain"), "--layers needs one"),
         (("ds_config.json", "--layers", "user_lists.py:plain", "--tensor", 2), "--tensor"),
