@@ -238,17 +238,15 @@ class Coordinator:
         for module in self._backward[::-1]:
             for leaf in module:
                 self._workers(leaf).discard(module[0].name)
-                free = leaf.name not in self.persistent if self._recording is None else self._releasable(leaf)
-                if free:
+                if self._releasable(leaf):
                     self._drop(leaf)
         self._backward.clear()
 
     def _releasable(self, leaf: Leaf) -> bool:
         if leaf.name in self.persistent:
             return False
-        if self.gathering.keep_bytes:
+        if self.gathering.keep_bytes or self._recording is None:
             return True
-        assert self._recording is not None
         passed = self._passed.get(leaf.name, NEVER)
         return (
             passed <= self._step
@@ -284,9 +282,9 @@ class Coordinator:
             for leaf in small:
                 self.settle(leaf, self.gather_alone(leaf))
             return
-        parts = self.uploads(small) if self.dp > 1 else []
+        alone = self.dp == 1
+        parts = [] if alone else self.uploads(small)
         for leaf in small:
-            alone = self.dp == 1
             whole = self.own_buffer(leaf) if alone else self._new("gathered parameters", self.padded(leaf))
             self.settle(leaf, whole)
         free(*parts)
@@ -318,8 +316,8 @@ class Stage3(States):
             self.settings.width,
             gathering,
             gathering.persistent([*self.leaves.values()]),
+            offloaded=self.offload.parameters and not self.offload.unified,
         )
-        self.coordinator.offloaded = self.offload.parameters and not self.offload.unified
         groups = len(self.sub_groups)
         first = int((1 - self.offload.ratio) * groups) if self.offload.optimizer else groups
         self.host_groups = range(first, groups)
@@ -353,20 +351,17 @@ class Stage3(States):
                 for leaf in reversed(layer)
             ]
             for leaf in layer:
-                self.keep_part(leaf)
+                # partition_parameters.py, _partition_param.
+                kind = "parameters", "partitions", self.part(leaf), self.settings.width
+                held = self.parameters if leaf.name in self.trained else self.frozen_parameters
+                if self.offload.parameters:
+                    held.append(self.host.pinned(*kind, pin=self.offload.pinned_parameters))
+                else:
+                    held.append(self.new(*kind))
                 free(whole.pop())
                 self.stand_ins.append(self.new("parameters", "stand-ins", 1, leaf.width))
         for leaf in self.ties:
             free(self.coordinator.gather_alone(leaf))
-
-    def keep_part(self, leaf: Leaf) -> None:
-        """partition_parameters.py, _partition_param."""
-        kind = "parameters", "partitions", self.part(leaf), self.settings.width
-        held = self.frozen_parameters if leaf.name not in self.trained else self.parameters
-        if self.offload.parameters:
-            held.append(self.host.pinned(*kind, pin=self.offload.pinned_parameters))
-        else:
-            held.append(self.new(*kind))
 
     def start(self) -> None:
         """One buffer for all partitions; masters; bucket and gradients; hooks."""

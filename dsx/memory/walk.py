@@ -65,7 +65,7 @@ class RecordedLayer:
         *,
         last: bool = False,
     ) -> None:
-        self.record, self._ledger, self._leaves, self._hooks = record, ledger, leaves, hooks
+        self.record, self.leaves, self._ledger, self._hooks = record, leaves, ledger, hooks
         ends = last and not record.num_labels
         self._logits = frozenset(record.output_ids) if ends else frozenset[int | str]()
         self._held: dict[int | str, Storage] = {}
@@ -126,17 +126,13 @@ class RecordedLayer:
         assert total is not None
         return total
 
-    def leaf(self, name: str) -> Leaf:
-        """A parameter by its name in the record."""
-        return self._leaves[name]
-
     def _handed(self, storage: Storage, *, copies: bool) -> Storage:
         if copies and storage.holders > 1:
             return Storage(self._ledger, _COPY, storage.size_bytes).hold()
         return storage.hold()
 
     def _give(self, name: str, gradient: Storage, shared: _Shared) -> None:
-        leaf = self._leaves[name]
+        leaf = self.leaves[name]
         shared.waits[leaf.name] -= 1
         before = shared.sums.pop(leaf.name, None)
         if before is not None:
@@ -165,24 +161,20 @@ class RecordedLayer:
             held[number] = self._new(number, size, label)
         elif kind == "fetch":
             if self._hooks is not None:
-                self._hooks.fetch(tuple(self._leaves[name] for name in event[1]), forward=event[2])
+                self._hooks.fetch(tuple(self.leaves[name] for name in event[1]), forward=event[2])
         elif kind == "release":
             _, names, forward, kept = event
-            for name, number in kept:
-                self._keep(self._leaves[name], number)
+            for name, number in kept:  # what was gathered, as long as a recomputation has it saved
+                storage = self.leaves[name].storage
+                held[number] = (Storage(self._ledger, _TOKEN, 0) if storage is None else storage).hold()
             if self._hooks is not None:
-                self._hooks.release(tuple(self._leaves[name] for name in names), forward=forward)
+                self._hooks.release(tuple(self.leaves[name] for name in names), forward=forward)
 
     def _new(self, number: int, size: int, label: int) -> Storage:
         what = self.record.labels[label]
         if number in self._logits:
             what = what._replace(category="logits", name="logits")
         return self._ledger.new(what, size)
-
-    def _keep(self, leaf: Leaf, number: int) -> None:
-        """Keep what was gathered for a parameter as long as a recomputation has it saved."""
-        storage = leaf.storage
-        self._held[number] = Storage(self._ledger, _TOKEN, 0).hold() if storage is None else storage.hold()
 
 
 class RecordedChunk:
@@ -231,7 +223,7 @@ class RecordedChunk:
         for layer in self.layers:
             for event in layer.record.memory(phase):
                 if event[0] == "grad":
-                    name = layer.leaf(event[1]).name
+                    name = layer.leaves[event[1]].name
                     shared.waits[name] = shared.waits.get(name, 0) + 1
         found = [storage.hold() for storage in gradients]
         for place in reversed(range(len(self.layers))):
@@ -253,7 +245,7 @@ class RecordedChunk:
         leaves: dict[str, Leaf] = {}
         for layer in reversed(self.layers):
             for place, use in enumerate(layer.record.uses):
-                leaf = layer.leaf(use.parameter)
+                leaf = layer.leaves[use.parameter]
                 leaves[leaf.name] = leaf
                 queue.setdefault(leaf.name, []).append((layer, place))
         if not queue:
@@ -412,7 +404,7 @@ class Walk:
         does = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
-            Op.BACKWARD_INPUT: self._backward_input,
+            Op.BACKWARD_INPUT: self._backward,
             Op.BACKWARD_WEIGHT: self._backward_weight,
             Op.RECV_F: self._receive_input,
             Op.SEND_F: self._send_output,
@@ -595,14 +587,7 @@ class Walk:
         flying.append(message)
 
     def _backward(self, action: Action, place: int) -> None:
-        self._whole_backward(action, place, divided=False)
-        self.chunks.pop((action.stage, action.micro_batch), None)
-
-    def _backward_input(self, action: Action, place: int) -> None:
-        self._whole_backward(action, place, divided=True)
-
-    def _whole_backward(self, action: Action, place: int, *, divided: bool) -> None:
-        key = (action.stage, action.micro_batch)
+        key, divided = (action.stage, action.micro_batch), action.op is Op.BACKWARD_INPUT
         inputs, output = self.inputs.pop(key, []), self.outputs.pop(key, [])
         back, gradients = self.backs[action.stage], self.gradients.pop(key, None)
         if gradients is None:
@@ -622,6 +607,8 @@ class Walk:
         if action.stage > 0:
             self.gradients[action.stage - 1, action.micro_batch] = found
         dropped(inputs)
+        if not divided:
+            self.chunks.pop(key, None)
 
     def _backward_weight(self, action: Action, place: int) -> None:
         if not self.backs[action.stage]:
