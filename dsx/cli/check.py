@@ -56,13 +56,6 @@ class Outcome:
     mended: int = 0
 
 
-def unreadable(path: Path, error: ConfigError) -> Outcome:
-    """The outcome for a file that is no config."""
-    why = f"{error.where or shown_path(path)}: {error.what}"
-    finding = Finding(check="syntax", severity="error", path=(), value=ABSENT, why=why, fix=error.fix)
-    return Outcome(path, None, (finding,))
-
-
 def shown_path(path: Path) -> str:
     """The name of a file that is checked."""
     return "standard input" if path == STDIN else str(path)
@@ -163,11 +156,8 @@ def _last(outcome: Outcome) -> str:
         return said
     said += _mendable(outcome.findings) if not outcome.diff else ""
     said += f" (for {_WHO[report.runner]}"
-    said += (
-        f" {shown(report.version)}"
-        if report.runner == "deepspeed"
-        else f", DeepSpeed {shown(report.version)}"
-    )
+    said += " " if report.runner == "deepspeed" else ", DeepSpeed "
+    said += shown(report.version)
     said += ", guessed: --for says otherwise)" if report.inferred and report.runner != "dsx" else ")"
     if report.runner == "dsx" and outcome.run is None and not counts["errors"]:
         said += "\nsay --gpus N to check the layout and the batch"
@@ -299,7 +289,10 @@ def check(
     config resolves is printed. Exit code 1 if there are errors.
     """
     if explain is not None:
-        _explain(explain, style)
+        from dsx.doctor.explain import explain as explained
+        from dsx.doctor.explain import explain_json
+
+        say(json.dumps(explain_json(explain), indent=2) if style == "json" else explained(explain))
         return
     _check_arguments(configs, overrides, fix, diff, gpus, gpu_memory)
     from dsx.doctor.examine import examine
@@ -335,12 +328,6 @@ def check(
         raise typer.Exit(BAD_INPUT)
     if any(finding.severity in bad for finding in found):
         raise typer.Exit(BAD)
-
-
-def _explain(key: str, style: str) -> None:
-    from dsx.doctor.explain import explain, explain_json
-
-    say(json.dumps(explain_json(key), indent=2) if style == "json" else explain(key))
 
 
 def _check_arguments(
@@ -381,7 +368,9 @@ def _one(
     except UnopenedError:
         raise
     except ConfigError as error:
-        return unreadable(path, error)
+        why = f"{error.where or shown_path(path)}: {error.what}"
+        finding = Finding(check="syntax", severity="error", path=(), value=ABSENT, why=why, fix=error.fix)
+        return Outcome(path, None, (finding,))
     report = look(_overridden(source, overrides))
     if gpu_memory is not None and report.runner != "dsx":
         raise ConfigError(

@@ -73,7 +73,11 @@ def data(
             for label, said in (*rows, *report(corpus)):
                 say(f"  {label:<9} {said}")
             for sample in found:
-                _draw(sample, tokens)
+                say(f"\n{sample.title}")
+                plain = "".join(word for word, _ in _line(sample, tokens, *_PLAIN_MARKS))
+                say_styled(_line(sample, tokens, "", ""), plain=plain)
+                if len(sample.ids) > tokens:
+                    say(f"... and {len(sample.ids) - tokens:,} more tokens (--tokens)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,14 +131,6 @@ def _content(name: str, corpus: Corpus, found: Sequence[_Shown]) -> dict[str, An
             for sample in found
         ],
     }
-
-
-def _draw(sample: _Shown, most: int) -> None:
-    say(f"\n{sample.title}")
-    plain = "".join(text for text, _ in _line(sample, most, *_PLAIN_MARKS))
-    say_styled(_line(sample, most, "", ""), plain=plain)
-    if len(sample.ids) > most:
-        say(f"... and {len(sample.ids) - most:,} more tokens (--tokens)")
 
 
 def _line(sample: _Shown, most: int, begin: str, end: str) -> Iterator[tuple[str, str]]:

@@ -142,7 +142,8 @@ def _text(facts: dict[str, Any]) -> str:
     for tensor in facts["tensors"]:
         alike: dict[str, list[str]] = defaultdict(list)
         for state, held in tensor["states"].items():
-            alike[f"{held['dtype']}{_spread(held)}"].append(state)
+            spread = f" in {held['files']} files" if held["files"] > 1 else ""
+            alike[f"{held['dtype']}{spread}"].append(state)
         states = ", ".join(
             how if len(held) == len(facts["states"]) else f"{how} {', '.join(held)}"
             for how, held in alike.items()
@@ -153,7 +154,3 @@ def _text(facts: dict[str, Any]) -> str:
     tables = aligned(rows, (0, 4), width=width) if rows else []
     tables += ["", *(aligned(tensors, range(3), width=width) if tensors else [])]
     return "\n".join([*lines, one_a_line(tables)])
-
-
-def _spread(held: dict[str, Any]) -> str:
-    return f" in {held['files']} files" if held["files"] > 1 else ""

@@ -32,7 +32,7 @@ from dsx.errors import DsxError
 from dsx.terminal import aligned, amount, columns, wrapped
 
 if TYPE_CHECKING:
-    from dsx.planner.inputs import BestLayout, Calibration, ModelInputs, PlanInputs
+    from dsx.planner.inputs import BestLayout, Calibration, PlanInputs
     from dsx.planner.plan import Plan, Ranked
     from dsx.planner.sites import SiteComparison
 
@@ -113,7 +113,11 @@ def plan(
             overrides=overrides or (),
         )
         site = site_inputs(joined, where) if several else joined
-        measured = _measured(site) if measure else None
+        if measure:
+            from dsx.planner.profiler import measure_compute
+
+            with Waiting("measuring this machine"):
+                measured = measure_compute(site.run, site.cluster)
         if several:
             with judging(DsxError), waiting:
                 sites = compare(joined, site, where, pinned, measured, top=top, looked=waiting.stands)
@@ -161,14 +165,6 @@ def _tell(
     say(_text(inputs, plan, measured, module))
     if output is not None:
         say(f"wrote {output}")
-
-
-def _measured(inputs: ModelInputs) -> Calibration:
-    from dsx.planner.profiler import measure_compute
-    from dsx.waiting import Waiting
-
-    with Waiting("measuring this machine"):
-        return measure_compute(inputs.run, inputs.cluster)
 
 
 def _text(inputs: PlanInputs, found: Plan, measured: Calibration | None, module: str) -> str:

@@ -26,9 +26,8 @@ from dsx.parallel.mesh import AXES, Mesh
 from dsx.terminal import amount, seconds
 
 if TYPE_CHECKING:
-    from dsx.checkpoint.execute import ConversionOptions, ConversionReport
+    from dsx.checkpoint.execute import ConversionReport
     from dsx.checkpoint.layouts import TargetDegrees
-    from dsx.checkpoint.reshard import Conversion
     from dsx.config.run import RunConfig
 
 
@@ -160,7 +159,8 @@ def reshard(
         if style == "json":
             say_json(outline)
         return
-    report = _copied(conversion, options)
+    with Waiting("copying", total=conversion.plan.write_bytes, unit="bytes") as waiting:
+        report = conversion.run(replace(options, progress=waiting.advance))
     if style == "json":
         told = asdict(report) | {"target": str(report.target)}
         say_json(outline | {"report": told})
@@ -168,15 +168,11 @@ def reshard(
         text = _report_text(report)
         text += "".join(f"\nnote       {note}" for note in report.notes if note not in outline["notes"])
         if conversion.target.is_tag:
-            text += _to_load(target.absolute(), named=options.point_latest)
+            # load_checkpoint loads nothing from a folder that has no ``latest``.
+            named, place = options.point_latest, target.absolute()
+            how = "which latest there names" if named else "say it: latest there does not name it"
+            text += f"\nto load    folder {place.parent}, tag {place.name}, {how}"
         say(text)
-
-
-def _copied(conversion: Conversion, options: ConversionOptions) -> ConversionReport:
-    from dsx.waiting import Waiting
-
-    with Waiting("copying", total=conversion.plan.write_bytes, unit="bytes") as waiting:
-        return conversion.run(replace(options, progress=waiting.advance))
 
 
 def _asked(to: list[str]) -> tuple[str, str]:
@@ -207,16 +203,13 @@ def _run(degrees: TargetDegrees, config: Path | None, gpus: int | None) -> RunCo
     return resolve(config, world_size=gpus)
 
 
-def _to_load(target: Path, *, named: bool) -> str:
-    """The arguments for ``load_checkpoint``, which loads nothing from a folder that has no ``latest``."""
-    how = "which latest there names" if named else "say it: latest there does not name it"
-    return f"\nto load    folder {target.parent}, tag {target.name}, {how}"
-
-
 def _outline_text(outline: dict[str, Any]) -> str:
     source, target = outline["source"], outline["target"]
     layout = target["layout"]
-    where = "" if layout is None else _layout_text(layout)
+    where = ""
+    if layout is not None:
+        degrees = Mesh.of(**{axis.name: layout[axis.name] for axis in AXES}).words
+        where = f", {degrees}, chunks {layout['chunks']}, ZeRO-{layout['zero_stage']}"
     read_bytes, write_bytes = amount(outline["read_bytes"]), amount(outline["write_bytes"])
     amounts = f"{read_bytes} to read, {write_bytes} to write in {outline['files']} files"
     lines = [
@@ -228,11 +221,6 @@ def _outline_text(outline: dict[str, Any]) -> str:
     ]
     lines += [f"beside     {each}" for each in outline["beside"]]
     return one_a_line([*lines, *(f"note       {note}" for note in outline["notes"])])
-
-
-def _layout_text(layout: dict[str, Any]) -> str:
-    degrees = Mesh.of(**{axis.name: layout[axis.name] for axis in AXES}).words
-    return f", {degrees}, chunks {layout['chunks']}, ZeRO-{layout['zero_stage']}"
 
 
 def _report_text(report: ConversionReport) -> str:

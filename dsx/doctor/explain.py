@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any, Final
@@ -31,24 +31,22 @@ _MOST_SHOWN: Final = 12
 @cache
 def documented() -> tuple[Key, ...]:
     """Keys that DeepSpeed's documentation still describes, inside blocks that are refused as a whole."""
-    return tuple(_documented())
-
-
-def _documented() -> Iterator[Key]:
     content = tomllib.loads((files("dsx.doctor") / "documented.toml").read_text(encoding="utf-8"))
-    for block in content["block"]:
-        for name, effect in block["effects"].items():
-            yield Key(
-                path=f"{block['path']}.{name}",
-                kinds=("any",),
-                default=None,
-                effect=effect,
-                source="docs/_pages/config-json.md",
-                variant=block.get("variant", ""),
-                status="removed",
-                until=block["until"],
-                replacement=block["replacement"],
-            )
+    return tuple(
+        Key(
+            path=f"{block['path']}.{name}",
+            kinds=("any",),
+            default=None,
+            effect=effect,
+            source="docs/_pages/config-json.md",
+            variant=block.get("variant", ""),
+            status="removed",
+            until=block["until"],
+            replacement=block["replacement"],
+        )
+        for block in content["block"]
+        for name, effect in block["effects"].items()
+    )
 
 
 @cache

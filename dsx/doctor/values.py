@@ -43,7 +43,10 @@ def check_values(context: Context) -> Iterator[Finding]:
         if key is None or key.status in ("removed", "dead"):
             continue
         verdict = judge(slot.value, key)
-        if (verdict.fault and is_tuned(context, slot)) or _is_misread(context, slot.value):
+        constant = isinstance(slot.value, float) and not is_finite(slot.value)
+        if constant and context.runner == "deepspeed" and context.source.text:
+            continue  # check_constants says that DeepSpeed does not read it
+        if verdict.fault and is_tuned(context, slot):
             continue
         if verdict.fault == "auto":
             yield from _auto(context, slot, key)
@@ -205,14 +208,19 @@ def check_no_effect(context: Context) -> Iterator[Finding]:
     """Find keys that do nothing, given the others."""
     for slot in context.slots:
         key = slot.key
-        if key is None or key.status in ("removed", "dead") or _is_idle(slot.value, key):
+        if key is None or key.status in ("removed", "dead"):
+            continue
+        if slot.value is None or slot.value is False or slot.value in (key.default, "none", "auto"):
             continue
         if judge(slot.value, key).fault in ("wrong-type", "null"):
             continue
         cause = context.no_effect(key.no_effect)
         if cause is None or _is_switch(cause, slot) or slot.name in _OWN_CHECKS:
             continue
-        severity: Severity = "note" if _without_zero(cause) else "warning"
+        first = cause.conditions[0]
+        # ZeRO is off as a whole, as where a script's argument sets its stage.
+        without_zero = (first.key, first.operator, first.value) == (STAGE, "<", 1)
+        severity: Severity = "note" if without_zero else "warning"
         yield context.find("no-effect", severity, slot.path, f"it does nothing: {cause.why}", _fix(cause))
 
 
@@ -220,20 +228,10 @@ def check_no_effect(context: Context) -> Iterator[Finding]:
 _OWN_CHECKS = frozenset({"zero_optimization.offload_param", "zero_optimization.offload_optimizer"})
 
 
-def _is_idle(value: Any, key: Key) -> bool:
-    return value is None or value is False or value == key.default or value in ("none", "auto")
-
-
 def _is_switch(cause: NoEffect, slot: Slot) -> bool:
     """Whether the key's block is off, which is said once for the block, if at all."""
     owner = ".".join(slot.name.split(".")[:-1])
     return any(condition.key == f"{owner}.enabled" for condition in cause.conditions)
-
-
-def _without_zero(cause: NoEffect) -> bool:
-    """Whether ZeRO is off as a whole, as where a script's argument sets its stage."""
-    condition = cause.conditions[0]
-    return condition.key == STAGE and condition.operator == "<" and condition.value == 1
 
 
 def _fix(cause: NoEffect) -> str:
@@ -252,15 +250,12 @@ def check_switched_off(context: Context) -> Iterator[Finding]:
         if slot.key is None or not isinstance(slot.value, dict) or not slot.value:
             continue
         switch = context.table.key(f"{slot.name}.enabled")
-        if switch is None or switch.default is not False:
+        if switch is None or switch.default is not False or switch.status != "live":
             continue
-        if any(word.lower().startswith("enable") for word in slot.value):
-            continue
-        if switch.status == "live":
+        if not any(word.lower().startswith("enable") for word in slot.value):
             why = 'the block does nothing without "enabled": true'
-            yield context.find(
-                "no-effect", "warning", slot.path, why, 'add "enabled": true, or remove the block'
-            )
+            fix = 'add "enabled": true, or remove the block'
+            yield context.find("no-effect", "warning", slot.path, why, fix)
 
 
 def _python_word(value: object) -> bool:
@@ -270,22 +265,15 @@ def _python_word(value: object) -> bool:
 
 def check_old_form(context: Context) -> Iterator[Finding]:
     """Find ``"zero_optimization": true``, which means stage 1."""
-    value = context.at(("zero_optimization",))
+    path = ("zero_optimization",)
+    value = context.at(path)
     if isinstance(value, bool) and context.runner != "dsx":
         meant: dict[str, Any] = {"stage": int(value)}
         if value and "allgather_size" in context.config:
             meant["allgather_bucket_size"] = context.config["allgather_size"]
-        edits = (Edit("set", ("zero_optimization",), meant),)
+        edit = Edit("set", path, meant)
         why = f"the form of before 2020; DeepSpeed takes it for stage {int(value)}"
-        yield context.find(
-            "deprecated",
-            "warning",
-            ("zero_optimization",),
-            why,
-            f"write {show(meant)}",
-            *edits,
-            safe=True,
-        )
+        yield context.find("deprecated", "warning", path, why, f"write {show(meant)}", edit, safe=True)
 
 
 def check_deprecated(context: Context) -> Iterator[Finding]:
@@ -383,16 +371,6 @@ def constants(node: object, path: Path = ()) -> Iterator[Path]:
             yield from constants(value, (*path, key))
     elif isinstance(node, float) and not is_finite(node):
         yield path
-
-
-def _is_misread(context: Context, value: object) -> bool:
-    """Whether the value is one of which :func:`check_constants` says that DeepSpeed does not read it."""
-    return (
-        isinstance(value, float)
-        and not is_finite(value)
-        and context.runner == "deepspeed"
-        and bool(context.source.text)
-    )
 
 
 def check_newer(context: Context) -> Iterator[Finding]:
