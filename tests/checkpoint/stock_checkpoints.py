@@ -226,6 +226,30 @@ def train(engine: Any, stock: Stock, rank: int, first: int, steps: int) -> list[
     return losses
 
 
+def engine_of_transformers(model: nn.Module, zero: int) -> Any:
+    """A stock engine of a model of transformers, whose vocabulary is 67."""
+    import deepspeed
+
+    settings = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": zero},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
+    }
+    return deepspeed.initialize(model=model, config=settings)[0]
+
+
+def train_transformers(engine: Any, rank: int, first: int) -> list[float]:
+    """Losses of two steps from step ``first`` on."""
+    losses = []
+    for step in range(first, first + 2):
+        tokens = torch.randint(67, (2, 9), generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
 def live_states(engine: Any, stock: Stock) -> dict[str, dict[str, torch.Tensor]]:
     """Every state of every tensor, whole. Collective over the data-parallel ranks."""
     import deepspeed

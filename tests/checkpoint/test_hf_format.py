@@ -1,7 +1,6 @@
 """Hugging Face folders against transformers itself and safetensors: slices in, shards out, and refusals."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -245,30 +244,7 @@ def test_weights_of_another_model_are_refused(tmp_path, change, message):
         weights.check(specs_of(tmp_path / "a"))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["llama-tied", "gpt2"])
-def test_a_head_that_is_no_copy_of_the_embedding_it_is_tied_to_is_refused(tmp_path, name, dtype):
-    """One bit of the head is enough; the same bits, which some writers store twice, are right."""
-    word = save(name, tmp_path, dtype).get_input_embeddings().weight.detach()
-
-    def check(head):
-        edit(tmp_path, lambda state: state.update({"lm_head.weight": head}))
-        with hf.HfWeights(tmp_path) as weights:
-            weights.check(specs_of(tmp_path))
-
-    check(word.clone())
-    head = word.clone()
-    head.view(torch.uint8)[-1, -1] ^= 1
-    where = r"safetensors: tensor lm_head\.weight, weight"
-    with pytest.raises(CheckpointError, match=rf"{where}: .* ties it .*differ"):
-        check(head)
-    with pytest.raises(CheckpointError, match=rf"{where}: .* ties it .*float64"):
-        check(word.double())
-
-
 def test_broken_folders_are_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="neither model"):
-        hf.HfWeights(tmp_path)
     with pytest.raises(CheckpointError, match=r"config\.json: there is no such file"):
         names.read_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
@@ -278,10 +254,6 @@ def test_broken_folders_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="not a JSON object"):
         names.read_config(tmp_path)
     save("llama", tmp_path / "a")
-    file = tmp_path / "a" / "model.safetensors"
-    os.truncate(file, file.stat().st_size - 8)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: not a readable safetensors file"):
-        hf.HfWeights(tmp_path / "a")
     index = tmp_path / "a" / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"model.norm.weight": "gone.safetensors"}}))
     norm = next(spec for spec in specs_of(tmp_path / "a") if spec.hf == ("model.norm.weight",))

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ranks
+from checkpoint.stock_checkpoints import engine_of_transformers, train_transformers
 from dsx.checkpoint.catalog import Catalog
 from dsx.checkpoint.compare import compare, only_in
 from dsx.checkpoint.copy_plan import plan
@@ -102,44 +103,22 @@ def specs() -> list[ParamSpec]:
     return found
 
 
-def engine_of() -> Any:
-    import deepspeed
-
-    settings = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": 1},
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
-    }
-    return deepspeed.initialize(model=model_of(), config=settings)[0]
-
-
-def train(engine: Any, rank: int, first: int) -> list[float]:
-    losses = []
-    for step in range(first, first + 2):
-        tokens = torch.randint(67, (2, 9), generator=torch.Generator().manual_seed(10 * step + rank))
-        loss = engine(input_ids=tokens, labels=tokens).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss.detach()))
-    return losses
-
-
 def begin(rank: int, world_size: int, folder: Path) -> list[float]:
-    engine = engine_of()
-    train(engine, rank, 0)
+    engine = engine_of_transformers(model_of(), zero=1)
+    train_transformers(engine, rank, 0)
     engine.save_checkpoint(str(folder / "stock"))
     if rank == 0:
         engine.module.save_pretrained(folder / "saved")
-    return train(engine, rank, 2)
+    return train_transformers(engine, rank, 2)
 
 
 def go_on(rank: int, world_size: int, folder: Path) -> list[float]:
-    engine = engine_of()
+    engine = engine_of_transformers(model_of(), zero=1)
     with torch.no_grad():
         engine.module.get_buffer(BIAS).zero_()
     path, _ = engine.load_checkpoint(str(folder), tag="global_step2")
     assert path is not None
-    return train(engine, rank, 2)
+    return train_transformers(engine, rank, 2)
 
 
 def run(source: Catalog, target: Any) -> Path:
