@@ -34,16 +34,18 @@ def wandb_records(folder: Path) -> Iterator[Any]:
             record = b""
 
 
+def of_kind(kind: str, folder: Path) -> list[Any]:
+    """The messages of one kind of record, such as "run", "history" or "artifact"."""
+    found = wandb_records(folder)
+    return [getattr(record, kind) for record in found if record.WhichOneof("record_type") == kind]
+
+
 def history(folder: Path) -> list[dict[str, Any]]:
     """Rows as W&B recorded them, without its own ``_`` keys."""
     rows = []
-    for record in wandb_records(folder):
-        if record.WhichOneof("record_type") == "history":
-            items = {
-                "/".join(item.nested_key) or item.key: json.loads(item.value_json)
-                for item in record.history.item
-            }
-            rows.append({key: value for key, value in items.items() if not key.startswith("_")})
+    for row in of_kind("history", folder):
+        items = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in row.item}
+        rows.append({key: value for key, value in items.items() if not key.startswith("_")})
     return rows
 
 

@@ -14,7 +14,7 @@ from launching import SMALL, ZERO3, Ended, held_out_loss, launch, records, rows,
 from transformers import AutoModelForCausalLM
 
 from often import often
-from wandb_file import by_step, history, wandb_records
+from wandb_file import by_step, history, of_kind
 
 STEP = re.compile(
     r"step (\d+)/6 \| loss +([\d.]+) \| grad norm +([\d.]+)"
@@ -100,8 +100,7 @@ def test_wandb_has_the_same_records(whole: Ended, output: Path) -> None:
     """So W&B, metrics.jsonl and, by the test above, the console say the same; and W&B knows the files."""
     folder = Path(rows(whole.lines, "done")["W&B run"])
     assert history(folder) == by_step(records(output))
-    kept = [record for record in wandb_records(folder) if record.WhichOneof("record_type") == "artifact"]
-    checkpoint, model = (record.artifact for record in kept)
+    checkpoint, model = of_kind("artifact", folder)
     for artifact, place in (
         (checkpoint, output / "checkpoints" / "global_step6"),
         (model, output / "hf" / "step6"),
@@ -110,7 +109,7 @@ def test_wandb_has_the_same_records(whole: Ended, output: Path) -> None:
             path.as_uri() for path in place.iterdir()
         }
         assert json.loads(artifact.metadata)["tokens"] == 6 * 8 * 64
-    (run,) = (record.run for record in wandb_records(folder) if record.WhichOneof("record_type") == "run")
+    (run,) = of_kind("run", folder)
     sent = {item.key: json.loads(item.value_json) for item in run.config.update}
     assert sent["mesh"] == {"pp": 1, "dp": 2, "tp": 1}
     assert sent["config"]["dsx"]["train"]["steps"] == 6

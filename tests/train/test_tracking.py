@@ -23,7 +23,7 @@ from dsx.config.schema import WandbConfig
 from dsx.errors import DataError
 from dsx.train import tracking
 from dsx.train.tracking import Tracker, environment
-from wandb_file import by_step, history, wandb_records
+from wandb_file import by_step, history, of_kind
 
 DISABLED = WandbConfig(mode="disabled")
 OFFLINE = WandbConfig(mode="offline", project="proj", name="nice name", group="grp", tags=["a", "b"])
@@ -100,9 +100,8 @@ def test_offline_run_holds_everything(tmp_path: Path) -> None:
     assert runs_in(tmp_path) == [folder]
 
     assert history(folder) == by_step(records(tracker.metrics_path))
-    steps = [record.history.step.num for record in wandb_records(folder) if record.HasField("history")]
-    assert steps == [1, 2, 3]
-    (run,) = (record.run for record in wandb_records(folder) if record.WhichOneof("record_type") == "run")
+    assert [row.step.num for row in of_kind("history", folder)] == [1, 2, 3]
+    (run,) = of_kind("run", folder)
     assert (run.run_id, run.project, run.display_name, run.run_group) == (run_id, "proj", "nice name", "grp")
     assert list(run.tags) == ["a", "b"]
     sent = {item.key: json.loads(item.value_json) for item in run.config.update}
@@ -111,14 +110,11 @@ def test_offline_run_holds_everything(tmp_path: Path) -> None:
         "notes": ["auto"],
         "none": None,
     }
-    metrics = [
-        record.metric for record in wandb_records(folder) if record.WhichOneof("record_type") == "metric"
-    ]
+    metrics = of_kind("metric", folder)
     assert "train/step" in {metric.name for metric in metrics}
     axes = {metric.name or metric.glob_name: metric.step_metric for metric in metrics}
     assert axes["train/tokens"] == axes["eval/loss"] == axes["*"] == "train/step"
-    exits = [record.exit for record in wandb_records(folder) if record.WhichOneof("record_type") == "exit"]
-    assert [record.exit_code for record in exits] == [0]
+    assert [ended.exit_code for ended in of_kind("exit", folder)] == [0]
 
 
 def test_resumed_run_keeps_its_id(tmp_path: Path) -> None:
@@ -126,7 +122,7 @@ def test_resumed_run_keeps_its_id(tmp_path: Path) -> None:
         tracker.log(7, {"train/loss": 1.0})
         assert tracker.run_id == "abc123"
     (folder,) = runs_in(tmp_path)
-    (run,) = (record.run for record in wandb_records(folder) if record.WhichOneof("record_type") == "run")
+    (run,) = of_kind("run", folder)
     assert run.run_id == "abc123"
     with Tracker(tmp_path, DISABLED, run_config={}, run_id="abc123") as tracker:
         assert tracker.run_id == "abc123"  # a checkpoint of a run without W&B for a while does not forget it
@@ -146,7 +142,7 @@ def test_wandb_variables_hold_for_what_the_config_leaves_out(
         'WANDB_PROJECT=own PROJECT is not taken: dsx.tracking.wandb.project = "dsx" holds',
     ]
     (folder,) = runs_in(tmp_path)
-    (run,) = (record.run for record in wandb_records(folder) if record.WhichOneof("record_type") == "run")
+    (run,) = of_kind("run", folder)
     assert (run.project, run.display_name, run.run_group) == ("dsx", "own NAME", "own RUN_GROUP")
     assert list(run.tags) == ["c", "d"]
 
@@ -155,8 +151,7 @@ def test_failed_training_is_marked(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), Tracker(tmp_path, OFFLINE, run_config={}):
         raise RuntimeError
     (folder,) = runs_in(tmp_path)
-    (code,) = (r.exit.exit_code for r in wandb_records(folder) if r.WhichOneof("record_type") == "exit")
-    assert code == 1
+    assert [ended.exit_code for ended in of_kind("exit", folder)] == [1]
 
 
 def test_beside_a_run_of_somebody_else(tmp_path: Path) -> None:
@@ -383,11 +378,6 @@ def test_disk_that_is_full(tmp_path: Path) -> None:
     assert "lacks its last records" in warnings[1]
 
 
-def artifacts_of(folder: Path) -> list[Any]:
-    kept = list(wandb_records(folder))
-    return [record.artifact for record in kept if record.WhichOneof("record_type") == "artifact"]
-
-
 def test_checkpoints_become_artifacts_by_reference(tmp_path: Path) -> None:
     checkpoint = tmp_path / "with space" / "global_step3"
     (checkpoint / "deep").mkdir(parents=True)
@@ -402,7 +392,7 @@ def test_checkpoints_become_artifacts_by_reference(tmp_path: Path) -> None:
         tracker.refer_to("checkpoint", checkpoint, step=3, about={"tokens": 9})
         tracker.refer_to("model", tmp_path / "gone", step=3, about={})
         folder, run_id = tracker.wandb_path, tracker.run_id
-    first, second = artifacts_of(folder)
+    first, second = of_kind("artifact", folder)
     for artifact in (first, second):
         assert (artifact.name, artifact.type) == (f"checkpoint-{run_id}", "checkpoint")
         assert set(artifact.aliases) == {"latest", "step3"}
@@ -422,7 +412,7 @@ def test_checkpoints_become_artifacts_by_reference(tmp_path: Path) -> None:
     with Tracker(tmp_path / "off", OFFLINE.model_copy(update={"artifacts": "off"}), run_config={}) as tracker:
         tracker.refer_to("checkpoint", checkpoint, step=3, about={})
         folder = tracker.wandb_path
-    assert artifacts_of(folder) == []
+    assert of_kind("artifact", folder) == []
 
 
 def test_a_resumed_run_has_no_step_twice(tmp_path: Path) -> None:
@@ -455,8 +445,7 @@ def test_a_resumed_run_has_no_step_twice(tmp_path: Path) -> None:
         {"train/step": 9, "train/loss": 9.5},
         {"train/step": 10, "train/loss": 10.25},
     ]
-    both = [record for folder in (first, second) for record in wandb_records(folder)]
-    assert {record.run.run_id for record in both if record.WhichOneof("record_type") == "run"} == {run_id}
+    assert {run.run_id for folder in (first, second) for run in of_kind("run", folder)} == {run_id}
     (warning,) = warnings
     assert "W&B keeps steps 5 to 6" in warning
     rows = records(tracker.metrics_path)[4:]
