@@ -29,13 +29,13 @@ def _has_manifest(folder: Path) -> bool:
 
 
 # How each format is recognised and read; the first that fits counts.
-_READERS: tuple[tuple[Callable[[Path], bool], Callable[..., Catalog]], ...] = (
+_READERS: tuple[tuple[Callable[[Path], object], Callable[..., Catalog]], ...] = (
     (universal.looks_universal, universal.catalog_of),
     (_has_manifest, native.catalog_of),
     (looks_stock, reader.catalog_of),
     (megatron.looks_megatron, megatron.catalog_of),
     (dcp.looks_dcp, dcp.catalog_of),
-    (hugging_face.looks_hugging_face, hugging_face.catalog_of),
+    (hugging_face.files_of, hugging_face.catalog_of),
     (hugging_face.looks_adapted, hugging_face.adapter_catalog),
 )
 

@@ -141,8 +141,8 @@ def check_positions(facts: Facts) -> Iterator[ConfigError]:
         yield ConfigError(key, f"the model has {most} positions", f"use at most {most}")
 
 
-def check_evaluation(facts: Facts) -> Iterator[ConfigError]:
-    """Check that there is text to evaluate on."""
+def check_training(facts: Facts) -> Iterator[ConfigError]:
+    """Check that there is what evaluation, the output's name, a roll-back and a resumption need."""
     every = facts.dsx.train.eval_every
     if every and not facts.dsx.data.held_out:
         yield ConfigError(
@@ -150,21 +150,17 @@ def check_evaluation(facts: Facts) -> Iterator[ConfigError]:
             "dsx.data.held_out = 0 keeps no text for evaluation",
             "set dsx.data.held_out to 0.05, or eval_every to 0",
         )
-
-
-def check_roll_back(facts: Facts) -> Iterator[ConfigError]:
-    """Check that there are checkpoints to roll back to."""
-    key = facts.dsx.faults.rolls_back
-    if key is not None and facts.dsx.train.save_every == 0:
+    output = facts.dsx.train.output
+    if re.search(r"[{}]", output.replace("{layout}", "")):
+        key = at("dsx.train.output", output)
+        yield ConfigError(key, "braces stand for a name that is not known", "use {layout}, or no braces")
+    rolls_back = facts.dsx.faults.rolls_back
+    if rolls_back is not None and facts.dsx.train.save_every == 0:
         yield ConfigError(
-            at(f"dsx.faults.{key}", "roll_back"),
+            at(f"dsx.faults.{rolls_back}", "roll_back"),
             "dsx.train.save_every = 0 saves nothing before the end",
             "set dsx.train.save_every, or another policy: stop",
         )
-
-
-def check_resume(facts: Facts) -> Iterator[ConfigError]:
-    """Check that dsx.train.resume names a folder, if it is neither of its two words."""
     resume = facts.dsx.train.resume
     if resume not in ("auto", "never") and not Path(resume).is_dir():
         yield ConfigError(
@@ -172,14 +168,6 @@ def check_resume(facts: Facts) -> Iterator[ConfigError]:
             "there is no such folder",
             'give the output folder of a run or one of its checkpoints, "auto" or "never"',
         )
-
-
-def check_output(facts: Facts) -> Iterator[ConfigError]:
-    """Check that the only name in braces is the layout."""
-    output = facts.dsx.train.output
-    if re.search(r"[{}]", output.replace("{layout}", "")):
-        key = at("dsx.train.output", output)
-        yield ConfigError(key, "braces stand for a name that is not known", "use {layout}, or no braces")
 
 
 def check_profile(facts: Facts) -> Iterator[ConfigError]:
@@ -258,10 +246,7 @@ def check_combinations(facts: Facts) -> Iterator[ConfigError]:
 
 CHECKS = (
     check_positions,
-    check_evaluation,
-    check_output,
-    check_roll_back,
-    check_resume,
+    check_training,
     check_combinations,
     check_own_modules,
     check_gathering,

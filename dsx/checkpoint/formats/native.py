@@ -156,10 +156,12 @@ def write_manifest(catalog: Catalog) -> bytes:
         raise CheckpointError(str(catalog.root), f"facts {taken} have reserved names", "report this")
     files = sorted({piece.file for entry in catalog.entries for piece in entry.pieces})
     rows = list(_rows(catalog, {file: number for number, file in enumerate(files)}))
+    shapes = sorted({entry.name: list(entry.shape) for entry in catalog.entries}.items())
     head: dict[str, Any] = {
         "format": FORMAT,
         **catalog.facts,
-        "model_digest": _model_digest(catalog),
+        # Of the tensors' names and shapes: equal for every layout of one model.
+        "model_digest": hashlib.sha256(json.dumps(shapes, separators=(",", ":")).encode()).hexdigest(),
         "tile_elements": catalog.tile_elements,
         "files": files,
         "checksums": _checksums(catalog.checksums),
@@ -218,11 +220,13 @@ def _rows(catalog: Catalog, files: Mapping[str, int]) -> Iterator[dict[str, Any]
     specs = {spec.name: spec for spec in catalog.specs}
     for name, states in catalog.by_name.items():
         spec, first = specs.get(name), next(iter(states.values()))
+        # Older readers do not know _PARTED, which is told only where it says something.
+        cuts = (*_CUTS, *_PARTED) if any(getattr(spec, field, None) for field in _PARTED) else _CUTS
         yield {
             "name": name,
             "shape": first.shape,
             "dtype": states.get("weight", first).dtype,
-            **({} if spec is None else {field: getattr(spec, field) for field in _cuts(spec)}),
+            **({} if spec is None else {field: getattr(spec, field) for field in cuts}),
             "pad_multiple": 1 if spec is None else spec.pad_multiple or 1,
             "padded": None if spec is None else spec.pad_multiple is not None,
             "role": first.role,
@@ -236,11 +240,6 @@ def _rows(catalog: Catalog, files: Mapping[str, int]) -> Iterator[dict[str, Any]
                 for state, entry in states.items()
             },
         }
-
-
-def _cuts(spec: ParamSpec) -> tuple[str, ...]:
-    """What is told of a tensor; the last only where it says something, as older readers do not know it."""
-    return (*_CUTS, *_PARTED) if any(getattr(spec, field) for field in _PARTED) else _CUTS
 
 
 def _catalog(root: Path, stored: _Manifest, facts: dict[str, Any]) -> Catalog:
@@ -303,12 +302,6 @@ def _checksums(checksums: Iterable[Checksum]) -> dict[str, list[tuple[int, int, 
     for checksum in checksums:
         found[checksum.file].append((checksum.start, checksum.stop, checksum.digest))
     return {file: sorted(sums) for file, sums in sorted(found.items())}
-
-
-def _model_digest(catalog: Catalog) -> str:
-    """SHA-256 of the tensors' names and shapes: equal for every layout of one model."""
-    shapes = sorted({entry.name: list(entry.shape) for entry in catalog.entries}.items())
-    return hashlib.sha256(json.dumps(shapes, separators=(",", ":")).encode()).hexdigest()
 
 
 def _digest(content: Mapping[str, Any]) -> str:

@@ -86,8 +86,10 @@ def header_of(
 def _header(path: Path) -> tuple[dict[str, Any], int]:
     """Header of a file, and the byte at which its tensors begin."""
     try:
-        with store.opened(path) as file:
-            names = _names_by_library(path)
+        # The library refuses tensors that lie outside of the file, overlap or leave gaps, too long headers,
+        # and more: what it reads is a safetensors file, and nothing else is. It does not say where they lie.
+        with store.opened(path) as file, safe_open(path, framework="np") as by_library:
+            names = set(by_library.keys())
             length = int.from_bytes(file.read(8), "little")
             header = parsed(file.read(min(length, _LARGEST_HEADER)))
     except (OSError, SafetensorError, ValueError) as error:
@@ -97,17 +99,6 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
     if not isinstance(header, dict) or header.keys() - {_METADATA} != names:
         raise CheckpointError(str(path), "its header reads in more than one way", _DOWNLOAD)
     return header, 8 + length
-
-
-def _names_by_library(path: Path) -> set[str]:
-    """Names of the tensors in a file that the safetensors library takes.
-
-    The library refuses tensors that lie outside of the file, overlap or leave gaps, headers that are too
-    long, and more: what it reads is a safetensors file, and nothing else is. But it does not say where
-    tensors lie.
-    """
-    with safe_open(path, framework="np") as file:
-        return set(file.keys())
 
 
 def _checksums(root: Path, told: Mapping[str, Any], entries: Iterable[Entry]) -> Iterator[Checksum]:

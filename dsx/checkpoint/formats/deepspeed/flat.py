@@ -175,7 +175,9 @@ def sharded_state(files: StockFiles, rank: int, weights: Mapping[str, tuple[int,
     """
     model = files.models[rank, 0]
     states = [_Saved.of(files.optimizers[rank, replica]) for replica in files.replicas]
-    shapes = _shapes(model) if model.content.get("param_shapes") else _mapped_shapes(states, weights)
+    # Per group (stage 3: per sub-group) name -> local shape, in flat order; a dict: DeepSpeed before 0.5.4.
+    told = model.content.get("param_shapes") or _mapped_shapes(states, weights)
+    shapes: list[Mapping[str, tuple[int, ...]]] = [told] if isinstance(told, dict) else list(told)
     settings = config_of(model.content).get("zero_optimization") or {}
     turns = len(files.replicas) if isinstance(settings, dict) and settings.get("round_robin_gradients") else 1
     fragments: list[Fragment] = []
@@ -273,12 +275,6 @@ class _Saved:
         if not self.per_parameter:
             return number
         return next(at for at, group in enumerate(self.param_groups) if number in group["params"])
-
-
-def _shapes(model: TorchFile) -> list[Mapping[str, tuple[int, ...]]]:
-    """``param_shapes``: per group (stage 3: per sub-group) name -> local shape, in flat order."""
-    shapes = model.content["param_shapes"]
-    return [shapes] if isinstance(shapes, dict) else list(shapes)  # a dict: DeepSpeed before 0.5.4
 
 
 def _mapped_shapes(

@@ -67,6 +67,7 @@ _STOCK_KEYS = {
     *("global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config"),
     *("ds_version", "universal_checkpoint_info", "micro_steps"),
 }
+FORMAT = "deepspeed"
 _LARGEST = 100_000  # values; more is data, not facts
 
 
@@ -219,9 +220,6 @@ def _precision(config: Mapping[str, Any]) -> str:
         if isinstance(section, dict) and section.get("enabled"):
             return name
     return "fp32"
-
-
-FORMAT = "deepspeed"
 
 
 def catalog_of(root: Path, rules: Rules | None = None) -> Catalog:
@@ -449,13 +447,10 @@ def _compare(files: StockFiles, name: str, copies: Sequence[Sequence[Fragment]])
         )
 
 
-_NOTHING = OptimizerState((), ())
-
-
 def plain_states(files: StockFiles, modules: Mapping[int, Module], rules: Rules) -> dict[int, OptimizerState]:
     """Optimizer state by model-parallel rank, with names found by order and shape."""
     if all(not files.models[rank, 0].content.get("optimizer") for rank in files.ranks):
-        return dict.fromkeys(files.ranks, _NOTHING)
+        return dict.fromkeys(files.ranks, OptimizerState((), ()))
     saved = {rank: _parts(files.models[rank, 0]) for rank in files.ranks}
     found: dict[int, OptimizerState] = {}
     for tensor in files.shards:
@@ -465,10 +460,8 @@ def plain_states(files: StockFiles, modules: Mapping[int, Module], rules: Rules)
             _told(files.models[rank, 0], saved[rank], modules[tensor if files.layers else rank])
             for rank in mine
         ]
-        named: Sequence[Sequence[Sequence[str]] | None]
-        if None not in told:
-            named = told
-        elif files.layers:
+        named: Sequence[Sequence[Sequence[str]] | None] = told
+        if None in told and files.layers:
             prints = [_prints(files.models[rank, 0], saved[rank]) for rank in mine]
             same = Counter(layer_prints(files).values())
             named = stage_names(
@@ -480,7 +473,7 @@ def plain_states(files: StockFiles, modules: Mapping[int, Module], rules: Rules)
                 rules.ties,
                 twins=frozenset(at for at, told in layer_prints(files).items() if same[told] > 1),
             )
-        else:
+        elif None in told:
             named = [
                 assign(modules[rank].order, saved[rank].groups, str(files.models[rank, 0].path), rules.groups)
                 for rank in mine

@@ -53,13 +53,8 @@ ADAPTER = "peft"
 _AGAIN = "download or export it again"
 
 
-def looks_hugging_face(root: Path) -> bool:
-    """Whether a folder has a model's safetensors, or its ``pytorch_model.bin``."""
-    return _files_of(root) is not None
-
-
-def _files_of(root: Path) -> tuple[str, Path] | None:
-    """The one file of weights, and the index that there is with several."""
+def files_of(root: Path) -> tuple[str, Path] | None:
+    """A model's one file of weights, and the index that there is with several; None if it has neither."""
     for single, index in ((SINGLE, root / INDEX), (BIN_SINGLE, root / BIN_INDEX)):
         if index.is_file() or (root / single).is_file():
             return single, index
@@ -73,7 +68,7 @@ def catalog_of(root: Path, only: str | None = None) -> Catalog:
         root: The folder.
         only: The one file of safetensors that counts; None for those of the model.
     """
-    files = _files_of(root) if only is None else (only, root / f"{only}.index.json")
+    files = files_of(root) if only is None else (only, root / f"{only}.index.json")
     if files is None:
         raise CheckpointError(
             str(root), f"it has neither {SINGLE} nor {INDEX}", "name a Hugging Face model folder"

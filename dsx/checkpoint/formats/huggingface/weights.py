@@ -172,18 +172,15 @@ def write_shard(folder: str | Path, index: int, count: int, tensors: Mapping[str
 def _save(state: Mapping[str, Tensor], file: Path) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
+        flat = {name: one.reshape(-1).view(torch.uint8) for name, one in state.items() if one.numel()}
+        sums = {CRC32 + name: f"{zlib.crc32(data.numpy().data):08x}" for name, data in flat.items()}
         # transformers refuses files without the format entry.
-        save_file(dict(state), file, metadata={"format": "pt", **_checksums(state)})
+        save_file(dict(state), file, metadata={"format": "pt", **sums})
         store.sync_file(file)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             str(file), f"cannot be written ({error})", "free space or choose another folder"
         ) from error
-
-
-def _checksums(state: Mapping[str, Tensor]) -> dict[str, str]:
-    flat = {name: tensor.reshape(-1).view(torch.uint8) for name, tensor in state.items() if tensor.numel()}
-    return {CRC32 + name: f"{zlib.crc32(data.numpy().data):08x}" for name, data in flat.items()}
 
 
 def finish_adapter(
