@@ -79,7 +79,8 @@ def test_model_folder_without_weights(tmp_path):
     config = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = {"path": str(tmp_path), "weights": "load"}
-    with pytest.raises(ConfigError, match=r"dsx\.model\.weights.*no \*\.safetensors.*random"):
+    said = r'dsx\.model\.weights = "load".*holds no \*\.safetensors.*random'
+    with pytest.raises(ConfigError, match=said):
         resolve(changed({"dsx.model": model}), world_size=1)
 
 

@@ -250,7 +250,7 @@ def test_digest_is_of_the_tokens(tmp_path: Path) -> None:
 
 def test_too_little_text(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
-    with pytest.raises(DataError, match="it holds no text"):
+    with pytest.raises(DataError, match=r'dsx\.data\.source = ".*/empty\.txt": it holds no text'):
         prepare(config(tmp_path / "empty.txt"), tmp_path)
     with pytest.raises(DataError, match="it holds no text"):
         prepare(config(write(tmp_path / "empty.jsonl", ["", ""])), tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from pathlib import Path
 from typing import Any
@@ -33,29 +32,11 @@ def refused(launcher: str, settings: dict[str, Any], *, recipe: str = "gpt_3d.py
 
 @pytest.mark.parametrize(
     ("launcher", "settings", "said"),
-    often(
-        [
-            ("deepspeed", {"dsx.train.stps": 3}, ("dsx.train.stps = 3", "unknown key", '"steps"')),
-            (
-                "torchrun",
-                {"dsx.parallel.tensor": 3},
-                ("dsx.parallel.tensor = 3", "world size 2", "use 1 or 2"),
-            ),
-            (
-                "torchrun",
-                {"dsx.parallel.tensor": 2, "dsx.model.overrides.intermediate_size": 353},
-                ("dsx.parallel.tensor = 2", "MLP width = 353", "use 1"),
-            ),
-            (
-                "torchrun",
-                {"dsx.data.sequence_length": 2048},
-                ("sequence_length = 2048", "1024 positions", "at most"),
-            ),
-            ("torchrun", {"dsx.train.steps": "many"}, ('dsx.train.steps = "many"', "whole number")),
-        ],
-        3,
-    ),
-    ids=["unknown-key", "indivisible-degree", "indivisible-width", "too-few-positions", "wrong-type"],
+    [
+        ("deepspeed", {"dsx.train.stps": 3}, ("dsx.train.stps = 3", "unknown key", '"steps"')),
+        ("torchrun", {"dsx.parallel.tensor": 3}, ("dsx.parallel.tensor = 3", "world size 2", "use 1 or 2")),
+    ],
+    ids=["unknown-key", "indivisible-degree"],
 )
 def test_config(tmp_path: Path, launcher: str, settings: dict[str, Any], said: tuple[str, ...]) -> None:
     output = tmp_path / "out"
@@ -68,13 +49,6 @@ def test_missing_data_file(tmp_path: Path) -> None:
     source = tmp_path / "absent.jsonl"
     message = refused("deepspeed", {"dsx.train.output": tmp_path, "dsx.data.source": source})
     assert f'dsx.data.source = "{source}": there is no such file' in message
-
-
-def test_empty_data_file(tmp_path: Path) -> None:
-    source = tmp_path / "empty.jsonl"
-    source.touch()
-    message = refused("torchrun", {"dsx.train.output": tmp_path, "dsx.data.source": source})
-    assert f'dsx.data.source = "{source}": it holds no text' in message
 
 
 def test_too_little_data(tmp_path: Path) -> None:
@@ -166,13 +140,6 @@ def finetuning(model: Path) -> dict[str, Any]:
     }
 
 
-def test_folder_without_weights(model: Path) -> None:
-    (model / "model.safetensors").unlink()
-    message = refused("deepspeed", finetuning(model), recipe="finetune.py")
-    assert 'dsx.model.weights = "load"' in message
-    assert f"{model} holds no *.safetensors" in message
-
-
 def test_folder_without_a_tokenizer(model: Path) -> None:
     message = refused("torchrun", finetuning(model) | {"dsx.data.tokenizer": "auto"}, recipe="finetune.py")
     assert f'dsx.data.tokenizer = "auto" (--set): {model} has weights but no tokenizer' in message
@@ -185,13 +152,6 @@ def test_folder_that_lacks_a_tensor(model: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
     message = refused("deepspeed", finetuning(model), recipe="finetune.py")
     assert f"{file}: tensor model.layers.1.mlp.down_proj.weight: it is missing" in message
-
-
-def test_folder_of_another_shape(model: Path) -> None:
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"intermediate_size": 48}))
-    message = refused("torchrun", finetuning(model), recipe="finetune.py")
-    assert "mlp.gate_proj.weight, weight: it is float32 (64, 32), the model needs" in message
 
 
 def test_port_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
