@@ -366,8 +366,7 @@ def counted(rank: int, world_size: int, zero: int, micro_batches: int) -> dict[s
     keys = tuple((f"stage3_{name}", 0) for name in caches) if zero == 3 else ()
     case = dsx_run.Case(pp=2, dp=2, zero=zero, accumulation=micro_batches, zero_keys=keys)
     engine, _ = dsx_run.build(case, None)
-    for step in range(2):
-        engine.train_batch(dsx_run.batches(case, step, engine.groups.dp_rank))
+    dsx_run.losses_of(engine, case, range(2))
     group.append(engine.groups.data)
     engine.train_batch(dsx_run.batches(case, 2, engine.groups.dp_rank))
     held = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())

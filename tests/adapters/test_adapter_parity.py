@@ -158,10 +158,7 @@ def train(rank: int, world_size: int, case: Case, base: Path, out: Path) -> Any:
     from dsx.checkpoint.run.export import export_hf
 
     engine, resolved = dsx_run.build(case, base)
-    losses, norms = [], []
-    for step in range(STEPS):
-        losses.append(float(engine.train_batch(dsx_run.batches(case, step, engine.groups.dp_rank))))
-        norms.append(engine.get_global_grad_norm())
+    losses, norms = dsx_run.losses_and_norms(engine, case, range(STEPS))
     export_hf(engine, out)
     own = dsx_run.gather(engine, resolved, rank)
     return (losses, norms, own) if rank == 0 else None

@@ -36,7 +36,7 @@ def train(
     engine, resolved = dsx_run.build(case, base)
     if steps.start and folder is not None:
         engine.load_checkpoint(folder)
-    losses = [float(engine.train_batch(dsx_run.batches(case, at, engine.groups.dp_rank))) for at in steps]
+    losses = dsx_run.losses_of(engine, case, steps)
     if folder is not None:
         engine.save_checkpoint(folder)
     return losses, dsx_run.gather(engine, resolved, rank)
@@ -107,8 +107,7 @@ def _write(rank: int, world_size: int, case: Case, base: Path, to: Path, export:
     from dsx.checkpoint.run.export import export_adapter
 
     engine, resolved = dsx_run.build(case, base)
-    for step in range(2):
-        engine.train_batch(dsx_run.batches(case, step, engine.groups.dp_rank))
+    dsx_run.losses_of(engine, case, range(2))
     engine.save_checkpoint(to)
     export_adapter(engine.pipeline, export, resolved.model, str(base))
 

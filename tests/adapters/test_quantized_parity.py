@@ -99,10 +99,7 @@ def train(rank: int, world_size: int, case: Case, base: Path, out: Path) -> Any:
 
     engine, _ = dsx_run.build(case, base)
     before = bits(engine)
-    losses, norms = [], []
-    for step in range(STEPS):
-        losses.append(float(engine.train_batch(dsx_run.batches(case, step, engine.groups.dp_rank))))
-        norms.append(engine.get_global_grad_norm())
+    losses, norms = dsx_run.losses_and_norms(engine, case, range(STEPS))
     export_hf(engine, out)
     return losses, norms, before, bits(engine)
 
@@ -143,8 +140,7 @@ def resumed(rank: int, world_size: int, case: Case, base: Path, folder: Path, st
     engine, resolved = dsx_run.build(case, base)
     if start:
         engine.load_checkpoint(folder)
-    rows = (dsx_run.batches(case, step, engine.groups.dp_rank) for step in range(start, stop))
-    losses = [float(engine.train_batch(each)) for each in rows]
+    losses = dsx_run.losses_of(engine, case, range(start, stop))
     engine.save_checkpoint(folder, tag=f"step{stop}")
     try:
         export_weights(engine.pipeline, folder / "whole", resolved.hf_config)

@@ -30,20 +30,15 @@ READERS = [
 ]
 
 
-def _steps(engine: Any, case: Case, first: int, count: int) -> list[float]:
-    rank = engine.groups.dp_rank
-    return [float(engine.train_batch(dsx_run.batches(case, s, rank))) for s in range(first, first + count)]
-
-
 def _write(rank: int, world_size: int, case: Case, base: Path | None, to: Path, export: Path | None) -> Any:
     engine, resolved = dsx_run.build(case, base)
-    _steps(engine, case, 0, 2)
+    dsx_run.losses_of(engine, case, range(2))
     engine.save_checkpoint(to)
     if export is not None:
         from dsx.checkpoint.run.export import export_weights
 
         export_weights(engine.pipeline, export, resolved.hf_config, resolved.model)
-    return _steps(engine, case, 2, 2)
+    return dsx_run.losses_of(engine, case, range(2, 4))
 
 
 def _read(rank: int, world_size: int, case: Case, base: Path | None, at: Path) -> Any:
@@ -54,7 +49,7 @@ def _read(rank: int, world_size: int, case: Case, base: Path | None, at: Path) -
         engine.load_checkpoint(at)
     except DsxError as error:
         return str(error)
-    return _steps(engine, case, 2, 2)
+    return dsx_run.losses_of(engine, case, range(2, 4))
 
 
 @pytest.fixture(scope="module")

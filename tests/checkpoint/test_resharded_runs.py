@@ -20,19 +20,12 @@ COMMAND = ("reshard",)
 STEPS = 10
 
 
-def _train(engine, case: Case, first: int, count: int) -> list[float]:
-    return [
-        engine.train_batch(dsx_run.batches(case, step, engine.groups.dp_rank)).item()
-        for step in range(first, first + count)
-    ]
-
-
 def begin(rank: int, world_size: int, case: Case, folder: str) -> list[float]:
     """Two steps, a save, and the rest of the run without any interruption."""
     engine, _ = dsx_run.build(case, None)
-    _train(engine, case, 0, 2)
+    dsx_run.losses_of(engine, case, range(2))
     engine.save_checkpoint(folder, tag="saved")
-    return _train(engine, case, 2, STEPS)
+    return dsx_run.losses_of(engine, case, range(2, 2 + STEPS))
 
 
 def go_on(rank: int, world_size: int, case: Case, folder: str, again: str) -> list[float]:
@@ -40,7 +33,7 @@ def go_on(rank: int, world_size: int, case: Case, folder: str, again: str) -> li
     engine.load_checkpoint(folder)
     assert engine.global_steps == 2
     engine.save_checkpoint(again, tag="again")
-    return _train(engine, case, engine.global_steps, STEPS)
+    return dsx_run.losses_of(engine, case, range(2, 2 + STEPS))
 
 
 def stock_engine(family: str, zero: int, world_size: int):

@@ -22,14 +22,9 @@ from parity.dsx_run import Case
 CASE = Case(dp=2, zero=2, accumulation=2, bf16=True)
 
 
-def train(engine: Any, first: int, count: int) -> list[float]:
-    batches = (dsx_run.batches(CASE, step, engine.groups.dp_rank) for step in range(first, first + count))
-    return [engine.train_batch(batch).item() for batch in batches]
-
-
 def save_both_ways(rank: int, world_size: int, folder: str) -> list[float]:
     engine, _ = dsx_run.build(CASE, None)
-    train(engine, 0, 2)
+    dsx_run.losses_of(engine, CASE, range(2))
     engine.save_checkpoint(folder, tag="before")
     # Held until the run has gone on: what is written must be what was there at the time.
     gone_on = threading.Event()
@@ -42,7 +37,7 @@ def save_both_ways(rank: int, world_size: int, folder: str) -> list[float]:
     saver.write_share = late
     engine.save_checkpoint(folder, tag="beside", background=True)
     assert not (Path(folder) / "beside").exists()
-    losses = train(engine, 2, 2)
+    losses = dsx_run.losses_of(engine, CASE, range(2, 4))
     gone_on.set()
     engine.wait_for_checkpoint()
     return losses
@@ -51,7 +46,7 @@ def save_both_ways(rank: int, world_size: int, folder: str) -> list[float]:
 def load_and_go_on(rank: int, world_size: int, folder: str, tag: str) -> list[float]:
     engine, _ = dsx_run.build(CASE, None)
     engine.load_checkpoint(folder, tag=tag)
-    return train(engine, 2, 2)
+    return dsx_run.losses_of(engine, CASE, range(2, 4))
 
 
 def test_a_save_in_the_background_is_of_the_moment_it_was_asked_for(tmp_path: Path) -> None:
@@ -65,7 +60,7 @@ def test_a_save_in_the_background_is_of_the_moment_it_was_asked_for(tmp_path: Pa
 def save_often(rank: int, world_size: int, folder: str) -> None:
     engine, _ = dsx_run.build(CASE, None)
     for step in range(5):
-        train(engine, step, 1)
+        dsx_run.losses_of(engine, CASE, [step])
         engine.save_checkpoint(folder, background=step % 2 == 1, keep=2)
     engine.wait_for_checkpoint()
 
@@ -77,7 +72,7 @@ def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
 
 def client_state_of(rank: int, world_size: int, folder: str) -> tuple[Any, str]:
     engine, _ = dsx_run.build(CASE, None)
-    train(engine, 0, 1)
+    dsx_run.losses_of(engine, CASE, [0])
     state = {"seen": {1: "a", 2: (3, 4.5, None)}, "mask": torch.arange(4), "best": float("inf")}
     engine.save_checkpoint(folder, client_state=state)
     _, back = engine.load_checkpoint(folder)
@@ -94,7 +89,7 @@ def test_client_state_is_plain_data_and_comes_back_as_it_was(tmp_path: Path) -> 
 
 def save_once(rank: int, world_size: int, folder: str) -> None:
     engine, _ = dsx_run.build(CASE, None)
-    train(engine, 0, 1)
+    dsx_run.losses_of(engine, CASE, [0])
     engine.save_checkpoint(folder, tag="one")
 
 

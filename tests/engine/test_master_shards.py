@@ -49,8 +49,7 @@ def compare(engine: Any) -> tuple[list[float], int]:
 
 def look(rank: int, world_size: int, case: Case) -> dict[str, Any]:
     engine, _ = dsx_run.build(case, None)
-    for step in range(2):
-        engine.train_batch(dsx_run.batches(case, step, engine.groups.dp_rank))
+    dsx_run.losses_of(engine, case, range(2))
     trained, count = compare(engine)
     kept = master_shards(engine.deepspeed_engine)
     moments = [sorted(one.moments()) for one in kept]

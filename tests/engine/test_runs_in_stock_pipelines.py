@@ -23,13 +23,9 @@ EXTRA = (("gradient_clipping", 0.0),)
 def begin(rank: int, world_size: int, case: Case, folder: str) -> list[float]:
     """Two steps, a save, and the rest of the run without any interruption."""
     engine, _ = dsx_run.build(case, None)
-    for step in range(2):
-        engine.train_batch(dsx_run.batches(case, step, engine.groups.dp_rank))
+    dsx_run.losses_of(engine, case, range(2))
     engine.save_checkpoint(folder, tag="saved")
-    return [
-        engine.train_batch(dsx_run.batches(case, step, engine.groups.dp_rank)).item()
-        for step in range(2, 2 + STEPS)
-    ]
+    return dsx_run.losses_of(engine, case, range(2, 2 + STEPS))
 
 
 def stock_engine(case: Case, method: str, universal: bool):

@@ -118,9 +118,7 @@ def saves(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         found[name] = without_the_folder(trainer, name)
         found[name]["next"] = saved(trainer)
     whole, _ = dsx_run.build(CASE, None)
-    losses = [
-        float(whole.train_batch(dsx_run.batches(CASE, step, rank))) for step in range(len(trainer.losses))
-    ]
+    losses = dsx_run.losses_of(whole, CASE, range(len(trainer.losses)))
     return {"found": found, "losses": [*trainer.losses.values()], "undisturbed": losses}
 
 

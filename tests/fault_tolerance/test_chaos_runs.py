@@ -219,7 +219,7 @@ def test_sigterm_at_a_bad_moment(
     monkeypatch.setattr("dsx.train.run_folder._SAME_MACHINE_SECONDS", 0.0)
     ended = told(tmp_path, signals)
     assert [rank.code for rank in ended] == [143, 143]
-    assert [rank.said for rank in ended] == ["", ""]
+    assert [own_words(rank.said) for rank in ended] == ["", ""]
     assert (tmp_path / "checkpoints" / "latest").read_text() == f"global_step{steps}"
     assert list((tmp_path / "checkpoints").glob(".*")) == []
     losses = [json.loads((tmp_path / f"losses-{rank}").read_text()) for rank in range(2)]

@@ -15,6 +15,7 @@ import ranks
 from fault_tolerance import crew
 from fault_tolerance.guarded import PIPELINE, Run, forever
 from parity import dsx_run
+from said import own_words
 
 MORE = 2
 """Steps of the second run."""
@@ -42,10 +43,7 @@ def resumed_and_uninterrupted(
     stopped_after = int(run.engine.global_steps)
     resumed = [run.step() for _ in range(MORE)]
     whole, _ = dsx_run.build(PIPELINE, None)
-    losses = [
-        float(whole.train_batch(dsx_run.batches(PIPELINE, step, 0))) for step in range(stopped_after + MORE)
-    ]
-    return stopped_after, resumed, losses
+    return stopped_after, resumed, dsx_run.losses_of(whole, PIPELINE, range(stopped_after + MORE))
 
 
 @pytest.mark.parametrize(("name", "told"), [("SIGTERM", 1), ("SIGUSR2", 0)])
@@ -58,7 +56,7 @@ def test_one_rank_hears_and_all_save_and_end(tmp_path: Path, name: str, told: in
         ended = team.end()
     # The other rank knows that there was a signal, not which.
     assert [rank.code for rank in ended] == [128 + (number if rank == told else 15) for rank in range(2)]
-    assert [rank.said for rank in ended] == ["", ""]
+    assert [own_words(rank.said) for rank in ended] == ["", ""]
     assert not (tmp_path / "faults").exists()
     first = [json.loads((tmp_path / f"losses-{rank}").read_text()) for rank in range(2)]
     assert first[0] == first[1]

@@ -104,21 +104,16 @@ def begun(case: Case, folder: Path | str, **model: Any) -> tuple[Any, Any]:
     return build_engine(resolved, groups), resolved
 
 
-def step_of(engine: Any, case: Case, step: int) -> float:
-    return float(engine.train_batch(dsx_run.batches(case, step, engine.groups.dp_rank)))
-
-
 def train(rank: int, world_size: int, case: Case, folder: str, out: str, **model: Any) -> list[float]:
     """An export as it was read, two steps, a checkpoint, an export, and the losses of two steps more."""
     import dsx
 
     engine, _ = begun(case, folder, **model)
     dsx.export_hf(engine, f"{out}/read")
-    for step in range(STEPS):
-        step_of(engine, case, step)
+    dsx_run.losses_of(engine, case, range(STEPS))
     engine.save_checkpoint(f"{out}/run", tag="saved", client_state={"tokenizer": "bytes"})
     dsx.export_hf(engine, f"{out}/trained")
-    return [step_of(engine, case, step) for step in range(STEPS, STEPS + 2)]
+    return dsx_run.losses_of(engine, case, range(STEPS, STEPS + 2))
 
 
 def go_on(rank: int, world_size: int, case: Case, folder: str, out: str, **model: Any) -> list[float]:
@@ -126,7 +121,7 @@ def go_on(rank: int, world_size: int, case: Case, folder: str, out: str, **model
     engine, _ = begun(case, folder, weights="random", **model)
     engine.load_checkpoint(f"{out}/run")
     engine.save_checkpoint(f"{out}/again", tag="saved")
-    return [step_of(engine, case, step) for step in range(STEPS, STEPS + 2)]
+    return dsx_run.losses_of(engine, case, range(STEPS, STEPS + 2))
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:

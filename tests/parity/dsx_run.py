@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,6 +131,18 @@ def train(rank: int, world_size: int, case: Case, folder: Path, steps: int) -> R
         if step == 0:
             first = gather(engine, resolved, rank)
     return Run(losses, norms, first) if rank == 0 else None
+
+
+def losses_of(engine: Any, case: Case, steps: Iterable[int]) -> list[float]:
+    """The losses of training these steps."""
+    rank = engine.groups.dp_rank
+    return [float(engine.train_batch(batches(case, step, rank))) for step in steps]
+
+
+def losses_and_norms(engine: Any, case: Case, steps: Iterable[int]) -> tuple[list[float], list[float]]:
+    """The losses and the gradients' norms of training these steps."""
+    found = [(*losses_of(engine, case, [step]), engine.get_global_grad_norm()) for step in steps]
+    return [loss for loss, _ in found], [norm for _, norm in found]
 
 
 def gather(engine: Any, resolved: Any, rank: int) -> dict[str, torch.Tensor]:

@@ -84,10 +84,7 @@ def _train(rank: int, world_size: int, case: Case, folder: Path) -> Seen:
 
     Outbox.send, torch.autograd.backward = counted_send, counted_backward  # type: ignore[method-assign]
     try:
-        losses, norms = [], []
-        for step in range(STEPS):
-            losses.append(float(engine.train_batch(dsx_run.batches(case, step, engine.groups.dp_rank))))
-            norms.append(engine.get_global_grad_norm())
+        losses, norms = dsx_run.losses_and_norms(engine, case, range(STEPS))
     finally:
         Outbox.send, torch.autograd.backward = send, plain  # type: ignore[method-assign]
     chunks = engine.pipeline.chunks
