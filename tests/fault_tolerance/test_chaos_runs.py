@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import re
 import signal
 import socket
 import time
@@ -133,8 +134,9 @@ def test_a_kill_ends_all_and_loses_no_more_than_the_steps_since_the_save(
     victim, survivor = found["victim"], found["ended"][1 - found["victim"]]
     assert found["ended"][victim].code == -signal.SIGKILL
     assert survivor.code == 1
-    assert f"ended because rank {victim} on {socket.gethostname()} is gone since" in survivor.said
-    assert "Traceback" not in survivor.said
+    here = socket.gethostname()
+    gone = rf"ended because rank {victim} on {here} is gone since \d\d:\d\d:\d\d: its process [^\n]+\n"
+    assert re.fullmatch(rf"\[rank {1 - victim} on {here}\] {gone}", own_words(survivor.said)), survivor.said
     assert 0 <= found["lost"] <= SAVE_EVERY
 
 
