@@ -41,6 +41,8 @@ MENDED = """{
 """
 RIGHT = '{"train_batch_size": 8, "gradient_clipping": 1.0, "optimizer": {"type": "AdamW", "params": {}}}'
 QUIET = "--no-machine"
+CONFIGS = Path(__file__).parents[2] / "configs"
+INTERLEAVED = CONFIGS / "3d_interleaved.json"
 
 
 @pytest.fixture
@@ -51,7 +53,7 @@ def file(tmp_path):
 
 
 def test_islands_are_shown_beside_one_of_them(dsx):
-    config = Path(__file__).parents[2] / "configs/islands.json"
+    config = CONFIGS / "islands.json"
     code, out, _ = dsx("check", config, "--gpus", 4, QUIET)
     assert code == 0
     assert "mesh       tensor 1 x pipeline 1 x data 2 = 2 ranks" in out
@@ -213,7 +215,7 @@ def test_standard_input(dsx, monkeypatch):
 
 
 def test_a_value_of_set_is_named_and_no_line_of_the_file(dsx):
-    config = Path(__file__).parents[2] / "configs/zero1.json"
+    config = CONFIGS / "zero1.json"
     wrong = {
         "zero_optimization.stage=9": "zero_optimization.stage = 9 (--set): not one of",
         "dsx.train.stepz=3": "dsx.train.stepz = 3 (--set): unknown key",
@@ -239,7 +241,7 @@ def test_a_value_of_set_is_named_and_no_line_of_the_file(dsx):
 
 def test_an_output_on_another_machine_is_no_mistake(dsx, tmp_path, monkeypatch):
     """Where the folder or the one around it is here, it must take files; what is further off is elsewhere."""
-    config = Path(__file__).parents[2] / "configs/zero1.json"
+    config = CONFIGS / "zero1.json"
     (tmp_path / "file").touch()
     monkeypatch.setattr(tempfile, "TemporaryFile", no_room := Mock(side_effect=PermissionError(13, "Denied")))
     for place, bad in {".": True, "runs": True, "me/runs": False, "me/runs/a": False}.items():
@@ -271,7 +273,7 @@ def test_nan_and_infinity(dsx, tmp_path):
         assert code == 1
         assert "(line 3): not a number" in out
         assert out.count("error    ") == 1
-    zero1 = (Path(__file__).parents[2] / "configs/zero1.json").read_text()
+    zero1 = (CONFIGS / "zero1.json").read_text()
     assert '"steps": 200' in zero1
     path.write_text(zero1.replace('"steps": 200', '"steps": NaN'))
     line = zero1[: zero1.index('"steps": 200')].count("\n") + 1
@@ -356,7 +358,7 @@ def test_an_old_config_hears_what_has_changed_since(dsx, tmp_path):
 
 
 def test_dsx_configs(dsx):
-    config = Path(__file__).parents[2] / "configs" / "zero3.json"
+    config = CONFIGS / "zero3.json"
     code, out, _ = dsx("check", config, QUIET)
     assert code == 0
     assert "say --gpus N" in out
@@ -399,8 +401,7 @@ def test_dsx_configs(dsx):
 def test_what_no_run_could_use(dsx, monkeypatch, override, words):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    config = Path(__file__).parents[2] / "configs" / "3d_interleaved.json"
-    code, out, _ = dsx("check", config, QUIET, "--gpus", "8", "--set", override)
+    code, out, _ = dsx("check", INTERLEAVED, QUIET, "--gpus", "8", "--set", override)
     assert code == 1
     assert words in out
 
@@ -408,17 +409,15 @@ def test_what_no_run_could_use(dsx, monkeypatch, override, words):
 def test_a_tokenizer_of_the_hub_that_nobody_here_can_look_up_is_a_warning(dsx, monkeypatch):
     """A machine that checks configs may have no network where those that train do, or their caches."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    config = Path(__file__).parents[2] / "configs" / "llama3_8b_8gpu.json"
-    code, out, _ = dsx("check", config, QUIET, "--gpus", "8")
+    code, out, _ = dsx("check", CONFIGS / "llama3_8b_8gpu.json", QUIET, "--gpus", "8")
     assert code == 0
     assert "warning  dsx.data.tokenizer" in out
     assert "cannot be reached" in out
 
 
 def test_samples_of_ones_own_need_no_text(dsx):
-    config = Path(__file__).parents[2] / "configs" / "3d_interleaved.json"
     own = ("--set", "dsx.data.source=own", "--set", "dsx.data.tokenizer=auto")
-    code, out, _ = dsx("check", config, QUIET, "--gpus", "8", *own)
+    code, out, _ = dsx("check", INTERLEAVED, QUIET, "--gpus", "8", *own)
     assert code == 0, out
 
 

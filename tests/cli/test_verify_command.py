@@ -38,6 +38,14 @@ def deepspeed(tmp_path: Path, **more: Any) -> Path:
     return file
 
 
+def block_of(tmp_path: Path, model: dict[str, Any], sequence_length: int = 64) -> dict[str, Any]:
+    return {
+        "model": model,
+        "data": {"sequence_length": sequence_length, "tokenizer": "bytes"},
+        "train": {"steps": 1, "output": str(tmp_path / "out")},
+    }
+
+
 def children() -> set[int]:
     """Processes below this one that train: the fork server and its tracker stay, waiting."""
     found = set()
@@ -93,11 +101,7 @@ def test_an_ordinary_json_takes_a_model_by_name(tmp_path: Path) -> None:
 
 
 def test_a_config_of_dsx(dsx, tmp_path: Path) -> None:
-    block = {
-        "model": {"family": "llama", "preset": "tiny"},
-        "data": {"sequence_length": 64},
-        "train": {"steps": 1, "output": str(tmp_path / "out")},
-    }
+    block = block_of(tmp_path, {"family": "llama", "preset": "tiny"})
     file = deepspeed(tmp_path, zero_optimization={"stage": 1}, dsx=block)
     code, out, _ = dsx(file, "--gpus", 2, "--steps", 1, "--set", "dsx.parallel.tensor=2")
     assert code == 0, out
@@ -111,11 +115,7 @@ def test_a_config_of_dsx(dsx, tmp_path: Path) -> None:
 @pytest.mark.parametrize("preset", often([p for p in presets() if p.name != "tiny"], every=9), ids=repr)
 def test_every_published_model(dsx, tmp_path: Path, preset: Preset) -> None:
     """Its small likeness trains as transformers' does: the sizes it shrinks to are some its family takes."""
-    block = {
-        "model": {"family": preset.family, "preset": preset.name},
-        "data": {"sequence_length": 64, "tokenizer": "bytes"},
-        "train": {"steps": 1, "output": str(tmp_path / "out")},
-    }
+    block = block_of(tmp_path, {"family": preset.family, "preset": preset.name})
     pipeline = ("--set", "dsx.parallel.pipeline=2", "--set", "dsx.parallel.tensor=1")
     code, out, err = dsx(deepspeed(tmp_path, dsx=block), "--gpus", 2, "--steps", 1, *pipeline)
     assert (code, err) == (0, ""), out
@@ -128,12 +128,8 @@ def test_a_vocabulary_that_tensor_parallelism_does_not_divide(
     """Its rows are padded, also to a multiple of 1; heads x head_dim is not the hidden size."""
     llama = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 48, "num_attention_heads": heads}
     sizes = {"num_key_value_heads": heads, "head_dim": 16, "intermediate_size": 96, "vocab_size": 257}
-    block = {
-        "model": {"config": llama | sizes, "vocab_multiple": 1},
-        "parallel": {"tensor": tensor},
-        "data": {"sequence_length": 24, "tokenizer": "bytes"},
-        "train": {"steps": 1, "output": str(tmp_path / "out")},
-    }
+    block = block_of(tmp_path, {"config": llama | sizes, "vocab_multiple": 1}, sequence_length=24)
+    block["parallel"] = {"tensor": tensor}
     file = deepspeed(tmp_path, zero_optimization={"stage": 1}, dsx=block)
     code, out, err = dsx(file, "--gpus", tensor, "--steps", 2, "--full")
     assert (code, err) == (0, ""), out

@@ -39,20 +39,18 @@ def test_refused_files(name, tmp_path):
         assert word in str(caught.value)
 
 
-def test_missing_file(tmp_path):
-    with pytest.raises(ConfigError, match=r"absent\.json: there is no such file.*Fix"):
-        resolve(tmp_path / "absent.json", world_size=1)
-
-
-def test_folder_instead_of_file(tmp_path):
-    with pytest.raises(ConfigError, match=r"a folder.*give the JSON file"):
-        resolve(tmp_path, world_size=1)
-
-
-def test_binary_file(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("absent.json", r"absent\.json: there is no such file.*Fix"),
+        ("", r"a folder.*give the JSON file"),
+        ("x.json", r"x\.json: it cannot be read"),
+    ],
+)
+def test_what_is_no_text(tmp_path, name, said):
     (tmp_path / "x.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match=r"x\.json: it cannot be read"):
-        resolve(tmp_path / "x.json", world_size=1)
+    with pytest.raises(ConfigError, match=said):
+        resolve(tmp_path / name, world_size=1)
 
 
 @pytest.mark.parametrize(
