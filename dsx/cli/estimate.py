@@ -243,7 +243,6 @@ def _text(heading: Sequence[str], memory: RunMemory, room: GpuMemory | None) -> 
     highest = memory.highest
     peak = highest.estimate.peak
     name, unit = unit_of(memory.peak_bytes)
-    when = f"{peak.name}{f' at {peak.where}' if peak.where else ''}"
     beyond = "what CUDA, NCCL and cuBLAS take outside of tensors, and the allocator's gaps"
     lines = [
         *heading,
@@ -251,7 +250,7 @@ def _text(heading: Sequence[str], memory: RunMemory, room: GpuMemory | None) -> 
         f"{name} at each rank's peak",
         table(memory, width=width),
         "",
-        f"what pipeline rank {highest.pp_rank} holds then ({when}), {name}",
+        f"what pipeline rank {highest.pp_rank} holds then ({peak.when}), {name}",
         details(highest, width=width),
         "",
         wrapped(

@@ -16,7 +16,7 @@ from dsx.cli.output import deliver, judging, say, style_of, text_of, write
 from dsx.cli.picture import picture_of
 from dsx.errors import ConfigError, LayoutError, ScheduleError
 from dsx.models.config_values import MOST_LAYERS
-from dsx.planner.choose import Choice, Ranking, choose
+from dsx.planner.choose import Choice, choose
 from dsx.planner.layout import Space
 from dsx.planner.profile import Profile
 from dsx.schedules.builders import NAMES, Options, build, default_chunks
@@ -39,32 +39,27 @@ _EFFORT = 10.0
 
 
 def _ranked_text(
-    file: Path,
-    sizes: tuple[int, int],
-    space: Space,
-    style: str,
-    draw: Callable[..., str | bytes],
+    profile: Profile, sizes: tuple[int, int], space: Space, style: str, draw: Callable[..., str | bytes]
 ) -> str | bytes:
     """The ranking as a table or JSON; in other styles the chosen schedule, drawn with its measured costs."""
-    profile = Profile.from_json(text_of(file, f"--profile {file}", "give a profile.json"), name=str(file))
     space = replace(space, recompute=tuple(profile.layers))
     ranking = choose(profile, num_ranks=sizes[0], num_micro_batches=sizes[1], space=space)
     if style == "table":
         rows = [("", "step", "bubble", "activations", "layers per virtual stage")]
-        rows.append((ranking.chosen.label, *_figures(ranking.chosen), _layers(ranking.chosen)))
+        rows.append((ranking.chosen.label, *_figures(ranking.chosen), _layers(ranking.chosen, " ")))
         rows += [(c.label, *_figures(c), ranking.reason(c)) for c in ranking.next_best(_MOST_ROWS)]
         lines = aligned(rows, left=(0, 4), width=columns())
         left = len(ranking.others) - (len(rows) - 2)
         if left:
             lines.append(f"and {left} more (--format json)")
-        conditions = profile.conditions
-        said = f"measured on {conditions.device}, {conditions.precision}, micro-batches of "
-        said += f"{conditions.micro_batch_size}"
+        how = profile.conditions
+        said = f"measured on {how.device}, {how.precision}, micro-batches of {how.micro_batch_size}"
         said += "; transfers were not, and count as free" if profile.bytes_per_second is None else ""
         lines.append(wrapped(said, columns(), indent="  "))
         return "\n".join(lines) + "\n"
     if style == "json":
-        return json.dumps(_auto_facts(ranking), indent=2) + "\n"
+        others = [_choice(c) | {"reason": ranking.reason(c)} for c in ranking.others]
+        return json.dumps({"chosen": _choice(ranking.chosen), "others": others}, indent=2) + "\n"
     costs = ranking.chosen.cut.program.options.costs
     assert costs is not None
     return draw(ranking.chosen.cut.schedule, _in_milliseconds(costs) if style in _PICTURES else costs)
@@ -72,7 +67,7 @@ def _ranked_text(
 
 def _check_choice(
     name: str, profile: Path | None, stages: int | None, micro_batches: int | None, wire: float
-) -> tuple[Path, tuple[int, int]]:
+) -> tuple[Profile, tuple[int, int]]:
     """The profile and the sizes, without which nothing can be ranked."""
     if profile is None:
         where = "dsx schedule auto" if name == "auto" else "--activation-gib"
@@ -90,7 +85,8 @@ def _check_choice(
         raise ConfigError(
             f"schedule {name!r}", "not a schedule to choose", f"use auto or one of {', '.join(NAMES)}"
         )
-    return profile, (stages, micro_batches)
+    text = text_of(profile, f"--profile {profile}", "give a profile.json")
+    return Profile.from_json(text, name=str(profile)), (stages, micro_batches)
 
 
 def _to_search(
@@ -106,10 +102,7 @@ def _to_search(
             "give --profile FILE or --times 31x1,4.8",
         )
     if profile is not None:
-        file, sizes = _check_choice("auto", profile, stages, micro_batches, wire)
-        return Profile.from_json(
-            text_of(file, f"--profile {file}", "give a profile.json"), name=str(file)
-        ), sizes
+        return _check_choice("auto", profile, stages, micro_batches, wire)
     if stages is None or micro_batches is None:
         raise ConfigError("dsx schedule search", "it needs --stages and --micro-batches", "give both")
     forwards: list[float] = []
@@ -208,13 +201,12 @@ def _searched_table(searched: Searched, output: Path | None) -> str:
         said = f"nothing is gained: {ranking.chosen.label} is within {searched.open_gain:.1%} of the bound"
         lines.append(wrapped(said, columns()))
     stages = found.stage_map
-    counts = ",".join(str(len(stages.layers(stage))) for stage in range(stages.num_stages))
     lines.append(
         f"placement {stages.placement}, {stages.num_chunks} chunks, recompute {searched.found.recompute}"
     )
     file = output or "FILE (--output FILE writes it)"
     lines.append(f"to run it: --set dsx.schedule.file={file} --set dsx.schedule.name=auto")
-    lines.append(f"           --set dsx.partition.method=[{counts}]")
+    lines.append(f"           --set dsx.partition.method=[{_layers(searched.found, ',')}]")
     return "\n".join(lines) + "\n"
 
 
@@ -232,16 +224,9 @@ def _figures(choice: Choice) -> tuple[str, str, str]:
     return f"{1000 * choice.cut.step_seconds:.4g} ms", f"{choice.cut.bubble:.1%}", amount(choice.peak_bytes)
 
 
-def _layers(choice: Choice) -> str:
+def _layers(choice: Choice, between: str) -> str:
     stages = choice.cut.stage_map
-    return " ".join(str(len(stages.layers(stage))) for stage in range(stages.num_stages))
-
-
-def _auto_facts(ranking: Ranking) -> dict[str, Any]:
-    return {
-        "chosen": _choice(ranking.chosen),
-        "others": [_choice(c) | {"reason": ranking.reason(c)} for c in ranking.others],
-    }
+    return between.join(str(len(stages.layers(stage))) for stage in range(stages.num_stages))
 
 
 def _choice(choice: Choice) -> dict[str, Any]:
@@ -339,7 +324,7 @@ def schedule(
         _search(measured, sizes, space, int((_EFFORT if effort is None else effort) * 1e6), kind, output)
         return
     if name == "auto" or profile is not None or activation_gib is not None:
-        file, sizes = _check_choice(name, profile, stages, micro_batches, wire)
+        measured, sizes = _check_choice(name, profile, stages, micro_batches, wire)
         space = Space(
             names=NAMES if name == "auto" else (name,),
             chunks=None if chunks is None else (chunks,),
@@ -349,7 +334,7 @@ def schedule(
         )
         draw = partial(_render, style=kind, unit="ms", to_file=output is not None)
         with judging(ScheduleError):
-            text = _ranked_text(file, sizes, space, kind, draw)
+            text = _ranked_text(measured, sizes, space, kind, draw)
         deliver(text, output)
         return
     costs = Costs(transfer_seconds=wire)

@@ -86,6 +86,10 @@ class Phase:
     def where(self) -> str:
         return str(self.place)
 
+    @property
+    def when(self) -> str:
+        return f"{self.name} at {self.where}" if self.where else self.name
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:

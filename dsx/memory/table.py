@@ -143,7 +143,11 @@ def draw(memory: RunMemory, *, title: str, capacity_bytes: int | None = None) ->
     except ImportError:
         raise no_matplotlib("dsx estimate --format") from None
     each = len(memory.roles) <= MOST_BY_PHASE
-    bars, places, groups = _by_phase(memory) if each else _by_rank(memory)
+    bars = [role.estimate.peak for role in memory.roles]
+    places = [float(role.pp_rank) for role in memory.roles]
+    groups: list[tuple[float, str]] = []
+    if each:
+        bars, places, groups = _by_phase(memory)
     name, unit = unit_of(memory.peak_bytes)
     width = min(_WIDEST_INCHES, max(7.5, 2.2 + 0.42 * len(bars)))
     figure = Figure(figsize=(width, 5.2), layout="constrained")
@@ -216,14 +220,6 @@ def _by_phase(memory: RunMemory) -> tuple[list[Phase], list[float], list[tuple[f
         groups.append((left + (len(phases) - 1) / 2, f"pipeline rank {role.pp_rank}"))
         left += len(phases) + 0.8
     return bars, places, groups
-
-
-def _by_rank(memory: RunMemory) -> tuple[list[Phase], list[float], list[tuple[float, str]]]:
-    return (
-        [role.estimate.peak for role in memory.roles],
-        [float(role.pp_rank) for role in memory.roles],
-        [],
-    )
 
 
 def _stack(axes: Axes, bars: Sequence[Phase], places: Sequence[float], unit: int) -> None:

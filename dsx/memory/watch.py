@@ -51,10 +51,8 @@ def check_memory(config: RunConfig) -> None:
         return
     fullest = memory.highest
     where = f"memory of pipeline rank {fullest.pp_rank}"
-    what = (
-        f"its peak is estimated at {amount(memory.peak_bytes)} ({_when(memory)}), and a rank has "
-        f"{amount(capacity)}"
-    )
+    when = fullest.estimate.peak.when
+    what = f"its peak is estimated at {amount(memory.peak_bytes)} ({when}), and a rank has {amount(capacity)}"
     fix = (
         "`dsx estimate CONFIG --gpus N --gpu-memory GIB` prints what takes it and which changes make it fit; "
         'dsx.memory_check "warn" or "off" lets it run'
@@ -94,12 +92,7 @@ def describe(memory: RunMemory | Exception) -> str:
     if isinstance(memory, Exception):
         return f"not estimated: {str(memory).partition(chr(10))[0]}"
     where = f"pipeline rank {memory.highest.pp_rank}"
-    return f"estimated peak {amount(memory.peak_bytes)} on {where} ({_when(memory)})"
-
-
-def _when(memory: RunMemory) -> str:
-    peak = memory.highest.estimate.peak
-    return f"{peak.name}{f' at {peak.where}' if peak.where else ''}"
+    return f"estimated peak {amount(memory.peak_bytes)} on {where} ({memory.highest.estimate.peak.when})"
 
 
 def beside(peaks: Mapping[str, int], memory: RunMemory) -> str | None:
