@@ -491,10 +491,6 @@ def decoded(file: IO[bytes], where: str) -> str:
         raise ConfigError(where, f"it cannot be read ({error})", "give a readable UTF-8 file") from None
 
 
-def _anywhere(_value: float, _name: str) -> bool:
-    return True
-
-
 def from_mapping(config: Mapping[str, Any], name: str = "config") -> Source:
     """A config that is no file. Raises ConfigError if a value in it is none of JSON's."""
     source = Source(name, "", dict(config), None)
@@ -521,7 +517,7 @@ def from_text(text: str, name: str = "config") -> Source:
 
 def refuse_unusable(source: Source) -> None:
     """Raise a ConfigError for the first value that no program can use; of NaN and Infinity their keys say."""
-    refuse(source, unusable(source.config, infinite=_anywhere))
+    refuse(source, unusable(source.config, infinite=lambda _value, _name: True))
 
 
 def refuse(source: Source, problems: Iterable[Unusable]) -> None:

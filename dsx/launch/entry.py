@@ -410,11 +410,7 @@ def quiet() -> None:
     noisy = ("DeepSpeed", "torch.distributed", "transformers", "datasets", "filelock")
     for name in (*noisy, "bitsandbytes.backends.cpu.ops"):
         # A filter, because these packages set their loggers' levels when they are imported.
-        logging.getLogger(name).addFilter(_is_problem)
+        logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
     logging.setLogRecordFactory(_Printable)
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch(\.|$)")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|deepspeed)(\.|$)")
-
-
-def _is_problem(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR

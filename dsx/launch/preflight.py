@@ -79,14 +79,15 @@ def _facts(
         if time.monotonic() > deadline:
             break
         time.sleep(_LOOK_SECONDS)
+    versions = dict.fromkeys(_PACKAGES, "none") | {"Python": ".".join(platform.python_version_tuple()[:2])}
+    for package in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
     here = [peer.rank for peer in peers if peer.machine == peers[rank].machine]
     text = json.dumps(config.recorded(), sort_keys=True, default=str)
     facts = MachineFacts(
         name=located(here, hosts_of(peers)),
-        versions={
-            **{package: _version(package) for package in _PACKAGES},
-            "Python": ".".join(platform.python_version_tuple()[:2]),
-        },
+        versions=versions,
         files=code_files("**/*.py", "**/*.toml"),
         config=hashlib.blake2b(text.encode(), digest_size=6).hexdigest(),
         clock=now,
@@ -142,9 +143,3 @@ def _has(folder: Path, name: str) -> bool:
 def _checkpoint_bytes(config: RunConfig) -> int:
     """Bytes of weights, fp32 masters and two moments, as Adam has them: enough to recognise a full disk."""
     return config.num_trained * (12 if config.precision == "fp32" else 14)
-
-
-def _version(package: str) -> str:
-    with suppress(metadata.PackageNotFoundError):
-        return metadata.version(package)
-    return "none"
