@@ -179,14 +179,11 @@ def target_of(source: Catalog, root: Path, layout: StockLayout) -> Target:
 
 def tag_of(source: Catalog, files: Files, root: Path, form: str) -> Target:
     """The checkpoint that ``files`` make, of one of DeepSpeed's two forms."""
-    random: tuple[str, ...] = (
-        "The ranks' random states stay behind: DeepSpeed's checkpoints have no place for them.",
-    )
-    random = random if source.facts.get("random_files") else ()
+    random = "The ranks' random states stay behind: DeepSpeed's checkpoints have no place for them."
     return Target(
         catalog=Catalog(root=root, format=form, entries=files.entries(), facts=source.facts),
         skeletons=tuple(files.skeletons),
-        dropped=(*random, *left_behind(source.facts)),
+        dropped=(*([random] if source.facts.get("random_files") else []), *left_behind(source.facts)),
         is_tag=True,
     )
 
