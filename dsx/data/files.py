@@ -28,6 +28,7 @@ from dsx.config.sources import PATTERN, STANDARD_LIBRARY, TABLES, TEXTS, is_hub_
 from dsx.data.units import FilePart, Stamp, Unit, file_parts, pieces, to_name
 from dsx.errors import DataError
 from dsx.models.transformers_settings import first_line
+from dsx.terminal import full_disk
 
 T = TypeVar("T")
 
@@ -229,14 +230,16 @@ class Tables:
 
     def documents(self) -> Iterator[str]:
         """Documents in order, empty ones for rows without text."""
-        for unit in self._lines(1) if self._has_lines else ():
-            yield from (text for _, text in replace(unit, blank=True).documents(None))
 
         def of(table: Any, where: str) -> Iterator[str]:
             for batch in table.with_format("arrow").iter(batch_size=_BATCH_ROWS):
                 yield from (cell or "" for cell in _cells(batch, self.text_column, where))
 
-        yield from () if self._has_lines else self._read(of)
+        for part in self._parts():
+            lines = part._has_lines  # noqa: SLF001 - its own kind
+            for unit in part._lines(1) if lines else ():  # noqa: SLF001
+                yield from (text for _, text in replace(unit, blank=True).documents(None))
+            yield from () if lines else part._read(of)  # noqa: SLF001
 
     def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Rows as objects, each with its place. Raises DataError, as :meth:`documents` does."""
@@ -244,13 +247,16 @@ class Tables:
             lambda table, where: ((f"{where}, row {number}", row) for number, row in enumerate(table, 1))
         )
 
+    def _parts(self) -> list[Tables]:
+        """Each of the files that are named, as their columns may differ."""
+        if not isinstance(self.source, LocalFiles) or self.source.builder is None:
+            return [self]
+        each = (replace(self.source, paths=(path,)) for path in self.source.paths)
+        return [replace(self, source=source) for source in each]
+
     def _read(self, of: Callable[[Any, str], Iterator[T]]) -> Iterator[T]:
-        """What ``of`` gives of each table and its place: of each file, as their columns may differ."""
-        parts = [self]
-        if isinstance(self.source, LocalFiles) and self.source.builder is not None:
-            each = (replace(self.source, paths=(path,)) for path in self.source.paths)
-            parts = [replace(self, source=source) for source in each]
-        for part in parts:
+        """What ``of`` gives of each table and its place."""
+        for part in self._parts():
             table = part._table(stream=part.stream)  # noqa: SLF001 - its own kind
             try:
                 yield from () if table is None else of(table, part._where)  # noqa: SLF001
@@ -268,7 +274,7 @@ class Tables:
     def _has_lines(self) -> bool:
         """Whether it is files of JSON lines, which need no schema: each line may have columns of its own."""
         named = isinstance(self.source, LocalFiles) and self.source.builder == "json"
-        return named and all(path.suffix == ".jsonl" for path in self._files)
+        return named and all(path.suffix == ".jsonl" and _begins_with_line(path) for path in self._files)
 
     def _lines(self, lanes: int) -> tuple[FilePart, ...]:
         assert isinstance(self.source, LocalFiles)
@@ -314,6 +320,18 @@ class Tables:
             raise _unreadable(self._where, error, self._files) from error
 
 
+def _begins_with_line(path: Path) -> bool:
+    """Whether a file is no list, no objects that span lines, and not several objects in a line."""
+    with path.open("rb") as file:
+        line = next((line.strip() for line in file if line.strip()), b"{}")
+    try:
+        return not isinstance(json.loads(line), list)
+    except json.JSONDecodeError as error:  # at the end of the line, where what began in it goes on
+        return error.msg != "Extra data" and error.pos < len(error.doc) - 1
+    except (ValueError, RecursionError):
+        return True  # as is then said of that line
+
+
 def _local_options(source: LocalFiles, files: list[str]) -> tuple[str, dict[str, Any]]:
     if source.builder is None:
         return str(source.root), {}
@@ -357,7 +375,8 @@ class TableShard:
         except _read_errors() as error:
             for stamp in self.stamps:
                 stamp.check()
-            raise _unreadable(self.where, error, [stamp.path for stamp in self.stamps]) from error
+            files = [stamp.path for stamp in self.stamps]
+            raise _unreadable(self.where, error, files, streamed=True) from error
         if row < skip:
             raise DataError(self.where, f"has {row} rows left of more than {skip}", "restore the data")
 
@@ -444,13 +463,22 @@ def _csv_fault(path: Path) -> DataError | None:
     return None
 
 
-def _unreadable(where: str, error: Exception, files: Sequence[Path] = ()) -> DataError:
+def _unreadable(
+    where: str, error: Exception, files: Sequence[Path] = (), *, streamed: bool = False
+) -> DataError:
+    full = full_disk(error) or ("Not enough disk space" in str(error) and first_line(error))
+    if full:
+        fix = "make room on that disk, or name another with HF_HOME or HF_DATASETS_CACHE"
+        return DataError(where, f"cannot be read ({full.rstrip('.')})", fix)
     with suppress(OSError):
         for fault in filter(None, (_csv_fault(file) for file in files if file.suffix == ".csv")):
             return fault
     if "Couldn't cast" in str(error):
         what = "its parts have other columns, or other types in them"
-        return DataError(where, what, 'write jsonl, and name the files: "folder/*.jsonl"')
+        suffix = next((file.suffix for file in files if file.suffix in TABLES), ".jsonl")
+        if streamed or len(files) < 2:  # which are one table
+            return DataError(where, what, 'write jsonl, and name the files: "folder/*.jsonl"')
+        return DataError(where, what, f'name the files: "{where}/**/*{suffix}"')
     if isinstance(error, UnicodeDecodeError):
         fix = "convert it (iconv -f latin1 -t utf-8) or leave it out"
         return DataError(where, f"is not UTF-8 text ({error.reason})", fix)

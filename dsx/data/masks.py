@@ -10,6 +10,7 @@ trained as it stands in the whole chat, which is what the model will see.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -21,7 +22,7 @@ import numpy.typing as npt
 from jinja2 import TemplateSyntaxError
 
 from dsx.config.schema import DataConfig
-from dsx.data.records import BadRecordError, Example
+from dsx.data.records import BadRecordError, Example, Message
 from dsx.data.tokenizers import TokenIds, Tokenizer
 from dsx.errors import DataError
 from dsx.models.transformers_settings import first_line, quiet_transformers
@@ -120,23 +121,39 @@ class Masks:
             return error
 
     def _chat(self, example: Example) -> tuple[str, list[Span]]:
-        whole = _Rendering(self, example)
+        everything = self._data.train_on == "all"
+        turns = [number for number, trained in enumerate(example.trained) if trained]
+        turns = turns[-1:] if self._data.train_on == "last" else turns
+        first = 0 if everything else example.prompt
+        own = turns if first is None else range(first, len(example.messages))
+        whole = self._rendered(example, own)
         text, marked = whole.text, whole.marks
-        if self._data.train_on == "all":
+        if everything:
             return text, [(0, len(text))]
         if example.prompt is not None:
             return text, [(whole.begin(example.prompt), len(text))]
-        turns = [number for number, trained in enumerate(example.trained) if trained]
         if not turns:
             raise whole.bad("it has no turn of the assistant that could be trained on")
-        if self._data.train_on == "last":
-            turns = turns[-1:]
         if marked is None:
             return text, [(whole.begin(turn), whole.end(turn)) for turn in turns]
         spans = whole.marked_in(marked, turns)
         if not spans:
             raise whole.bad("the chat template marks nothing of it with {% generation %}")
         return text, spans
+
+    def _rendered(self, example: Example, turns: Iterable[int]) -> _Rendering:
+        """With the calls of these turns, which some templates write in one form alone."""
+        try:
+            return _Rendering(self, example, turns)
+        except BadRecordError:
+            null = re.compile("None|null")
+            given = null.search(str((example.messages, example.tools or "")))
+            for as_text in (False, True):
+                with suppress(BadRecordError):
+                    whole = _Rendering(self, _with_null(example, as_text=as_text), turns)
+                    if given or not null.search(whole.text):  # it was not written as a word
+                        return whole
+            raise
 
     def render(self, example: Example, count: int, *, prompt: bool = False) -> tuple[str, list[Span] | None]:
         """The first ``count`` messages as text, with what the template itself marks, if it has marks.
@@ -219,23 +236,50 @@ class Masks:
         return ids, np.append(trained[:-1], True)
 
 
-class _Rendering:
-    """A whole chat as text, and where its turns begin and end."""
+def _with_null(example: Example, *, as_text: bool) -> Example:
+    """With null for content that calls stand for, as DeepSeek's templates want it; arguments as text."""
 
-    def __init__(self, masks: Masks, example: Example) -> None:
+    def turn_of(turn: Message) -> Message:
+        calls = [{**call, "function": dict(call["function"])} for call in turn.get("tool_calls", ())]
+        for call in calls if as_text else ():
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        more = {"content": turn.get("content") or None, "tool_calls": calls}
+        return {**turn, **more} if calls else turn
+
+    return replace(example, messages=tuple(map(turn_of, example.messages)))
+
+
+class _Rendering:
+    """A whole chat as text, with the calls of some turns, and where its turns begin and end."""
+
+    def __init__(self, masks: Masks, example: Example, turns: Iterable[int]) -> None:
         self._masks, self._example = masks, example
         self._count = len(example.messages)
         self.text, self.marks = masks.render(example, self._count)
-        if any(turn.get("tool_calls") for turn in example.messages) and self.text == self._without_calls():
-            what = "the chat template writes nothing of its tool_calls: empty turns would be trained on"
-            fix = "use a template that writes them (dsx.data.chat_template), or skip such records"
-            raise BadRecordError(example.where, what, f"{fix} (dsx.data.bad_records)")
+        self._require_calls(turns)
 
-    def _without_calls(self) -> str:
-        bare = [{key: turn[key] for key in turn if key != "tool_calls"} for turn in self._example.messages]
-        with suppress(BadRecordError):
-            return self._masks.render(replace(self._example, messages=tuple(bare)), self._count)[0]
-        return ""
+    def _require_calls(self, turns: Iterable[int]) -> None:
+        """Raise BadRecordError unless each call is written: under another name, it is found anywhere."""
+        messages, named = list(self._example.messages), []
+        for turn in turns:
+            calls = []
+            for call in messages[turn].get("tool_calls", ()):
+                other = f"dsx_call_{len(named)}_"
+                named.append((other, turn, call["function"]["name"]))
+                calls.append({**call, "function": {**call["function"], "name": other}})
+            messages[turn] = {**messages[turn], "tool_calls": calls} if calls else messages[turn]
+        renamed = replace(self._example, messages=tuple(messages))
+        text = ""
+        with suppress(BadRecordError):  # of a template that takes the names of its tools alone
+            text = self._masks.render(renamed, self._count)[0] if named else ""
+        for other, turn, name in named:
+            content = messages[turn].get("content") or ""
+            said = content.rpartition(_THOUGHT)[2].strip()  # in which the call may stand, too
+            if text and other not in text and not (name in said and said in self.text):
+                what = f"the chat template does not write the call of {name} in turn {turn + 1}"
+                what += "" if content else ", which would be trained as an empty one"
+                fix = "use a template that writes it (dsx.data.chat_template), or skip such records"
+                raise BadRecordError(self._example.where, what, f"{fix} (dsx.data.bad_records)")
 
     def bad(self, what: str) -> BadRecordError:
         fix = "mend or remove it, or skip such records (dsx.data.bad_records)"

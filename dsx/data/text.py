@@ -262,7 +262,9 @@ def report(corpus: Corpus) -> list[tuple[str, str]]:
     """How full the packs of chats and completions are, and which records were skipped; nothing for text."""
     fill, info = corpus.fill(), corpus.info
     rows = [] if fill is None else [("packs", fill.text)]
-    if info.bad_records:
+    if info.bad_records and not info.masked:
+        rows.append(("left out", f"{info.bad_records:,} row{'s' * (info.bad_records > 1)} without text"))
+    elif info.bad_records:
         records = "bad record" if info.bad_records == 1 else "bad records, the first"
         rows.append(("skipped", f"{info.bad_records:,} {records}: {info.first_bad_record}"))
     return rows

@@ -7,6 +7,7 @@ import os
 import re
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -20,6 +21,7 @@ _SMALLEST_UNIT_BYTES, _LARGEST_UNIT_BYTES = 64 << 10, 64 << 20
 _UNITS_PER_LANE = 4
 _NEAR_BYTES = 64 << 10
 _LONGEST_BYTES = 4 << 20
+_AHEAD_BYTES = 10 << 20  # in which datasets looks for the columns, too
 
 
 class Unit(Protocol):
@@ -164,7 +166,7 @@ class FilePart:
             raise DataError(self._place(at), what, "mend or remove that line") from error
         if not isinstance(row, dict):
             raise DataError(self._place(at), f"holds {type(row).__name__}, not an object", "mend that line")
-        if isinstance(cell, str) or (cell is None and (at or self.column in row)):
+        if isinstance(cell, str) or (cell is None and (at or self.column in row or self._later())):
             return cell
         what = f"{self.stamp.path} has no such column; it has {shortened(', '.join(row), 500)}"
         if cell is not None:
@@ -172,6 +174,15 @@ class FilePart:
         texts = [key for key, value in row.items() if isinstance(value, str)]
         chats = [key for key, value in row.items() if re.search(r"^\[.*'(role|from)':", str(value))]
         raise DataError(f'dsx.data.text_column = "{self.column}"', what, to_name(texts, chats))
+
+    def _later(self) -> bool:
+        """Whether a line soon after the first has the column: some writers leave out what is null."""
+        with self.stamp.path.open("rb") as file:
+            for line in _lines(file.readline, _AHEAD_BYTES):
+                with suppress(ValueError, RecursionError, TypeError):
+                    if self.column in json.loads(line):
+                        return True
+        return False
 
     def _place(self, at: int) -> str:
         """File and line of a byte; the byte itself where counting the lines would take long."""

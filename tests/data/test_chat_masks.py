@@ -11,6 +11,7 @@ import datasets
 import pytest
 from chat_tokenizers import published, save_tokenizer
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
 from trl import SFTConfig, SFTTrainer
 from trl.chat_template_utils import get_training_chat_template
 
@@ -220,9 +221,57 @@ def test_tool_calls_that_a_template_leaves_out_are_refused(tmp_path: Path) -> No
     """TRL trains such a turn as an empty one."""
     template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] or '' }}\n{% endfor %}"
     template += "{% if add_generation_prompt %}<assistant>{% endif %}"
-    save_tokenizer(tmp_path / "tokenizer", template=template)
+    tokenizer = save_tokenizer(tmp_path / "tokenizer", template=template)
     found = refused(write(tmp_path / "a.jsonl", [{"messages": WITH_TOOLS}]), tmp_path / "tokenizer")
-    assert "a.jsonl, line 1: the chat template writes nothing of its tool_calls" in found
+    assert "a.jsonl, line 1: the chat template does not write the call of add in turn 2. Fix" in found
+    two = {
+        "role": "assistant",
+        "tool_calls": [CALL, {**CALL, "function": {**CALL["function"], "name": "sub"}}],
+    }
+    silent = write(tmp_path / "b.jsonl", [{"messages": [WITH_TOOLS[0], two]}])
+    assert "of add in turn 2, which would be trained as an empty one" in refused(
+        silent, tmp_path / "tokenizer"
+    )
+    first = template.replace(
+        "}}\n{%", "}}{% for c in (m.tool_calls or [])[:1] %}{{ c.function.name }}{% endfor %}\n{%"
+    )
+    save_tokenizer(tmp_path / "first", template=first)
+    assert "the call of sub in turn 2" in refused(silent, tmp_path / "first")
+    # What does not matter, or stands in the content.
+    said = {**WITH_TOOLS[1], "content": f"<tool_call>{json.dumps(CALL['function'])}</tool_call>"}
+    written = write(tmp_path / "c.jsonl", [{"messages": [WITH_TOOLS[0], said, *WITH_TOOLS[2:]]}])
+    assert len(of_dsx(written, tmp_path / "tokenizer")) == 1
+    light = write(
+        tmp_path / "d.jsonl", [{"messages": [WITH_TOOLS[0], {**two, "weight": 0}, *WITH_TOOLS[2:]]}]
+    )
+    last = of_dsx(tmp_path / "a.jsonl", tmp_path / "tokenizer", train_on="last")
+    for ((_, labels),) in (of_dsx(light, tmp_path / "tokenizer"), last):
+        assert tokenizer.decode([label for label in labels if label != -100]) == "It is 4.\n"
+
+
+@pytest.mark.parametrize(
+    "name", ["deepseekv3", "deepseek_r1_distill", "gptoss", "qwen3_vl", "nemotron_3_nano"]
+)
+def test_calls_without_content_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    """As OpenAI writes them, in the form that each template takes: null for DeepSeek's, others no content."""
+    template = published(f"{name}_training")
+    tokenizer = save_tokenizer(tmp_path / "tokenizer", template=template)
+    given = {"role": "assistant", "tool_calls": [CALL]}
+    source = write(tmp_path / "a.jsonl", [{"messages": [WITH_TOOLS[0], {**given, "content": None}]}])
+    if name == "deepseek_r1_distill":
+        given["tool_calls"] = [{**CALL, "function": {"name": "add", "arguments": '{"a": 2}'}}]
+    given |= {"content": None} if "deepseek" in name else {}
+    (text,), (spans,) = render_jinja_template(
+        [[WITH_TOOLS[0], given]],
+        chat_template=template,
+        return_assistant_tokens_mask=True,
+        **tokenizer.special_tokens_map,
+    )
+    ((ids, labels),) = of_dsx(source, tmp_path / "tokenizer")
+    assert tokenizer.decode(ids) == text
+    trained = tokenizer.decode([label for label in labels if label != -100])
+    assert trained == "".join(text[start:end] for start, end in spans)
+    assert "add" in trained
 
 
 def test_weights_of_turns(tmp_path: Path) -> None:

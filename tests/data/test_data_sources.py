@@ -18,9 +18,10 @@ import pytest
 from huggingface_hub import constants
 
 from dsx.config.schema import DataConfig
-from dsx.data.corpus import CorpusInfo, prepare
+from dsx.data.corpus import Corpus, CorpusInfo, prepare
 from dsx.data.files import documents, open_source, reachable
 from dsx.data.records import Example, examples
+from dsx.data.text import report
 from dsx.errors import DataError
 
 ROWS = ["first", "zweites, mit Komma", "三番目\nline two", "last"]
@@ -79,6 +80,8 @@ def test_rows_without_text_are_left_out_and_counted(tmp_path: Path) -> None:
         info = CorpusInfo.load(prepare(found, tmp_path / "cache"))
         assert (info.train.documents, info.train.text_bytes) == (2, 2)
         assert (info.bad_records, info.first_bad_record) == (2, 'row 2 has no "body"')
+        folder = prepare(found, tmp_path / "cache")
+        assert report(Corpus.open(folder, sequence_length=1)) == [("left out", "2 rows without text")]
 
 
 def test_several_table_files_in_order_with_an_empty_one(tmp_path: Path) -> None:
@@ -215,6 +218,63 @@ def test_lines_of_json_have_columns_of_their_own(tmp_path: Path) -> None:
     )
     (tmp_path / "b.jsonl").write_text('{"text": "half of a pair: \\ud800"}\n')
     assert "b.jsonl, line 1: is no line of JSON in UTF-8" in refused(tmp_path / "b.jsonl")
+
+
+def test_json_lines_whose_first_ones_lack_the_column(tmp_path: Path) -> None:
+    """Spark's and BigQuery's writers leave out what is null."""
+    (tmp_path / "a.jsonl").write_text('{"meta": 1}\n' * 2000 + '{"text": "hello"}\n')
+    assert read(tmp_path / "a.jsonl") == ["hello"]
+    found = open_source(config(tmp_path / "a.jsonl")).units(1)
+    assert [text for unit in found for _, text in unit.documents(None)] == ["hello"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '[{"text": "x"}, {"text": "é"}]',
+        '[\n {"text": "x"},\n {"text": "é"}\n]\n',
+        '{\n "text": "x"\n}\n{\n "text": "é"\n}\n',
+        '{"n": 1,\n "text": "x"}\n{"n": 2,\n "text": "é"}\n',
+        '{"text": "x"}{"text": "é"}\n',
+        '{"text": "x"}\r{"text": "é"}\r',
+    ],
+)
+def test_jsonl_that_is_no_lines_is_left_to_datasets(tmp_path: Path, content: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(content.encode())
+    assert read(tmp_path / "a.jsonl") == ["x", "é"]
+    write_jsonl(tmp_path / "b.jsonl", ["z"])
+    assert read(f"{tmp_path}/*.jsonl") == ["x", "é", "z"]
+    units = open_source(config(tmp_path / "a.jsonl")).units(1)
+    assert [text for unit in units for _, text in unit.documents(None)] == ["x", "é"]
+
+
+def test_a_first_line_that_is_broken_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "cut off\n{"text": "x"}\n')
+    assert "a.jsonl, line 1: is no line of JSON" in refused(tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_a_folder_of_tables_with_other_columns_gets_a_fix_that_is_one(tmp_path: Path, suffix: str) -> None:
+    for number, other in enumerate(("n", "m")):
+        table = datasets.Dataset.from_dict({"text": [f"{number}"], other: [1]})
+        (table.to_parquet if suffix == "parquet" else table.to_json)(tmp_path / f"{number}.{suffix}")
+    message = refused(tmp_path)
+    assert "name the files" in message
+    assert "write" not in message
+    assert read(message.split('"')[-2]) == ["0", "1"]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space"), OSError("Not enough disk space. Needed: 9 GB")])
+def test_a_full_disk_asks_for_room(monkeypatch: pytest.MonkeyPatch, error: OSError) -> None:
+    def load(*args: object, **keys: object) -> None:
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr("dsx.data.files.reachable", lambda: True)
+    message = refused("me/mine")
+    assert str(error.strerror or "Not enough disk space") in message
+    assert "make room" in message
+    assert "HF_HOME" in message
 
 
 def test_folders_and_tables_that_datasets_alone_can_read_get_a_fix(tmp_path: Path) -> None:
