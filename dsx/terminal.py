@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import sys
+import traceback
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import zip_longest
@@ -76,15 +77,33 @@ def lost_output(error: OSError) -> bool:
     return False
 
 
+_FULL = {f"(os error {code})": code for code in (errno.ENOSPC, errno.EDQUOT)}  # Rust's words for it
+
+
 def full_disk(error: BaseException | None) -> str:
-    """What a full disk, or a quota, did not take, with the system's words; empty for another error."""
+    """The system's words for a full disk, or a quota, that ``error`` comes of; empty for another error.
+
+    One that only came up while that one was handled is another, unless it is the system's, too.
+    """
     while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return f"{error.filename or 'a file'}: {error.strerror or os.strerror(error.errno)}"
-        if f"(os error {errno.ENOSPC})" in str(error):  # Rust's, as of safetensors and tokenizers
-            return f"a file: {os.strerror(errno.ENOSPC)}"
-        error = error.__cause__ or error.__context__
+        if isinstance(error, OSError) and error.errno in _FULL.values():
+            words = error.strerror or os.strerror(error.errno or 0)
+            return f"{error.filename}: {words}" if error.filename else words
+        if code := next((code for words, code in _FULL.items() if words in str(error)), 0):
+            return os.strerror(code)
+        if re.search("PytorchStreamWriter failed writing file|inline_container.*unexpected pos", str(error)):
+            return "torch could not write a file, as on a full disk"
+        implied = None if error.__suppress_context__ or not isinstance(error, OSError) else error.__context__
+        error = error.__cause__ or implied
     return ""
+
+
+def no_room(error: Exception) -> str:
+    """A program's last words if a full disk ends it, else empty; with a traceback where no file is named."""
+    full = full_disk(error)
+    named = full.startswith(f"{getattr(error, 'filename', None)}: ")
+    trace = "" if named else "".join(traceback.format_exception(error))
+    return full and printable(f"{trace}error: {full}. Fix: make room on that disk.")
 
 
 def with_room(error: BaseException | None, fix: str) -> str:

@@ -27,7 +27,7 @@ from dsx.cli.train import train
 from dsx.cli.verify import verify
 from dsx.errors import DsxError
 from dsx.launch.entry import say_loading
-from dsx.terminal import full_disk, open_streams
+from dsx.terminal import no_room, open_streams
 
 # Command -> lines that show its use, after `dsx init run` and in that folder.
 EXAMPLES: Final = {
@@ -125,8 +125,8 @@ def main() -> None:
     except typer.Exit as ended:
         sys.exit(ended.exit_code)
     except Exception as error:
-        full = full_disk(error)
-        if not isinstance(error, DsxError) and not full:
+        told = error if isinstance(error, DsxError) else no_room(error).removeprefix("error: ")
+        if not told:
             raise
-        tell(error if isinstance(error, DsxError) else f"{full}. Fix: make room on that disk.")
+        tell(told)
         sys.exit(BAD_INPUT)

@@ -24,7 +24,7 @@ from typing import Any, cast
 
 from dsx.config.wording import item_without_secrets
 from dsx.errors import ConfigError, DsxError
-from dsx.terminal import READER_GONE, complain, forget, full_disk, lost_output, open_streams, printable
+from dsx.terminal import READER_GONE, complain, forget, lost_output, no_room, open_streams, printable
 
 AGREED = "every rank raises this error"
 """Note on an error that all ranks share: one of them reports it."""
@@ -55,8 +55,8 @@ def launched() -> bool:
     return bool(os.environ.get("LOCAL_RANK") and os.environ.get("WORLD_SIZE"))
 
 
-def refuse_many(where: str, what: str, fix: str, *also: str, enough: int = 1) -> None:
-    """Raise ConfigError if this process is one of more than ``enough`` that a launcher has started.
+def refuse_many(where: str, what: str, fix: str, *also: str) -> None:
+    """Raise ConfigError if this process is one of several that a launcher has started.
 
     The launchers' variables say it, and ``also``.
     """
@@ -67,26 +67,16 @@ def refuse_many(where: str, what: str, fix: str, *also: str, enough: int = 1) ->
         names = ()
     for name in (*names, *also):
         count = os.environ.get(name, "")
-        if count.isdecimal() and int(count) > enough:
+        if count.isdecimal() and int(count) > 1:
             what = f"a launcher has started {count} of it ({name}), and {what}"
             raise ConfigError(where, what, f"{fix}; or unset {name} if it has not")
 
 
 def refuse_alone() -> None:
-    """Raise ConfigError if this process is one of several, and knows of none: each would train by itself.
-
-    Or its launcher is: torchrun and deepspeed say how many of them make one run.
-    """
+    """Raise ConfigError if this process is one of several, and knows of none: each would train by itself."""
     if "WORLD_SIZE" not in os.environ:
         fix = "start it by torchrun, or by deepspeed with its own launcher (dsx guide launching)"
         refuse_many("this program", "each would run by itself", fix)
-    launchers = os.environ.get("GROUP_WORLD_SIZE") or os.environ.get("CROSS_SIZE", "")
-    # With restarts the others may have been lost.
-    if launchers.isdecimal() and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
-        where = "torchrun" if "GROUP_WORLD_SIZE" in os.environ else "deepspeed"
-        fix = "start one on each machine (srun --ntasks-per-node=1), and tell it of the others"
-        what = f"this run has {launchers}: others would train by themselves, or wait for ever"
-        refuse_many(where, what, f"{fix}, as --nnodes does (dsx guide launching)", enough=int(launchers))
 
 
 def boot_id() -> str:
@@ -230,9 +220,10 @@ def run(main: Callable[[], int | None]) -> None:
     A :class:`~dsx.DsxError` becomes one message and exit code 2. While no process group exists every rank
     finds the same errors, and the first rank of each machine reports them (each rank those noted as
     :data:`ALONE`); afterwards each rank reports its own (rank 0 those noted as :data:`AGREED`). Whatever else
-    goes wrong is a traceback with the rank, and exit code 1. Either way the process ends at once, so that a
-    peer in a collective sees the connection close, and the launcher ends the rest. What ``main`` returns is
-    the exit code of a good end: None or 0, or 128 + the signal that asked it to stop.
+    goes wrong is a traceback with the rank, and exit code 1 (for a full disk 2, and its file,
+    where that is known). Either way the process ends at once, so that a peer in a collective sees the
+    connection close, and the launcher ends the rest. What ``main`` returns is the exit code of a good end:
+    None or 0, or 128 + the signal that asked it to stop.
     """
     open_streams()
     quiet()
@@ -378,11 +369,9 @@ def _unexpected(error: Exception) -> int:
         line = printable(str(error).splitlines()[0])
         complain(f"{_name()} ended because its connection to another rank broke at {at}: {line}")
         return 1
-    if full := full_disk(error):
-        complain(f"{_name()} error: {full}. Fix: make room on that disk.")
-        return 2
-    complain(f"{_name()} {printable(traceback.format_exc())}")
-    return 1
+    full = no_room(error)
+    complain(f"{_name()} {full or printable(traceback.format_exc())}")
+    return 2 if full else 1
 
 
 def _name() -> str:

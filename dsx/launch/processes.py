@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import secrets
 import socket
 import sys
@@ -20,6 +21,7 @@ from datetime import timedelta
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
@@ -221,13 +223,16 @@ def distributed(
     Raises:
         SystemExit: On a spare rank, at the end of the run.
         ConfigError: The launcher's port is taken, or that of ``dsx.outer.meet``; or the config was read for
-            another island; or there are fewer GPUs than ranks.
+            another island; there are fewer GPUs than ranks; or other launchers of the same job step know
+            nothing of this one.
         LayoutError: The mesh does not have as many ranks as were started.
     """
     # Imported late: it takes seconds, and errors of the config should not wait for it.
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
+    if islands is None or islands.together:
+        _refuse_strangers()
     lean_on_cpu()
     accelerator, timeout = get_accelerator(), timedelta(seconds=timeout_seconds)
     if accelerator.device_name() == "cpu":
@@ -326,6 +331,53 @@ def _groups(mesh: Mesh, sequence_parallel: bool, seed: int, node: IslandNode | N
     # Islands draw different masks of dropout, as data-parallel ranks do.
     seed_generators(groups, seed if node is None else seed + mesh.size * node.islands.index)
     return groups
+
+
+_STEPS = (
+    ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "", "SLURM_LOCALID"),
+    ("OMPI_COMM_WORLD_SIZE", "", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("PMI_SIZE", "", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
+)
+"""Variables of what starts launchers: tasks, machines, tasks of this machine, and the task's number on it."""
+
+
+def _refuse_strangers() -> None:
+    """Raise ConfigError if other torchruns, or deepspeed launchers, know nothing of this one; or say it.
+
+    Each would train by itself, into one folder. It is legal to start one on the first task of each machine
+    alone, and torchrun's ``--nnodes 2:4`` goes on without some.
+    """
+    launchers = _number("GROUP_WORLD_SIZE") or _number("CROSS_SIZE")
+    for name, machines, here, place in () if "SLURM_PTY_PORT" in os.environ else _STEPS:
+        tasks = expected = _number(name)
+        if os.environ.get(place) == "0":  # it may be the only one of its machine
+            expected = _number(machines) or -(-tasks // (_number(here) or tasks or 1))
+        if not launchers or place not in os.environ or launchers >= expected:
+            continue
+        where = "torchrun" if "GROUP_WORLD_SIZE" in os.environ else "deepspeed"
+        what = f"this run has {launchers} of the {expected} that {name}={tasks} lets expect"
+        if launchers > 1 or _is_elastic():
+            if rank() == 0:
+                complain(f"warning: {where}: {what}; others, if there are any, wait or train by themselves")
+            return
+        fix = "start one on each machine (srun --ntasks-per-node=1), and tell it of the others, as --nnodes"
+        fix = f"{fix} does (dsx guide launching); or unset {name} if there are no others"
+        error = ConfigError(where, f"{what}: others would train by themselves", fix)
+        error.add_note(AGREED)
+        raise error
+
+
+def _number(name: str) -> int:
+    text = os.environ.get(name, "")
+    return int(text) if text.isdecimal() else 0
+
+
+def _is_elastic() -> bool:
+    """Whether torchrun was told a range of machines, as far as can be seen."""
+    said = f"--nnodes={os.environ.get('PET_NNODES', '')}"
+    with suppress(psutil.Error, OSError):
+        said = " ".join([said, *(word for parent in psutil.Process().parents() for word in parent.cmdline())])
+    return re.search(r"--nn\w*[= ]\d+:\d+|elastic_training", said) is not None
 
 
 def _require_device(count: int) -> None:

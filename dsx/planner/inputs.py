@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -18,7 +18,7 @@ from dsx.config.resolve import resolve
 from dsx.config.run import RunConfig
 from dsx.config.schema import OuterConfig
 from dsx.config.sources import find_model
-from dsx.config.wording import at, either
+from dsx.config.wording import at, either, item_without_secrets
 from dsx.errors import ConfigError, DsxError
 from dsx.memory.estimate import Job, estimate
 from dsx.memory.islands import IslandSettings
@@ -347,21 +347,31 @@ def lowest_stage(content: Mapping[str, Any]) -> int:
 def _written(config: Path, model: str | None, overrides: Sequence[str]) -> dict[str, Any]:
     """The file's config; in an ordinary DeepSpeed JSON with ``model``, no batch and length are assumed."""
     for item in overrides:
-        if f"{item.partition('=')[0]}.".startswith(_DECIDED):
+        said: dict[str, Any] = {}
+        override(said, item)
+        if any(key.startswith(_DECIDED) for key in _keys(said)):
             fix = "leave it out, or pin it by --tensor, --pipeline, --zero or --micro-batch"
-            raise ConfigError(f"--set {item}", "a plan decides it", fix)
-    content = content_of(config, overrides)
+            raise ConfigError(f"--set {item_without_secrets(item)}", "a plan decides it", fix)
+    content = content_of(config)
     if "dsx" in content:
         load(config, overrides)  # Strict: unknown keys are named with their file.
-        return content
-    whole = complete(content, model, where=str(config))
-    for key in {each.key for each in whole.assumed} & {MICRO, ACCUMULATION}:
-        del whole.content[key]
-    block = whole.content["dsx"]
-    del block["data"]["sequence_length"]
-    block["data"] |= {"source": "python-stdlib"}
-    block["train"] |= {"steps": 100, "output": "runs/planned-{layout}"}
+        return content_of(config, overrides)
+    usual = ("dsx.train.steps=100", "dsx.train.output=runs/planned-{layout}")
+    whole = complete(content, model, overrides=(*usual, *overrides), where=str(config))
+    load(whole.content)
+    data, assumed = whole.content["dsx"]["data"], {each.key for each in whole.assumed}
+    data.setdefault("source", "python-stdlib")
+    for key, place in ((MICRO, whole.content), (ACCUMULATION, whole.content), (_LENGTH, data)):
+        if key in assumed:
+            del place[key.rpartition(".")[2]]
     return whole.content
+
+
+def _keys(node: Any, above: str = "") -> Iterator[str]:
+    """All keys within ``node``, each with a dot behind it."""
+    for key, value in node.items() if isinstance(node, dict) else ():
+        yield f"{above}{key}."
+        yield from _keys(value, f"{above}{key}.")
 
 
 def _batch_of(written: Mapping[str, Any] | None, gpus: int) -> int | None:
@@ -395,6 +405,7 @@ def _usual(cluster: Cluster) -> dict[str, Any]:
     }
 
 
+_LENGTH = "dsx.data.sequence_length"
 _PARTS = ("parallel", "schedule", "partition", "profile", "recompute")
 _DECIDED = (f"{MICRO}.", f"{ACCUMULATION}.", "zero_optimization.stage.", *(f"dsx.{key}." for key in _PARTS))
 

@@ -13,6 +13,7 @@ import numbers
 import os
 import queue
 import secrets
+import shlex
 import subprocess
 import threading
 from collections.abc import Callable, Mapping
@@ -138,6 +139,10 @@ Action = Callable[[Any], object]
 
 _PACKAGES = ("dsx", "torch", "deepspeed", "transformers", "datasets", "wandb", "numpy")
 _INIT_SECONDS = 30.0
+_MODES = {"dryrun": "offline", "run": "online", **dict.fromkeys(("true", "1", "yes", "on"), "disabled")}
+_MODES |= dict.fromkeys(("false", "0", "no", "off"), "")
+"""W&B's other words, in WANDB_MODE and WANDB_DISABLED, for the modes that the config has."""
+
 _FINISH_SECONDS = 60.0
 _MARGIN_SECONDS = 10.0
 _MOST_WAITING = 10_000  # records that W&B may be behind
@@ -190,10 +195,12 @@ class Tracker:
         self._wandb: _WandbThread | None = None
         self._in_wandb: frozenset[tuple[int, str]] = frozenset()
         if wandb.mode != "disabled":
-            for name, value in {"WANDB_MODE": wandb.mode, "WANDB_PROJECT": wandb.project}.items():
-                if os.environ.get(name, value) != value:
-                    key = f"dsx.tracking.wandb.{name.removeprefix('WANDB_').lower()}"
-                    self._warn(f'{name}={os.environ[name]} is not taken: {key} = "{value}" holds')
+            for name, key in {"MODE": "mode", "DISABLED": "mode", "PROJECT": "project"}.items():
+                said, holds = os.environ.get(f"WANDB_{name}", "").strip(), getattr(wandb, key)
+                wanted = said if key == "project" else _MODES.get(said.lower(), said.lower())
+                if wanted and wanted != holds:
+                    what = f'WANDB_{name}={said} is not taken: dsx.tracking.wandb.{key} = "{holds}" holds'
+                    self._warn(f"{what}. Fix: {shlex.join(('--set', f'dsx.tracking.wandb.{key}={wanted}'))}")
             if run_id is not None:
                 # W&B writes a row when the next one begins, so that a kill loses the last one.
                 last = max((step for step, _ in self._file.dropped), default=0)

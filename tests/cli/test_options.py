@@ -255,12 +255,15 @@ def test_a_full_disk_asks_for_room_and_keeps_nothing(words, otherwise, dsx, tmp_
 
 def test_a_full_disk_that_nobody_expects_is_a_line(dsx, monkeypatch):
     def begun(**_):
-        full = OSError(errno.EDQUOT, "Disk quota exceeded", "cache/table")
-        raise RuntimeError("the table cannot be kept") from full
+        raise OSError(errno.EDQUOT, "Disk quota exceeded", *named)
 
     monkeypatch.setattr("dsx.models.presets.presets", begun)
+    named = ["cache/table"]
     said = "dsx: cache/table: Disk quota exceeded. Fix: make room on that disk.\n"
-    assert dsx("presets") == (2, "", said)
+    assert dsx("presets")[::2] == (2, said)
+    named.clear()
+    code, _, err = dsx("presets")
+    assert (code, "in begun" in err, "error: Disk quota exceeded. Fix: make room" in err) == (2, True, True)
 
 
 TINY = ["--cluster", "CPU", "--gpus", "2", "--top", "1"]

@@ -106,7 +106,8 @@ def test_everything_else_comes_from_a_config(dsx, tmp_path):
     file, out = tmp_path / "base.json", tmp_path / "out.json"
     file.write_text(json.dumps(base))
     words = (file, "--cluster", "CPU", "--gpus", 2, "--output", out, "--set")
-    for decided in ("dsx.recompute=none", "dsx.parallel.tensor=2", "zero_optimization.stage=1"):
+    within = 'zero_optimization={"stage":3}'
+    for decided in ("dsx.recompute=none", "dsx.parallel.tensor=2", "zero_optimization.stage=1", within):
         code, _, err = dsx(*words, decided)
         assert (code, f"--set {decided}: a plan decides it" in err) == (2, True)
     base["dsx"]["train"]["steps"] = 9
@@ -121,6 +122,21 @@ def test_everything_else_comes_from_a_config(dsx, tmp_path):
     assert found["dsx"]["parallel"]["tensor"] != 8
     assert found["train_batch_size"] == 16
     resolve(out, world_size=2)
+
+
+def test_an_override_makes_no_config_of_dsx_of_an_ordinary_one(dsx, tmp_path):
+    file, out = tmp_path / "ds.json", tmp_path / "out.json"
+    file.write_text(
+        json.dumps({"train_batch_size": 16, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}})
+    )
+    words = (file, "--model", "llama/tiny", "--cluster", "CPU", "--gpus", 2, "--output", out)
+    words += ("--set", "dsx.data.sequence_length=64", "--set", "dsx.train.steps=9")
+    assert dsx(*words)[::2] == (0, "")
+    block = json.loads(out.read_text())["dsx"]
+    assert (block["data"]["sequence_length"], block["data"]["source"]) == (64, "python-stdlib")
+    assert block["train"]["steps"] == 9
+    code, _, err = dsx(*words, "--set", "dsx.train.stepz=9")
+    assert (code, "dsx.train.stepz" in err) == (2, True)
 
 
 def test_an_ordinary_json_with_a_model(dsx, tmp_path):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import ranks
 from dsx.launch import entry
+from dsx.terminal import no_room
 
 
 def ended(body: str, *, rank: int = 0) -> tuple[int, str, str]:
@@ -117,11 +118,24 @@ def test_a_run_goes_on_without_its_lines(full):
 
 def test_a_full_disk_is_a_line_whoever_writes():
     writes = "open('/dev/full', 'w', buffering=1).write('a line\\n')"
-    body = f"try: {writes}\nexcept OSError as error: raise KeyError from error"
-    said = "error: a file: No space left on device. Fix: make room on that disk.\n"
-    assert ended(body, rank=3) == (2, "", f"[rank 3 on {socket.gethostname()}] {said}")
+    said = "error: No space left on device. Fix: make room on that disk.\n"
+    for body in (writes, f"try: {writes}\nexcept OSError as error: raise KeyError from error"):
+        code, _, err = ended(body, rank=3)
+        begins, last = f"[rank 3 on {socket.gethostname()}] Traceback", "No space left on device\n"
+        assert (code, err.startswith(begins), err.endswith(said), last in err) == (2, True, True, True)
+    for handled in ("{}['bug']", "raise KeyError('bug') from None"):
+        code, _, err = ended(f"try: {writes}\nexcept OSError: {handled}")
+        assert (code, "KeyError: 'bug'" in err, "make room" in err) == (1, True, False)
+    named = "raise OSError(122, 'Disk quota exceeded', 'a/file')"
+    line = "error: a/file: Disk quota exceeded. Fix: make room on that disk.\n"
+    assert ended(named)[2] == f"[rank 0 on {socket.gethostname()}] {line}"
+    with pytest.raises(RuntimeError) as lost:
+        torch.save(torch.zeros(1 << 20), "/dev/full")
+    streams = RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
+    for error in (lost.value, streams, RuntimeError("I/O error: (os error 122)")):
+        assert "Fix: make room" in no_room(error)
     rust = "from tokenizers import Tokenizer, models\nTokenizer(models.BPE()).save('/dev/full')"
-    assert ended(rust)[::2] == (2, f"[rank 0 on {socket.gethostname()}] {said}")
+    assert ended(rust)[2].endswith(said)
 
 
 @pytest.mark.parametrize("times", [1, 100_000])

@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import sys
 import threading
 from datetime import timedelta
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from dsx.errors import ConfigError, RunError
 from dsx.launch import processes
 from dsx.launch.entry import refuse_alone
+from dsx.parallel.islands import Islands
 from dsx.parallel.mesh import Mesh
 
 SOON = timedelta(seconds=20)
@@ -92,18 +94,40 @@ def test_a_rank_that_meets_nobody_says_so(monkeypatch, capfd):
 @pytest.mark.parametrize(
     ("launcher", "size"), [("torchrun", "GROUP_WORLD_SIZE"), ("deepspeed", "CROSS_SIZE")]
 )
-def test_launchers_that_srun_has_started_know_of_each_other(monkeypatch, launcher, size):
+def test_launchers_that_srun_has_started_know_of_each_other(monkeypatch, capfd, launcher, size):
     """``srun torchrun --nproc_per_node 8`` without --nnodes: each machine would train by itself."""
-    told = {"WORLD_SIZE": "8", "RANK": "0", "LOCAL_RANK": "0", "SLURM_STEP_NUM_TASKS": "2", size: "2"}
-    for name, value in told.items():
-        monkeypatch.setenv(name, value)
-    refuse_alone()
-    monkeypatch.setenv(size, "1")
-    refused = rf"^{launcher}: a launcher has started 2 of it \(SLURM_STEP_NUM_TASKS\), and this run has 1: "
-    with pytest.raises(ConfigError, match=refused):
-        refuse_alone()
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")  # the other one may have been lost
-    refuse_alone()
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+
+    def said(launchers: int, *step: int) -> str:
+        names = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_LOCALID")
+        for name, value in {size: launchers, **dict(zip(names, step, strict=True))}.items():
+            monkeypatch.setenv(name, str(value))
+        processes._refuse_strangers()
+        return capfd.readouterr().err
+
+    refused = rf"^{launcher}: this run has 1 of the 2 that SLURM_STEP_NUM_TASKS=2 lets expect: "
+    for step in ((2, 2, 0), (2, 1, 1)):
+        with pytest.raises(ConfigError, match=refused):
+            said(1, *step)
+    with pytest.raises(ConfigError, match=refused), processes.distributed(Mesh.of(pp=1, dp=8, tp=1)):
+        pass
+    # An island each is right; so are a torchrun on each machine's first task alone, and one on all tasks.
+    apart = Islands(count=2, index=1, ranks=8, meet="127.0.0.1:29711")
+    monkeypatch.setattr(processes, "lean_on_cpu", lambda: sys.exit("it goes on"))
+    with pytest.raises(SystemExit, match="it goes on"), processes.distributed(Mesh.of(pp=1), islands=apart):
+        pass
+    assert said(1, 8, 1, 0) + said(2, 16, 2, 0) + said(2, 2, 2, 0) == ""
+    late = f"warning: {launcher}: this run has 3 of the 4 that SLURM_STEP_NUM_TASKS=4 lets expect; others, "
+    assert said(3, 4, 4, 0).startswith(late)  # --nnodes 2:4
+    monkeypatch.setenv("PET_NNODES", "1:4")
+    assert said(1, 4, 4, 0).startswith(late.replace("3", "1"))
+    monkeypatch.setattr(processes, "_STEPS", processes._STEPS[1:])
+    monkeypatch.delenv("PET_NNODES")
+    for name, value in {"SIZE": 16, "LOCAL_SIZE": 8, "LOCAL_RANK": 0}.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
+    assert said(2, 2, 2, 0) == ""
+    with pytest.raises(ConfigError, match="1 of the 2 that OMPI_COMM_WORLD_SIZE=16"):
+        said(1, 2, 2, 0)
 
 
 def test_ranks_beyond_the_gpus_that_they_see_are_refused(monkeypatch):

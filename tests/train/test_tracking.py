@@ -137,10 +137,23 @@ def test_wandb_variables_hold_for_what_the_config_leaves_out(
     warned: list[str] = []
     with Tracker(tmp_path, WandbConfig(mode="offline"), run_config={}, warn=warned.append):
         pass
-    assert warned == [
-        'WANDB_MODE=disabled is not taken: dsx.tracking.wandb.mode = "offline" holds',
-        'WANDB_PROJECT=own PROJECT is not taken: dsx.tracking.wandb.project = "dsx" holds',
+    key, fix = "dsx.tracking.wandb", "Fix: --set"
+    assert [line.split(": ", 1) for line in warned] == [
+        ["WANDB_MODE=disabled is not taken", f'{key}.mode = "offline" holds. {fix} {key}.mode=disabled'],
+        [
+            "WANDB_PROJECT=own PROJECT is not taken",
+            f"{key}.project = \"dsx\" holds. {fix} '{key}.project=own PROJECT'",
+        ],
     ]
+    alike = ("MODE=dryrun", "MODE=OFFLINE", "DISABLED=false")
+    monkeypatch.setattr(tracking, "_WandbThread", lambda *_: None)
+    for said, lines in (*((each, 0) for each in alike), ("DISABLED=True", 1)):
+        warned.clear()
+        with monkeypatch.context() as patched:
+            for name, value in (("MODE", ""), ("PROJECT", ""), said.split("=")):
+                patched.setenv(f"WANDB_{name}", value)
+            Tracker(tmp_path / "more", WandbConfig(mode="offline"), run_config={}, warn=warned.append)
+        assert sum(line.startswith(f"WANDB_{said} is not taken") for line in warned) == len(warned) == lines
     (folder,) = runs_in(tmp_path)
     (run,) = of_kind("run", folder)
     assert (run.project, run.display_name, run.run_group) == ("dsx", "own NAME", "own RUN_GROUP")
