@@ -23,7 +23,8 @@ _SEQUENCE_LENGTH = 2048  # of a model that does not say how long it can be
 _SIZES = (MICRO, ACCUMULATION, "dsx.data.sequence_length")  # named first: they decide most
 _UNSAID = "nothing says it"
 _TRAINER = "the Trainer's default"
-_BUCKET = "hidden size squared, as the Trainer fills it in"
+_FILLED = ", as the Trainer fills it in"
+_BUCKET = f"hidden size squared{_FILLED}"
 
 # What TrainingArguments have if nobody says otherwise (transformers/training_args.py), by the key that the
 # Trainer fills with it (transformers/integrations/deepspeed.py, HfTrainerDeepSpeedConfig).
@@ -103,7 +104,7 @@ def complete(
         return Completed(content=out, assumed=())
     assumed = [*_fill(out, hf_config, steps), *_batch(out), *(_usual(out) if is_empty else _needed(out))]
     lengths = {}
-    if _at(block, "data.sequence_length") is None:
+    if value_at(block, "data.sequence_length") is None:
         longest = [hf_config[key] for key in SEQUENCE_LENGTH_KEYS if key in hf_config]
         why = "the model's greatest" if longest else _UNSAID
         length = longest[0] if longest else _SEQUENCE_LENGTH
@@ -124,7 +125,10 @@ def _usual(out: dict[str, Any]) -> Iterator[Assumption]:
     """The usual settings of a run of which only the model is given."""
     if not {"bf16", "fp16"} & set(out):
         yield _put(out, "bf16.enabled", True, _UNSAID)
-    if isinstance(out.get("zero_optimization", {}), dict) and _at(out, "zero_optimization.stage") is None:
+    if (
+        isinstance(out.get("zero_optimization", {}), dict)
+        and value_at(out, "zero_optimization.stage") is None
+    ):
         yield _put(out, "zero_optimization.stage", 1, _UNSAID)
     yield from _needed(out)
 
@@ -156,30 +160,31 @@ def _fill(out: dict[str, Any], hf_config: Mapping[str, Any], steps: int) -> Iter
                 del out[key]
     yield from _precision(out)
     for key, default in _TRAINER_DEFAULTS.items():
-        if _at(out, key) == _AUTO:
+        if value_at(out, key) == _AUTO:
             yield _put(out, key, copy.deepcopy(default), _TRAINER)
+    stage3 = "zero_optimization.stage3"
     later: dict[str, tuple[Callable[[], Any], str]] = {
-        "scheduler.params.warmup_max_lr": (partial(_at, out, "optimizer.params.lr"), "the learning rate"),
+        "scheduler.params.warmup_max_lr": (
+            partial(value_at, out, "optimizer.params.lr"),
+            "the learning rate",
+        ),
         "scheduler.params.total_num_steps": (lambda: max(steps, 2), "the steps of the run"),
         "zero_optimization.reduce_bucket_size": (lambda: _hidden(hf_config) ** 2, _BUCKET),
-        "zero_optimization.stage3_prefetch_bucket_size": (
-            lambda: int(0.9 * _hidden(hf_config) ** 2),
-            f"0.9 x {_BUCKET}",
-        ),
-        "zero_optimization.stage3_param_persistence_threshold": (
+        f"{stage3}_prefetch_bucket_size": (lambda: int(0.9 * _hidden(hf_config) ** 2), f"0.9 x {_BUCKET}"),
+        f"{stage3}_param_persistence_threshold": (
             lambda: 10 * _hidden(hf_config),
-            "10 x hidden size, as the Trainer fills it in",
+            f"10 x hidden size{_FILLED}",
         ),
     }
     for key, (value, why) in later.items():
-        if _at(out, key) == _AUTO:
+        if value_at(out, key) == _AUTO:
             yield _put(out, key, value(), why)
 
 
 def _precision(out: dict[str, Any]) -> Iterator[Assumption]:
     """The Trainer's --bf16 and --fp16 decide: the one that is on, else bf16 where the file leaves it open."""
-    named = [key for key in ("bf16", "fp16") if _at(out, f"{key}.enabled") == _AUTO]
-    on = [key for key in ("bf16", "fp16") if _at(out, f"{key}.enabled") is True]
+    named = [key for key in ("bf16", "fp16") if value_at(out, f"{key}.enabled") == _AUTO]
+    on = [key for key in ("bf16", "fp16") if value_at(out, f"{key}.enabled") is True]
     if on:
         for key in named:
             yield _put(out, f"{key}.enabled", False, f"{on[0]} is on")
@@ -195,7 +200,8 @@ def _hidden(hf_config: Mapping[str, Any]) -> int:
     return spec_of(hf_config).hidden_size
 
 
-def _at(content: Mapping[str, Any], key: str) -> Any:
+def value_at(content: Mapping[str, Any], key: str) -> Any:
+    """What stands at a dotted key; None for nothing."""
     node: Any = content
     for part in key.split("."):
         node = node.get(part) if isinstance(node, Mapping) else None

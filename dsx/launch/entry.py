@@ -56,16 +56,11 @@ def launched() -> bool:
 
 
 def refuse_many(where: str, what: str, fix: str, *also: str) -> None:
-    """Raise ConfigError if this process is one of several that a launcher has started.
-
-    The launchers' variables say it, and ``also``.
-    """
+    """Raise ConfigError if this process is one of several, as launchers' variables say, and ``also``."""
     # Not SLURM_NTASKS, which a batch script has, too, before it starts any; nor in a shell for people (srun
     # --pty), which has the variables of its first task and is alone.
-    names: tuple[str, ...] = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-    if "SLURM_PTY_PORT" in os.environ:
-        names = ()
-    for name in (*names, *also):
+    names = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+    for name in (*(() if "SLURM_PTY_PORT" in os.environ else names), *also):
         count = os.environ.get(name, "")
         if count.isdecimal() and int(count) > 1:
             what = f"a launcher has started {count} of it ({name}), and {what}"

@@ -333,28 +333,27 @@ def _groups(mesh: Mesh, sequence_parallel: bool, seed: int, node: IslandNode | N
     return groups
 
 
+# Variables of what starts launchers: tasks, machines, tasks of this machine, and the task's number on it.
 _STEPS = (
     ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "", "SLURM_LOCALID"),
     ("OMPI_COMM_WORLD_SIZE", "", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("PMI_SIZE", "", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
 )
-"""Variables of what starts launchers: tasks, machines, tasks of this machine, and the task's number on it."""
 
 
 def _refuse_strangers() -> None:
     """Raise ConfigError if other torchruns, or deepspeed launchers, know nothing of this one; or say it.
 
-    Each would train by itself, into one folder. It is legal to start one on the first task of each machine
-    alone, and torchrun's ``--nnodes 2:4`` goes on without some.
+    One on the first task of each machine alone is legal; torchrun's ``--nnodes 2:4`` goes on without some.
     """
-    launchers = _number("GROUP_WORLD_SIZE") or _number("CROSS_SIZE")
-    for name, machines, here, place in () if "SLURM_PTY_PORT" in os.environ else _STEPS:
-        tasks = expected = _number(name)
-        if os.environ.get(place) == "0":  # it may be the only one of its machine
-            expected = _number(machines) or -(-tasks // (_number(here) or tasks or 1))
-        if not launchers or place not in os.environ or launchers >= expected:
+    where = "torchrun" if "GROUP_WORLD_SIZE" in os.environ else "deepspeed"
+    launchers = int(os.environ.get("GROUP_WORLD_SIZE") or os.environ.get("CROSS_SIZE") or 0)
+    for name, *others in _STEPS if launchers and "SLURM_PTY_PORT" not in os.environ else ():
+        said = (os.environ.get(each, "") for each in (name, *others))
+        tasks, machines, here, place = (int(each) if each.isdecimal() else -1 for each in said)
+        expected = tasks if place else machines if machines > 0 else -(-tasks // max(here, 1))
+        if place < 0 or launchers >= expected:
             continue
-        where = "torchrun" if "GROUP_WORLD_SIZE" in os.environ else "deepspeed"
         what = f"this run has {launchers} of the {expected} that {name}={tasks} lets expect"
         if launchers > 1 or _is_elastic():
             if rank() == 0:
@@ -365,11 +364,6 @@ def _refuse_strangers() -> None:
         error = ConfigError(where, f"{what}: others would train by themselves", fix)
         error.add_note(AGREED)
         raise error
-
-
-def _number(name: str) -> int:
-    text = os.environ.get(name, "")
-    return int(text) if text.isdecimal() else 0
 
 
 def _is_elastic() -> bool:

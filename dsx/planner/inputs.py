@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -13,7 +13,7 @@ from typing import Any, Self
 from dsx.config.batch import ACCUMULATION, MICRO, TRAIN
 from dsx.config.deepspeed import precision
 from dsx.config.load import content_of, load, override
-from dsx.config.ordinary import complete
+from dsx.config.ordinary import complete, value_at
 from dsx.config.resolve import resolve
 from dsx.config.run import RunConfig
 from dsx.config.schema import OuterConfig
@@ -349,7 +349,7 @@ def _written(config: Path, model: str | None, overrides: Sequence[str]) -> dict[
     for item in overrides:
         said: dict[str, Any] = {}
         override(said, item)
-        if any(key.startswith(_DECIDED) for key in _keys(said)):
+        if any(value_at(said, key) is not None for key in _DECIDED):
             fix = "leave it out, or pin it by --tensor, --pipeline, --zero or --micro-batch"
             raise ConfigError(f"--set {item_without_secrets(item)}", "a plan decides it", fix)
     content = content_of(config)
@@ -359,19 +359,11 @@ def _written(config: Path, model: str | None, overrides: Sequence[str]) -> dict[
     usual = ("dsx.train.steps=100", "dsx.train.output=runs/planned-{layout}")
     whole = complete(content, model, overrides=(*usual, *overrides), where=str(config))
     load(whole.content)
-    data, assumed = whole.content["dsx"]["data"], {each.key for each in whole.assumed}
+    data = whole.content["dsx"]["data"]
     data.setdefault("source", "python-stdlib")
-    for key, place in ((MICRO, whole.content), (ACCUMULATION, whole.content), (_LENGTH, data)):
-        if key in assumed:
-            del place[key.rpartition(".")[2]]
+    for key in {each.key for each in whole.assumed} & {MICRO, ACCUMULATION, "dsx.data.sequence_length"}:
+        del (data if "." in key else whole.content)[key.rpartition(".")[2]]
     return whole.content
-
-
-def _keys(node: Any, above: str = "") -> Iterator[str]:
-    """All keys within ``node``, each with a dot behind it."""
-    for key, value in node.items() if isinstance(node, dict) else ():
-        yield f"{above}{key}."
-        yield from _keys(value, f"{above}{key}.")
 
 
 def _batch_of(written: Mapping[str, Any] | None, gpus: int) -> int | None:
@@ -405,9 +397,8 @@ def _usual(cluster: Cluster) -> dict[str, Any]:
     }
 
 
-_LENGTH = "dsx.data.sequence_length"
 _PARTS = ("parallel", "schedule", "partition", "profile", "recompute")
-_DECIDED = (f"{MICRO}.", f"{ACCUMULATION}.", "zero_optimization.stage.", *(f"dsx.{key}." for key in _PARTS))
+_DECIDED = (MICRO, ACCUMULATION, "zero_optimization.stage", *(f"dsx.{key}" for key in _PARTS))
 
 
 def _without_layout(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -140,9 +140,7 @@ Action = Callable[[Any], object]
 _PACKAGES = ("dsx", "torch", "deepspeed", "transformers", "datasets", "wandb", "numpy")
 _INIT_SECONDS = 30.0
 _MODES = {"dryrun": "offline", "run": "online", **dict.fromkeys(("true", "1", "yes", "on"), "disabled")}
-_MODES |= dict.fromkeys(("false", "0", "no", "off"), "")
-"""W&B's other words, in WANDB_MODE and WANDB_DISABLED, for the modes that the config has."""
-
+_MODES |= dict.fromkeys(("false", "0", "no", "off"), "")  # W&B's other words, in WANDB_DISABLED, too
 _FINISH_SECONDS = 60.0
 _MARGIN_SECONDS = 10.0
 _MOST_WAITING = 10_000  # records that W&B may be behind

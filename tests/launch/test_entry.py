@@ -45,19 +45,10 @@ def test_an_error_of_all_ranks_is_told_by_one():
 
 
 def test_an_error_of_all_ranks_may_be_another_machines_alone():
-    code, _, err = ended(ERROR + "raise error", rank=8)
-    assert (code, err) == (
-        2,
-        f"[rank 8 on {socket.gethostname()}] error: my.jsonl: it is empty. Fix: name another.\n",
-    )
-    body = ERROR + "error.add_note(entry.AGREED)\nraise error"
-    assert ended(body, rank=8) == (2, "", "")
-
-
-def test_an_error_of_one_rank_is_told_by_it():
-    body = ERROR + "error.add_note(entry.ALONE)\nraise error"
     said = f"[rank 8 on {socket.gethostname()}] error: my.jsonl: it is empty. Fix: name another.\n"
-    assert ended(body, rank=8) == (2, "", said)
+    for note, heard in {"": said, "entry.ALONE": said, "entry.AGREED": ""}.items():
+        body = f"{ERROR}{note and f'error.add_note({note})'}\nraise error"
+        assert ended(body, rank=8) == (2, "", heard)
 
 
 def test_anything_else_is_a_traceback_with_the_rank():
@@ -107,10 +98,8 @@ def into_nothing(source: str, *, full: bool) -> tuple[int, str]:
 def test_a_run_goes_on_without_its_lines(full):
     code, err = into_nothing(RUN, full=full)
     why = "No space left on device" if full else "Broken pipe"
-    said = (
-        f"warning: standard output takes no more ({why}); the run goes on, with its figures in metrics.jsonl"
-    )
-    assert (code, err) == (0, f"{said} alone\ntrained\n")
+    said = f"warning: standard output takes no more ({why}); the run goes on, with its figures in "
+    assert (code, err) == (0, f"{said}metrics.jsonl alone\ntrained\n")
     leave = "dsx.terminal.complain('is lost', raw=True)\n    os._exit(3)"
     both = "import os\nos.dup2(1, 2)" + RUN.replace(r'sys.stderr.write("trained\n")', leave)
     assert into_nothing(both, full=full) == (3, "")  # errors go there as well, as where ssh breaks off
@@ -119,16 +108,16 @@ def test_a_run_goes_on_without_its_lines(full):
 def test_a_full_disk_is_a_line_whoever_writes():
     writes = "open('/dev/full', 'w', buffering=1).write('a line\\n')"
     said = "error: No space left on device. Fix: make room on that disk.\n"
-    for body in (writes, f"try: {writes}\nexcept OSError as error: raise KeyError from error"):
+    place = f"[rank 3 on {socket.gethostname()}]"
+    handled = f"try: {writes}\nexcept OSError as error: "
+    for body in (writes, f"{handled}raise KeyError from error"):
         code, _, err = ended(body, rank=3)
-        begins, last = f"[rank 3 on {socket.gethostname()}] Traceback", "No space left on device\n"
-        assert (code, err.startswith(begins), err.endswith(said), last in err) == (2, True, True, True)
-    for handled in ("{}['bug']", "raise KeyError('bug') from None"):
-        code, _, err = ended(f"try: {writes}\nexcept OSError: {handled}")
+        assert (code, err.startswith(f"{place} Traceback"), err.endswith(said)) == (2, True, True)
+    for bug in ("{}['bug']", "raise KeyError('bug') from None"):
+        code, _, err = ended(handled + bug)
         assert (code, "KeyError: 'bug'" in err, "make room" in err) == (1, True, False)
-    named = "raise OSError(122, 'Disk quota exceeded', 'a/file')"
-    line = "error: a/file: Disk quota exceeded. Fix: make room on that disk.\n"
-    assert ended(named)[2] == f"[rank 0 on {socket.gethostname()}] {line}"
+    line = f"{place} error: a/file: Disk quota exceeded. Fix: make room on that disk.\n"
+    assert ended("raise OSError(122, 'Disk quota exceeded', 'a/file')", rank=3) == (2, "\n", line)
     with pytest.raises(RuntimeError) as lost:
         torch.save(torch.zeros(1 << 20), "/dev/full")
     streams = RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
@@ -192,11 +181,8 @@ def test_a_broken_connection_is_one_line(message):
     """Outside of a Guard, where nobody knows more."""
     code, out, err = ended(f"entry._SPEAKER_SECONDS = 0\nraise RuntimeError({message!r})", rank=3)
     assert (code, out) == (1, "")
-    first = re.escape(message.splitlines()[0])
-    where = re.escape(socket.gethostname())
-    line = (
-        rf"\[rank 3 on {where}\] ended because its connection to another rank broke at [\d:]{{8}}: {first}\n"
-    )
+    place = f"[rank 3 on {socket.gethostname()}] ended because its connection to another rank broke at "
+    line = rf"{re.escape(place)}[\d:]{{8}}: {re.escape(message.splitlines()[0])}\n"
     assert re.fullmatch(line, err), err
 
 
@@ -208,6 +194,5 @@ OTHERS = (
 )
 
 
-@pytest.mark.parametrize("message", OTHERS)
-def test_other_errors_are_not_a_lost_peer(message):
-    assert not entry._PEER_GONE.search(message)
+def test_other_errors_are_not_a_lost_peer():
+    assert not [message for message in OTHERS if entry._PEER_GONE.search(message)]

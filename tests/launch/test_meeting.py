@@ -19,6 +19,7 @@ from dsx.parallel.islands import Islands
 from dsx.parallel.mesh import Mesh
 
 SOON = timedelta(seconds=20)
+LAUNCHERS = {"torchrun": "GROUP_WORLD_SIZE", "deepspeed": "CROSS_SIZE"}
 
 
 def gather(store, size):
@@ -74,9 +75,8 @@ def test_a_spare_rank_ends_with_the_run():
 
 def test_a_rank_that_meets_nobody_says_so(monkeypatch, capfd):
     """Under DeepSpeed's launcher, whose ssh to the other machine failed, or has a firewall before it."""
-    monkeypatch.setattr(processes, "_PATIENCE_SECONDS", 0.3)
-    monkeypatch.setattr(processes, "_FAR_PATIENCE_SECONDS", 0.3)
-    monkeypatch.setattr(processes, "_LOOK_SECONDS", 0.1)
+    for name in ("PATIENCE", "FAR_PATIENCE", "LOOK"):
+        monkeypatch.setattr(processes, f"_{name}_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     told = {"RANK": 0, "WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0, "LOCAL_RANK": 0}
@@ -91,16 +91,14 @@ def test_a_rank_that_meets_nobody_says_so(monkeypatch, capfd):
     assert f"nothing answers at 127.0.0.1, port {port}" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("launcher", "size"), [("torchrun", "GROUP_WORLD_SIZE"), ("deepspeed", "CROSS_SIZE")]
-)
+@pytest.mark.parametrize(("launcher", "size"), LAUNCHERS.items())
 def test_launchers_that_srun_has_started_know_of_each_other(monkeypatch, capfd, launcher, size):
     """``srun torchrun --nproc_per_node 8`` without --nnodes: each machine would train by itself."""
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
 
-    def said(launchers: int, *step: int) -> str:
-        names = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_LOCALID")
-        for name, value in {size: launchers, **dict(zip(names, step, strict=True))}.items():
+    def said(*values: int) -> str:
+        names = (size, "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_LOCALID")
+        for name, value in zip(names, values, strict=True):
             monkeypatch.setenv(name, str(value))
         processes._refuse_strangers()
         return capfd.readouterr().err
@@ -116,15 +114,15 @@ def test_launchers_that_srun_has_started_know_of_each_other(monkeypatch, capfd, 
     monkeypatch.setattr(processes, "lean_on_cpu", lambda: sys.exit("it goes on"))
     with pytest.raises(SystemExit, match="it goes on"), processes.distributed(Mesh.of(pp=1), islands=apart):
         pass
-    assert said(1, 8, 1, 0) + said(2, 16, 2, 0) + said(2, 2, 2, 0) == ""
+    assert said(1, 8, 1, 0) + said(2, 16, 2, 0) + said(2, 2, 1, 1) == ""
     late = f"warning: {launcher}: this run has 3 of the 4 that SLURM_STEP_NUM_TASKS=4 lets expect; others, "
     assert said(3, 4, 4, 0).startswith(late)  # --nnodes 2:4
     monkeypatch.setenv("PET_NNODES", "1:4")
     assert said(1, 4, 4, 0).startswith(late.replace("3", "1"))
     monkeypatch.setattr(processes, "_STEPS", processes._STEPS[1:])
     monkeypatch.delenv("PET_NNODES")
-    for name, value in {"SIZE": 16, "LOCAL_SIZE": 8, "LOCAL_RANK": 0}.items():
-        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
+    for name, value in {"SIZE": "16", "LOCAL_SIZE": "8", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
     assert said(2, 2, 2, 0) == ""
     with pytest.raises(ConfigError, match="1 of the 2 that OMPI_COMM_WORLD_SIZE=16"):
         said(1, 2, 2, 0)
@@ -150,10 +148,7 @@ def test_ranks_that_srun_has_bound_to_one_core_say_so(monkeypatch, capfd):
         monkeypatch.setattr(processes, "usable_cores", lambda bound=bound: bound)
         processes._warn_of_few_cores()
         said = capfd.readouterr().err
-        assert (said.count("\n"), said.count("warning: 8 ranks share 1 of the 96 cores of ")) == (
-            lines,
-            lines,
-        )
+        assert said.count("\n") == said.count("warning: 8 ranks share 1 of the 96 cores of ") == lines
 
 
 def test_one_of_several_that_no_launcher_of_ours_has_started_does_not_train_alone(monkeypatch):

@@ -69,19 +69,13 @@ def test_resume_drops_what_is_done_again(tmp_path: Path) -> None:
     with Tracker(tmp_path, DISABLED, run_config={}) as tracker:
         for step in range(1, 8):
             tracker.log(step, {"train/loss": float(step)})
-    with tracker.metrics_path.open("a") as file:
-        file.write('{"train/step": 8, "train/lo')  # killed in mid-write
     with tracker.metrics_path.open("ab") as file:
+        file.write(b'{"train/step": 8, "train/lo')  # killed in mid-write
         file.write(b"\xff\x00")  # what a power cut leaves of blocks that never came to the disk
     with Tracker(tmp_path, DISABLED, run_config={}, first_step=5) as tracker:  # the checkpoint was of step 4
         tracker.log(5, {"train/loss": 50.0})
-    assert [(row["train/step"], row["train/loss"]) for row in records(tracker.metrics_path)] == [
-        (1, 1.0),
-        (2, 2.0),
-        (3, 3.0),
-        (4, 4.0),
-        (5, 50.0),
-    ]
+    rows = [(row["train/step"], row["train/loss"]) for row in records(tracker.metrics_path)]
+    assert rows == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 50.0)]
     with Tracker(tmp_path, DISABLED, run_config={}):
         assert records(tracker.metrics_path) == []  # a new run
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.1.jsonl", "metrics.jsonl"]
@@ -105,11 +99,8 @@ def test_offline_run_holds_everything(tmp_path: Path) -> None:
     assert (run.run_id, run.project, run.display_name, run.run_group) == (run_id, "proj", "nice name", "grp")
     assert list(run.tags) == ["a", "b"]
     sent = {item.key: json.loads(item.value_json) for item in run.config.update}
-    assert {key: value for key, value in sent.items() if key != "_wandb"} == {
-        "model": {"layers": 4, "path": "x"},
-        "notes": ["auto"],
-        "none": None,
-    }
+    del sent["_wandb"]
+    assert sent == {"model": {"layers": 4, "path": "x"}, "notes": ["auto"], "none": None}
     metrics = of_kind("metric", folder)
     assert "train/step" in {metric.name for metric in metrics}
     axes = {metric.name or metric.glob_name: metric.step_metric for metric in metrics}
@@ -137,17 +128,14 @@ def test_wandb_variables_hold_for_what_the_config_leaves_out(
     warned: list[str] = []
     with Tracker(tmp_path, WandbConfig(mode="offline"), run_config={}, warn=warned.append):
         pass
-    key, fix = "dsx.tracking.wandb", "Fix: --set"
-    assert [line.split(": ", 1) for line in warned] == [
-        ["WANDB_MODE=disabled is not taken", f'{key}.mode = "offline" holds. {fix} {key}.mode=disabled'],
-        [
-            "WANDB_PROJECT=own PROJECT is not taken",
-            f"{key}.project = \"dsx\" holds. {fix} '{key}.project=own PROJECT'",
-        ],
+    key, fix = "is not taken: dsx.tracking.wandb", "Fix: --set"
+    own = "'dsx.tracking.wandb.project=own PROJECT'"
+    assert warned == [
+        f'WANDB_MODE=disabled {key}.mode = "offline" holds. {fix} dsx.tracking.wandb.mode=disabled',
+        f'WANDB_PROJECT=own PROJECT {key}.project = "dsx" holds. {fix} {own}',
     ]
-    alike = ("MODE=dryrun", "MODE=OFFLINE", "DISABLED=false")
     monkeypatch.setattr(tracking, "_WandbThread", lambda *_: None)
-    for said, lines in (*((each, 0) for each in alike), ("DISABLED=True", 1)):
+    for said, lines in {"MODE=dryrun": 0, "MODE=OFFLINE": 0, "DISABLED=false": 0, "DISABLED=True": 1}.items():
         warned.clear()
         with monkeypatch.context() as patched:
             for name, value in (("MODE", ""), ("PROJECT", ""), said.split("=")):
@@ -204,17 +192,15 @@ def test_online_without_network_continues_offline(
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     monkeypatch.setattr(tracking, "_INIT_SECONDS", 0.5)
-    warnings: list[str] = []
+    said: list[str] = []
     with socket.socket() as taken:  # bound, not listening: connections to it are refused
         taken.bind(("127.0.0.1", 0))
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{taken.getsockname()[1]}")
         wandb.teardown()  # it reads the environment once
-        with Tracker(
-            without_account, ONLINE, run_config={}, run_id="abc123", warn=warnings.append
-        ) as tracker:
+        with Tracker(without_account, ONLINE, run_config={}, run_id="abc123", warn=said.append) as tracker:
             tracker.log(8, {"train/loss": 1.0})
             folder = tracker.wandb_path
-    (warning,) = warnings
+    (warning,) = said
     assert f"wandb sync --id abc123 {folder}" in warning
     assert tracker.run_id == "abc123"  # checkpoints keep the run that the curve belongs to
     assert history(folder) == [{"train/step": 8, "train/loss": 1.0}]
@@ -293,9 +279,8 @@ def test_wandb_that_breaks_in_mid_run(tmp_path: Path, monkeypatch: pytest.Monkey
             tracker.log(step, {"train/loss": 1.0})
     (warning,) = warnings
     said, _, folder = warning.partition("; send what it has with: wandb sync ")
-    assert (
-        said == "W&B could not take metrics, so it is left out from here on (BrokenPipeError: service died)"
-    )
+    why = "(BrokenPipeError: service died)"
+    assert said == f"W&B could not take metrics, so it is left out from here on {why}"
     assert folder == str(tracker.wandb_path)
     assert [row["train/step"] for row in records(tracker.metrics_path)] == [1, 2, 3, 4]
 
