@@ -47,9 +47,14 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
+def config(source: Path, tokenizer: Path, **keys: object) -> DataConfig:
+    usual = {"format": "chat", "sequence_length": 64, "held_out": 0}
+    return DataConfig(source=str(source), tokenizer=str(tokenizer), **{**usual, **keys})
+
+
 def refused(source: Path, tokenizer: Path) -> str:
     """Why dsx takes no token of the one chat in a file."""
-    data = DataConfig(source=str(source), format="chat", tokenizer=str(tokenizer), sequence_length=64)
+    data = config(source, tokenizer)
     ((found,),) = Masks(data, load_tokenizer(data.tokenizer)).encode(examples(data))
     assert isinstance(found, BadRecordError)
     return str(found)
@@ -57,7 +62,7 @@ def refused(source: Path, tokenizer: Path) -> str:
 
 def of_dsx(source: Path, tokenizer: Path, form: str = "chat", **keys: object) -> Labelled:
     """Ids and labels, unshifted."""
-    data = DataConfig(source=str(source), format=form, tokenizer=str(tokenizer), sequence_length=64, **keys)
+    data = config(source, tokenizer, format=form, **keys)
     found = []
     for batch in Masks(data, load_tokenizer(data.tokenizer)).encode(examples(data)):
         for one in batch:
@@ -224,34 +229,25 @@ def test_tool_calls_that_a_template_leaves_out_are_refused(tmp_path: Path) -> No
     tokenizer = save_tokenizer(tmp_path / "tokenizer", template=template)
     found = refused(write(tmp_path / "a.jsonl", [{"messages": WITH_TOOLS}]), tmp_path / "tokenizer")
     assert "a.jsonl, line 1: the chat template does not write the call of add in turn 2. Fix" in found
-    two = {
-        "role": "assistant",
-        "tool_calls": [CALL, {**CALL, "function": {**CALL["function"], "name": "sub"}}],
-    }
+    both = [CALL, {**CALL, "function": {**CALL["function"], "name": "sub"}}]
+    two = {"role": "assistant", "tool_calls": both}
     silent = write(tmp_path / "b.jsonl", [{"messages": [WITH_TOOLS[0], two]}])
-    assert "of add in turn 2, which would be trained as an empty one" in refused(
-        silent, tmp_path / "tokenizer"
-    )
-    first = template.replace(
-        "}}\n{%", "}}{% for c in (m.tool_calls or [])[:1] %}{{ c.function.name }}{% endfor %}\n{%"
-    )
+    empty = "of add in turn 2, which would be trained as an empty one"
+    assert empty in refused(silent, tmp_path / "tokenizer")
+    first = template.replace("}}\n{%", "}}{{ (m.tool_calls or [{}])[0] }}\n{%")
     save_tokenizer(tmp_path / "first", template=first)
     assert "the call of sub in turn 2" in refused(silent, tmp_path / "first")
-    # What does not matter, or stands in the content.
+    # But not those that stand in the content, or in turns that are not trained on.
     said = {**WITH_TOOLS[1], "content": f"<tool_call>{json.dumps(CALL['function'])}</tool_call>"}
-    written = write(tmp_path / "c.jsonl", [{"messages": [WITH_TOOLS[0], said, *WITH_TOOLS[2:]]}])
-    assert len(of_dsx(written, tmp_path / "tokenizer")) == 1
-    light = write(
-        tmp_path / "d.jsonl", [{"messages": [WITH_TOOLS[0], {**two, "weight": 0}, *WITH_TOOLS[2:]]}]
-    )
-    last = of_dsx(tmp_path / "a.jsonl", tmp_path / "tokenizer", train_on="last")
-    for ((_, labels),) in (of_dsx(light, tmp_path / "tokenizer"), last):
-        assert tokenizer.decode([label for label in labels if label != -100]) == "It is 4.\n"
+    fine = ((said, "assistant"), ({**two, "weight": 0}, "assistant"), (WITH_TOOLS[1], "last"))
+    for turn, train_on in fine:
+        source = write(tmp_path / "c.jsonl", [{"messages": [WITH_TOOLS[0], turn, *WITH_TOOLS[2:]]}])
+        ((_, labels),) = of_dsx(source, tmp_path / "tokenizer", train_on=train_on)
+        text = tokenizer.decode([label for label in labels if label != -100])
+        assert text == (said["content"] + "\n" if turn is said else "") + "It is 4.\n"
 
 
-@pytest.mark.parametrize(
-    "name", ["deepseekv3", "deepseek_r1_distill", "gptoss", "qwen3_vl", "nemotron_3_nano"]
-)
+@pytest.mark.parametrize("name", ["deepseekv3", "deepseek_r1_distill", "gptoss", "qwen3_vl"])
 def test_calls_without_content_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     """As OpenAI writes them, in the form that each template takes: null for DeepSeek's, others no content."""
     template = published(f"{name}_training")
@@ -261,17 +257,14 @@ def test_calls_without_content_are_those_of_transformers(tmp_path: Path, name: s
     if name == "deepseek_r1_distill":
         given["tool_calls"] = [{**CALL, "function": {"name": "add", "arguments": '{"a": 2}'}}]
     given |= {"content": None} if "deepseek" in name else {}
+    keys = {"chat_template": template, "return_assistant_tokens_mask": True}
     (text,), (spans,) = render_jinja_template(
-        [[WITH_TOOLS[0], given]],
-        chat_template=template,
-        return_assistant_tokens_mask=True,
-        **tokenizer.special_tokens_map,
+        [[WITH_TOOLS[0], given]], **keys, **tokenizer.special_tokens_map
     )
+    said = "".join(text[start:end] for start, end in spans)
     ((ids, labels),) = of_dsx(source, tmp_path / "tokenizer")
-    assert tokenizer.decode(ids) == text
-    trained = tokenizer.decode([label for label in labels if label != -100])
-    assert trained == "".join(text[start:end] for start, end in spans)
-    assert "add" in trained
+    assert "add" in said
+    assert [tokenizer.decode(ids), tokenizer.decode([n for n in labels if n != -100])] == [text, said]
 
 
 def test_weights_of_turns(tmp_path: Path) -> None:
@@ -342,13 +335,7 @@ def test_what_is_too_long_is_trl_s(tmp_path: Path) -> None:
     tokenizer = save_tokenizer(tmp_path / "tokenizer", template=published("llama3"))
     rows = [{"messages": turns("why? " * n, "so. " * (1 + 5 * n % 9))} for n in range(24)]
     theirs = of_trl(rows, tokenizer, tmp_path, assistant_only_loss=True, max_length=48)
-    data = DataConfig(
-        source=str(write(tmp_path / "chats.jsonl", rows)),
-        format="chat",
-        tokenizer=str(tmp_path / "tokenizer"),
-        sequence_length=48,
-        held_out=0,
-    )
+    data = config(write(tmp_path / "chats.jsonl", rows), tmp_path / "tokenizer", sequence_length=48)
     text = Text.open(prepare_text(data, tmp_path / "cache", held_out_tokens=1), data)
     found, windows = [], text.parts[0].corpus.train
     for index in range(len(windows)):
@@ -374,18 +361,10 @@ def test_what_is_too_long_is_trl_s(tmp_path: Path) -> None:
 def test_a_prepared_corpus_that_was_spoilt_is_refused(tmp_path: Path) -> None:
     save_tokenizer(tmp_path / "tokenizer", template=published("llama3"))
     source = write(tmp_path / "chats.jsonl", [{"messages": chat} for chat in CHATS])
-    data = DataConfig(
-        source=str(source),
-        format="chat",
-        tokenizer=str(tmp_path / "tokenizer"),
-        sequence_length=64,
-        held_out=0,
-    )
+    data = config(source, tmp_path / "tokenizer")
     (folder,) = prepare_text(data, tmp_path / "cache", held_out_tokens=1)
-    for name, what in (
-        ("sizes", "documents of these sizes are not those of train.bin"),
-        ("trained", "bytes"),
-    ):
+    found = {"sizes": "documents of these sizes are not those of train.bin", "trained": "bytes"}
+    for name, what in found.items():
         path = folder / f"train.{name}.bin"
         whole = path.read_bytes()
         path.write_bytes(b"\xff" + whole[1:] if name == "sizes" else whole[1:])

@@ -401,13 +401,6 @@ def test_lines_that_hold_no_text(tmp_path: Path, line: str, said: str) -> None:
     assert str(path) in str(error.value)
 
 
-def test_column_that_is_missing(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", 100, 1)
-    data = DataConfig(source=str(path), sequence_length=S, text_column="body")
-    with pytest.raises(DataError, match="no such column; it has text"):
-        list(open_source(data).units(1)[0].documents(None))
-
-
 def test_text_that_is_not_utf8(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"line\n\n" * 10 + "café\n".encode("latin1"))
