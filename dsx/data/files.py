@@ -134,16 +134,15 @@ class TextFiles:
         if len(self.paths) < _FEW_FILES:
             total_bytes = sum((self.root / path).stat().st_size for path in self.paths)
             cut = min(cut, max(_SMALLEST_CUT, total_bytes // _DOCUMENTS_OF_FEW_FILES))
-        for path in self.paths:
+        for path in (self.root / path for path in self.paths):
             try:
-                with (self.root / path).open(encoding="utf-8", newline="") as file:  # the bytes as they are
+                with path.open(encoding="utf-8", newline="") as file:  # the bytes as they are
                     yield from pieces(file, cut)
             except UnicodeDecodeError as error:
-                raise not_utf8(self.root / path) or error from error
+                raise not_utf8(path) or error from error
             except OSError as error:
-                raise DataError(
-                    str(self.root / path), f"cannot be read ({error.strerror})", "check the file"
-                ) from error
+                what = f"cannot be read ({error.strerror})"
+                raise DataError(str(path), what, "check the file") from error
 
     def units(self, lanes: int) -> tuple[Unit, ...]:
         """Parts for streaming; a corpus of few files is cut into more and smaller documents than here."""
@@ -403,8 +402,7 @@ def _cells(batch: Any, column: str, where: str) -> list[str | None]:
     kind = str(batch.schema.field(column).type)
     if kind not in _TEXT:
         raise DataError(key, f"that column of {where} holds {kind}, not text", _to_name(batch.schema))
-    cells: list[str | None] = batch.column(column).to_pylist()
-    return cells
+    return list(batch.column(column).to_pylist())
 
 
 def _to_name(schema: Any) -> str:
@@ -466,10 +464,10 @@ def _csv_fault(path: Path) -> DataError | None:
 def _unreadable(
     where: str, error: Exception, files: Sequence[Path] = (), *, streamed: bool = False
 ) -> DataError:
-    full = full_disk(error) or ("Not enough disk space" in str(error) and first_line(error))
-    if full:
+    reason = first_line(error).rstrip(".")
+    if full := full_disk(error) or ("Not enough disk space" in reason and reason):
         fix = "make room on that disk, or name another with HF_HOME or HF_DATASETS_CACHE"
-        return DataError(where, f"cannot be read ({full.rstrip('.')})", fix)
+        return DataError(where, f"cannot be read ({full})", fix)
     with suppress(OSError):
         for fault in filter(None, (_csv_fault(file) for file in files if file.suffix == ".csv")):
             return fault
@@ -483,12 +481,8 @@ def _unreadable(
         fix = "convert it (iconv -f latin1 -t utf-8) or leave it out"
         return DataError(where, f"is not UTF-8 text ({error.reason})", fix)
     if "split" in str(error).lower():
-        return DataError(
-            f"dsx.data.split of {where}", first_line(error).rstrip("."), "name a split that it has"
-        )
-    return DataError(
-        where, f"cannot be read ({first_line(error).rstrip('.')})", "check the name and the files"
-    )
+        return DataError(f"dsx.data.split of {where}", reason, "name a split that it has")
+    return DataError(where, f"cannot be read ({reason})", "check the name and the files")
 
 
 _CARD = re.compile(r"readme|license|\.gitattributes", re.IGNORECASE)

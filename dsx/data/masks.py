@@ -121,17 +121,13 @@ class Masks:
             return error
 
     def _chat(self, example: Example) -> tuple[str, list[Span]]:
-        everything = self._data.train_on == "all"
         turns = [number for number, trained in enumerate(example.trained) if trained]
         turns = turns[-1:] if self._data.train_on == "last" else turns
-        first = 0 if everything else example.prompt
-        own = turns if first is None else range(first, len(example.messages))
-        whole = self._rendered(example, own)
+        first = 0 if self._data.train_on == "all" else example.prompt
+        whole = self._rendered(example, turns if first is None else range(first, len(example.messages)))
         text, marked = whole.text, whole.marks
-        if everything:
-            return text, [(0, len(text))]
-        if example.prompt is not None:
-            return text, [(whole.begin(example.prompt), len(text))]
+        if first is not None:
+            return text, [(first and whole.begin(first), len(text))]
         if not turns:
             raise whole.bad("it has no turn of the assistant that could be trained on")
         if marked is None:
@@ -238,15 +234,19 @@ class Masks:
 
 def _with_null(example: Example, *, as_text: bool) -> Example:
     """With null for content that calls stand for, as DeepSeek's templates want it; arguments as text."""
+    messages = [_with_own_calls(turn) for turn in example.messages]
+    for turn in messages:
+        for call in turn.get("tool_calls", ()):
+            turn["content"] = turn.get("content") or None
+            if as_text:
+                call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return replace(example, messages=tuple(messages))
 
-    def turn_of(turn: Message) -> Message:
-        calls = [{**call, "function": dict(call["function"])} for call in turn.get("tool_calls", ())]
-        for call in calls if as_text else ():
-            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-        more = {"content": turn.get("content") or None, "tool_calls": calls}
-        return {**turn, **more} if calls else turn
 
-    return replace(example, messages=tuple(map(turn_of, example.messages)))
+def _with_own_calls(turn: Message) -> Message:
+    """A copy whose calls can be changed."""
+    calls = [{**call, "function": {**call["function"]}} for call in turn.get("tool_calls", ())]
+    return {**turn, "tool_calls": calls} if calls else {**turn}
 
 
 class _Rendering:
@@ -260,22 +260,18 @@ class _Rendering:
 
     def _require_calls(self, turns: Iterable[int]) -> None:
         """Raise BadRecordError unless each call is written: under another name, it is found anywhere."""
-        messages, named = list(self._example.messages), []
-        for turn in turns:
-            calls = []
-            for call in messages[turn].get("tool_calls", ()):
-                other = f"dsx_call_{len(named)}_"
-                named.append((other, turn, call["function"]["name"]))
-                calls.append({**call, "function": {**call["function"], "name": other}})
-            messages[turn] = {**messages[turn], "tool_calls": calls} if calls else messages[turn]
-        renamed = replace(self._example, messages=tuple(messages))
-        text = ""
+        messages = tuple(map(_with_own_calls, self._example.messages))
+        own = [(turn, call["function"]) for turn in turns for call in messages[turn].get("tool_calls", ())]
+        named = [(turn, function["name"]) for turn, function in own]
+        for number, (_, function) in enumerate(own):
+            function["name"] = f"dsx_call_{number}_"
+        text, renamed = "", replace(self._example, messages=messages)
         with suppress(BadRecordError):  # of a template that takes the names of its tools alone
-            text = self._masks.render(renamed, self._count)[0] if named else ""
-        for other, turn, name in named:
+            text = self._masks.render(renamed, self._count)[0] if own else ""
+        for number, (turn, name) in enumerate(named):
             content = messages[turn].get("content") or ""
             said = content.rpartition(_THOUGHT)[2].strip()  # in which the call may stand, too
-            if text and other not in text and not (name in said and said in self.text):
+            if text and f"dsx_call_{number}_" not in text and not (name in said and said in self.text):
                 what = f"the chat template does not write the call of {name} in turn {turn + 1}"
                 what += "" if content else ", which would be trained as an empty one"
                 fix = "use a template that writes it (dsx.data.chat_template), or skip such records"

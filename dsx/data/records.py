@@ -312,9 +312,7 @@ class _Record:
         arguments = self.parsed(function.get("arguments", {}), f"arguments of {what}")
         if not isinstance(arguments, dict):
             raise self.bad(f"arguments of {what} are {_kind(arguments)}, not an object")
-        rest = (
-            {key: value for key, value in call.items() if key != "function"} if function is not call else {}
-        )
+        rest = {key: value for key, value in call.items() if key != "function" and call is not function}
         return {"type": "function", **rest, "function": {**function, "arguments": arguments}}
 
 

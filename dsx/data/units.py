@@ -122,7 +122,9 @@ class FilePart:
                         yield at, text or ""
                     at += len(piece)
                 if at < end:
-                    self._shrunk(at)
+                    self.stamp.check()
+                    what = f"ends at byte {at}, before its size says"
+                    raise DataError(str(self.stamp.path), what, "check the disk it lies on")
         except OSError as error:
             raise gone(self.stamp.path, error) from error
         self.stamp.check()
@@ -190,12 +192,6 @@ class FilePart:
             return f"{self.stamp.path}, byte {at}"
         with self.stamp.path.open("rb") as file:
             return f"{self.stamp.path}, line {file.read(at).count(10) + 1}"
-
-    def _shrunk(self, at: int) -> None:
-        self.stamp.check()
-        raise DataError(
-            str(self.stamp.path), f"ends at byte {at}, before its size says", "check the disk it lies on"
-        )
 
 
 def to_name(texts: Sequence[str], chats: Sequence[str]) -> str:
