@@ -460,9 +460,12 @@ def _fill(content: dict[str, Any], args: Any, given: GivenModel, steps: int, sha
     """Replace every "auto", and add what the Trainer says outside of the JSON."""
     for key in (MICRO, ACCUMULATION, "gradient_clipping"):
         content.setdefault(key, "auto")
+    if "bf16" not in content and "bfloat16" in content:  # its former name, which transformers does not know
+        content["bf16"] = content.pop("bfloat16")
     for name in ("bf16", "fp16"):
-        if getattr(args, name):  # as DeepSpeedPlugin.set_mixed_precision of accelerate adds it
-            content.setdefault(name, {"enabled": "auto"})
+        block = content.get(name, {})
+        if getattr(args, name) and isinstance(block, dict) and block.get("enabled") is None:
+            content[name] = {**block, "enabled": "auto"}
     if "optimizer" not in content:
         content |= _optimizer(args)
     if shares is None:  # the product of the others, once their number is known

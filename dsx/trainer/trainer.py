@@ -427,7 +427,8 @@ class Trainer:
             raise CheckpointError(
                 f"output_dir = {self.args.output_dir}", "it has no checkpoint-N", "name one, or leave it out"
             )
-        if (Path(folder) / "config.json").is_file() and not (Path(folder) / store.LATEST).exists():
+        root, tag = store.place(Path(folder))
+        if tag is None and (root / "config.json").is_file() and not (root / store.LATEST).is_file():
             what = "it holds a model alone, as save_only_model and transformers' Trainer leave it"
             fix = "give it as model=, and begin anew"
             raise CheckpointError(at("resume_from_checkpoint", folder), what, fix)

@@ -23,6 +23,7 @@ from transformers.trainer_utils import SchedulerType
 
 import dsx
 from config.sample_config import AUTO_DECAY
+from dsx.checkpoint import store
 from dsx.config.ordinary import complete
 from dsx.config.resolve import resolve
 from dsx.doctor.examine import examine
@@ -310,6 +311,19 @@ def test_the_precision_is_what_accelerate_makes_of_arguments_and_json(args, bloc
     assert [resolved(args, deepspeed=JSON | block, **{name: True}).precision] == [name] == theirs
 
 
+def test_no_block_makes_a_run_in_half_precision_one_in_fp32(args):
+    """DeepSpeed takes a block without "enabled" for one that is off, and accelerate leaves it so."""
+    for key, block in (
+        ("fp16", {"initial_scale_power": 16}),
+        ("bf16", {}),
+        ("bfloat16", {"enabled": "auto"}),
+    ):
+        name = key.replace("bfloat", "bf")
+        assert resolved(args, deepspeed=JSON | {key: block}, **{name: True}).precision == name
+    with pytest.raises(ConfigError, match=r"bf16.enabled=False vs hf bf16\|bf16_full_eval=True"):
+        resolved(args, deepspeed=JSON | {"bfloat16": {"enabled": False}}, bf16=True)
+
+
 @pytest.mark.parametrize(
     ("json", "said"),
     [
@@ -484,6 +498,8 @@ def test_weights_alone_are_no_checkpoint_and_torchs_renamings_are_not_told_at_ea
     assert [each.filename for each in told if "it is deprecated" in str(each.message)] == ["mine"]
     with pytest.raises(DsxError, match=r"checkpoint-3.: it holds a model alone"):
         trainer._checkpoint(str(tmp_path / "checkpoint-3"))
+    (tmp_path / "checkpoint-3" / store.MANIFEST).touch()  # with a config beside it, which save_model writes
+    assert trainer._checkpoint(str(tmp_path / "checkpoint-3")) == tmp_path / "checkpoint-3"
 
 
 def test_callbacks_are_added_and_removed(args):

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import ranks
 from dsx.verify import diagnosis
 from dsx.verify.observation import Observations
 from dsx.verify.run import Request, VerifyPlan, judge, of_one_island, prepare
-from dsx.verify.subject import VerifyJob
+from dsx.verify.subject import VerifyJob, scale_off
 from often import often
 from verify.mistakes import FAULTS
 
@@ -202,6 +203,15 @@ def test_each_mistake_is_named(
     assert first.cause == cause, verdict.findings
     assert tensor in ("", first.tensor), first
     assert first.step in (0, 1, steps)
+
+
+def test_how_dropout_scales_is_told_of_the_smallest_numbers_of_fp16_too():
+    torch.manual_seed(0)
+    given = (1e-6 * torch.randn(64, 64)).half()  # most are less than fp16's smallest normal number
+    kept = torch.nn.functional.dropout(given, 0.1)
+    assert scale_off(given, kept, 0.1) < 0.02 < float((kept / given)[kept != 0].mul(0.9).sub(1).abs().max())
+    assert scale_off(given, given * (kept != 0), 0.1) == pytest.approx(0.1)
+    assert scale_off(given, torch.zeros_like(given), 0.1) == 0.0
 
 
 def test_of_islands_one_is_verified():
