@@ -32,7 +32,7 @@ from dsx.verify.diagnosis import ParityFinding, StepRow
 from dsx.verify.entry_point import UserModel, user_model
 from dsx.verify.observation import Observations
 from dsx.verify.reference import Batch, ReferenceLayers, Transformers, Updates, family_layers, fresh_weights
-from dsx.verify.shrunk import make_exact, trial
+from dsx.verify.shrunk import make_exact, make_visible, trial
 from dsx.verify.subject import VerifyJob, observe_passes, random_tokens
 from dsx.waiting import Waiting
 
@@ -301,7 +301,7 @@ def user_job(
     if not isinstance(content.get("optimizer"), dict):
         fix = 'add {"type": "AdamW", "params": {"lr": 1e-3}}'
         raise ConfigError("optimizer", "the config has none", fix)
-    changes = make_exact(content, on_cpu=on_cpu, keep_precision=keep)
+    changes = make_exact(content, on_cpu=on_cpu, keep_precision=keep) + make_visible(content)
     return VerifyJob(content=content, world_size=size, steps=2, clipping=0.0, entry=entry), tuple(changes)
 
 

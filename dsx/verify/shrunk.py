@@ -254,6 +254,23 @@ def _warm(content: dict[str, Any]) -> list[str]:
     return [f"scheduler.params.{key} -> {most / 2:g}, because a rate of 0 shows nothing"]
 
 
+_BY_GRADIENT = ("sgd", "adadelta")
+"""Ends of the names of optimizers whose step is the smaller, the smaller the clipped gradient is."""
+
+
+def make_visible(content: dict[str, Any], clipping: float = 0.0) -> list[str]:
+    """Give every step a rate that moves weights, in place: at none no mistake of an update would show."""
+    params = content["optimizer"]["params"]
+    least, most, given = 1e-4, 1e-2, params.get("lr", 1e-3)
+    if str(content["optimizer"].get("type", "")).lower().endswith(_BY_GRADIENT):
+        least, most = 0.01 / (clipping or 1.0), 1.0
+    changes = ["scheduler: off, because a rate near 0 shows nothing"] * bool(content.pop("scheduler", None))
+    if isinstance(given, int | float) and not least <= given <= most:
+        params["lr"] = max(least, min(given, most))
+        changes.append(f"optimizer.params.lr: {given:g} -> {params['lr']:g}, which moves weights visibly")
+    return changes
+
+
 def _shrink_zero(zero: dict[str, Any], stage: int) -> None:
     """Buckets and thresholds in proportion: several buckets, and matrices that are really cut."""
     for key in _BUCKETS:

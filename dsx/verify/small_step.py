@@ -45,7 +45,7 @@ from dsx.verify.entry_point import user_model
 from dsx.verify.observation import Observations
 from dsx.verify.reference import Reference, ReferenceFailedError
 from dsx.verify.run import EXACT, VerifyPlan, family_plan, judge, user_job, user_plan
-from dsx.verify.shrunk import trial
+from dsx.verify.shrunk import make_visible, trial
 from dsx.verify.subject import VerifyJob, observe_pass
 from dsx.waiting import Waiting
 
@@ -126,13 +126,17 @@ def prove(config: RunConfig, groups: Groups, *, quiet: bool) -> Proof:
         adapter = config.model.adapter  # what takes another way through the code, and the small model lacks
         quantized = adapter is not None and adapter.quantization != "none"
         lacks = ["dsx.compile"] * (config.dsx.compile != "none") + ["quantization"] * quantized
-        lacks += ["Muon"] * (str(config.deepspeed["optimizer"]["type"]).lower() == "muon")
         failed = found.without  # perhaps not the next time
-        found = replace(found, without=" and ".join(filter(None, [*lacks, failed])))
+        found = replace(found, without=" and ".join(filter(None, [*lacks, _muon(config.deepspeed), failed])))
         if groups.rank == 0 and not failed:
             keep_proof(config, found)
         found = replace(found, seconds=time.perf_counter() - began)
     return found
+
+
+def _muon(content: Mapping[str, Any]) -> str:
+    """What a proof does without under Muon (:func:`dsx.verify.shrunk.make_exact`)."""
+    return "Muon" * (str(content["optimizer"]["type"]).lower() == "muon")
 
 
 def prove_layers(
@@ -177,6 +181,7 @@ def prove_layers(
         raise _agreed(_refusal(where, found, what, _OUT_OF_LAYERS))
     if groups.rank == 0 and not found.why_not:
         keep_proof_of(user_model(make).arguments["layers"], mesh, zero_stage(content))
+    found = replace(found, without=_muon(content_of(config, ())))
     return replace(found, seconds=time.perf_counter() - began)
 
 
@@ -325,6 +330,7 @@ def _job(config: RunConfig, clipping: float, seed: int | None) -> VerifyJob:
     """The ranks' job, whose config is known to be right."""
     content = trial(config, on_cpu=get_accelerator().device_name() == "cpu").content
     content["dsx"]["compile"] = "none"
+    make_visible(content, clipping)
     for part in ("offload_param", "offload_optimizer"):
         where = content.get("zero_optimization", {}).get(part)
         if isinstance(where, dict) and where.get("device") == "nvme":

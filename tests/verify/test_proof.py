@@ -297,6 +297,39 @@ def test_a_layout_is_proved_under_muon_and_an_optimizer_that_cpus_lack_is_named(
     assert found == ["Muon", f'optimizer.type = "Lion": DeepSpeed has none for CPUs. {fix}']
 
 
+SLOW: list[tuple[str, dict[str, Any]]] = [
+    ("OneCycle", {"cycle_min_lr": 0.0, "cycle_max_lr": 1e-3}),
+    ("LRRangeTest", {"lr_range_test_min_lr": 0.0}),
+    ("WarmupLR", {"warmup_min_lr": [0.0], "warmup_max_lr": [1e-3]}),
+    ("WarmupLR", {"warmup_min_lr": 1e-8, "warmup_max_lr": 1e-3}),
+]
+AT_RATES = [("AdamW", 1e-6, {}), ("SGD", 0.01, {})]
+AT_RATES += [("AdamW", 1e-3, {"scheduler": {"type": kind, "params": given}}) for kind, given in SLOW]
+
+
+def _at_rates(_rank: int, world_size: int, given: dict[str, Any]) -> list[tuple[str, str]]:
+    """What is found, by optimizer and schedule, of a parameter that stays as it was gathered."""
+    from dsx.parallel.groups import make_groups
+    from dsx.verify import small_step
+
+    found = []
+    for kind, rate, block in AT_RATES:
+        settings = block | {"optimizer": {"type": kind, "params": {"lr": rate}}, "gradient_clipping": 1.0}
+        config = resolve(given | settings | {"zero_allow_untested_optimizer": True}, world_size=world_size)
+        groups = make_groups(config.mesh)
+        right = small_step._tried(config, groups, 0.01)
+        with FAULTS["ZeRO-3 keeps what it gathered"]():
+            wrong = small_step._tried(config, groups, 0.01)
+        found.append((getattr(right, "cause", ""), getattr(wrong, "cause", "")))
+    return found
+
+
+def test_a_parameter_that_stays_gathered_shows_at_any_rate_and_schedule(tmp_path: Path) -> None:
+    given = content(tmp_path, zero=3, model={"family": "llama", "preset": "tiny"})
+    (found,) = ranks.run(_at_rates, 1, given, proved=True)
+    assert [(right, bool(wrong)) for right, wrong in found] == [("", True)] * len(AT_RATES)
+
+
 # What fails on which rank, with what, and what the proof is made without, or refused for.
 FAILING = [
     ("adapter_start._made_by_peft", 0, ImportError("no peft"), "the adapter's start (ImportError: no peft)"),
@@ -571,6 +604,8 @@ def _layers(_rank: int, _world_size: int, broken: bool, home: str) -> tuple[str,
         )
 
     words, said = dsx.prove(make, proved).words, []
+    muon = proved | {"optimizer": {"type": "Muon", "params": {"lr": 1e-6}}}
+    assert dsx.prove(make, muon).words.startswith("pipeline 2 as one process, without Muon: loss ")
     for each in (proved, config):
         module = dsx.PipelineModule(**{name: value for name, value in make().items() if name != "batch"})
         with redirect_stdout(StringIO()) as out:
