@@ -59,15 +59,15 @@ _PATTERNS = {"rank_pattern": "use an adapter of one rank", "alpha_pattern": "use
 """Keys that give single targets other numbers than the rest, each with what to do if it does."""
 _STARTS = {"pissa": "pissa", "olora": "olora"} | dict.fromkeys(("gaussian", "eva", "orthogonal"), "none")
 """Values of ``init_lora_weights``, and what of the base they take out."""
-_OF_KERNELS = "out_proj"
-_WITH_KERNELS = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
-"""A module on which PEFT refuses an adapter, in which families: peft/tuners/tuners_utils.py."""
 _TIED = ("embed_tokens", "lm_head")
 """Names by which PEFT knows tied modules: EMBEDDING_LAYER_NAMES in peft/utils/constants.py."""
 
 
-def adapter_of(block: AdapterConfig, model: Model) -> Adapter:
-    """The adapter that a config asks for."""
+def adapter_of(block: AdapterConfig, model: Model, *, trained: bool = True) -> Adapter:
+    """The adapter that a config asks for.
+
+    On matrices that the family's code reads there is none to be ``trained``, but one may be merged.
+    """
     given = {
         key: getattr(block, key) for key in Adapter.__dataclass_fields__ if key in block.model_fields_set
     }
@@ -83,23 +83,33 @@ def adapter_of(block: AdapterConfig, model: Model) -> Adapter:
     if saved:
         saved |= _names_here(block.path, told, saved, specs)
     adapter = Adapter(**saved | given)
-    kernels = model.family in _WITH_KERNELS
-    if kernels and adapter.targets == ALL_LINEAR:
-        ends = _ends(name for spec in specs for name, _ in targeted(adapter, spec)) - {_OF_KERNELS}
-        adapter = replace(adapter, targets=tuple(sorted(ends)))
-    for problem in _problems(adapter, specs, kernels=kernels):
+    read = {name for spec in specs if spec.read and trained for name, _ in modules_of(spec)}
+    if read and adapter.targets == ALL_LINEAR and (not saved or "targets" in given):
+        kept = {name for spec in specs for name, _ in targeted(adapter, spec)} - read
+        others = {name for spec in specs for name in names_of(spec)} - kept
+        given["targets"] = tuple(sorted(kept if _ends(kept) & _ends(others) else _ends(kept)))
+        adapter = Adapter(**saved | given)
+    for problem in _problems(adapter, specs, read):
         key = str(problem.path[2])
         if not saved or key in given:
             raise problem
         name = at(_KEYS.get(key, key) + dotted(problem.path[3:]), problem.value)
-        merge = "use an adapter without it, or merge this one into its model with PEFT's merge_and_unload"
-        fix = merge if key == "targets" else problem.fix
+        fix = "use an adapter without it" if key == "targets" else problem.fix
         raise ConfigError(at("dsx.adapter.path", block.path), f"its {name}: {problem.what}", fix)
     _require_whole_blocks(adapter, model)
     if saved:
         _require_one_rank(block.path, told, Adapter(**saved), specs)
         saved["targets"] = _narrowed(block.path, told, Adapter(**saved), specs)
         adapter = Adapter(**saved | given)
+    past = next((name for spec in specs for name, _ in targeted(adapter, spec) if name in read), None)
+    if past is not None:
+        key, value, fix = "targets", adapter.targets, "put it into dsx.adapter.train_also, to train it itself"
+        if saved and key not in given:
+            key, value = "path", block.path
+            fix = "merge it, by dsx reshard --to hf of its run's checkpoint, or by PEFT's merge_and_unload"
+        what = f"the family's code, or a kernel that it calls, multiplies by the matrix of {past}"
+        raise ConfigError(at(f"dsx.adapter.{key}", value), f"{what} itself, past any adapter", fix)
+    if saved:
         _require_ties(block.path, adapter, specs, ties=ties)
         _require_possible_start(block.path, adapter, specs)
         _require_same(block.path, given, adapter, Adapter(**saved), model)
@@ -363,24 +373,19 @@ def _require_same(
         )
 
 
-def _problems(adapter: Adapter, specs: tuple[ParamSpec, ...], *, kernels: bool) -> Iterator[ConfigError]:
-    """What is wrong with an adapter of a model with these parameters, of a family that has such kernels."""
+def _problems(adapter: Adapter, specs: tuple[ParamSpec, ...], read: set[str]) -> Iterator[ConfigError]:
+    """What is wrong with an adapter of a model with these parameters, where none is suggested on ``read``."""
     linears = {
         module for spec in specs if spec.linear and not is_stack(spec) for module, _ in modules_of(spec)
     }
     tables = {name for spec in specs if spec.pad_multiple is not None for name in names_of(spec)}
     others = {name for spec in specs for name in names_of(spec)} - linears
     if isinstance(adapter.targets, str):
-        yield from _problems_of_expression(adapter.targets, linears, tables)
+        yield from _problems_of_expression(adapter.targets, linears, tables, read)
     else:
         for place, target in enumerate(adapter.targets):
             key = at(f"dsx.adapter.targets[{place}]", target)
-            yield from _problems_of_target(key, target, linears, tables, others)
-    of_kernels = (name for spec in specs for name, _ in targeted(adapter, spec) if name.endswith(_OF_KERNELS))
-    if kernels and (past := next(of_kernels, "")):
-        what = f"PEFT refuses an adapter on {past}: kernels multiply by its matrix, past any adapter"
-        fix = f'leave "{_OF_KERNELS}" out, or put it into dsx.adapter.train_also, to train it itself'
-        yield ConfigError(at("dsx.adapter.targets", adapter.targets), what, fix)
+            yield from _problems_of_target(key, target, linears, tables, others, read)
     for place, target in enumerate(adapter.train_also):
         if not any(is_also(replace(adapter, train_also=(target,)), name) for name in linears | others):
             near = suggest(target, _ends(linears | others), otherwise="name modules as transformers does")
@@ -419,7 +424,7 @@ def _problems_of_stacks(adapter: Adapter, specs: tuple[ParamSpec, ...]) -> Itera
 
 
 def _problems_of_expression(
-    expression: str, linears: Iterable[str], tables: Iterable[str]
+    expression: str, linears: set[str], tables: Iterable[str], read: set[str]
 ) -> Iterator[ConfigError]:
     key = at("dsx.adapter.targets", expression)
     if expression == ALL_LINEAR:
@@ -434,22 +439,23 @@ def _problems_of_expression(
         yield _of_table(key, table)
     elif not any(names(expression, name) for name in linears):
         is_name = any(names((expression,), name) for name in linears)
-        near = suggest(expression, [ALL_LINEAR, *_ends(linears)], otherwise='use "all-linear", or a list')
+        near = suggest(
+            expression, [ALL_LINEAR, *_ends(linears - read)], otherwise='use "all-linear", or a list'
+        )
         near = f'write ["{expression}"]: names and ends of names stand in a list' if is_name else near
         yield ConfigError(key, "it is the whole name of no linear of the model's blocks", near)
 
 
 def _problems_of_target(
-    key: str, target: str, linears: set[str], tables: set[str], others: set[str]
+    key: str, target: str, linears: set[str], tables: set[str], others: set[str], read: set[str]
 ) -> Iterator[ConfigError]:
     table = next((name for name in sorted(tables) if names((target,), name)), None)
     if table is not None:
         yield _of_table(key, table)
     elif any(names((target,), name) for name in others):
-        what = "it is no linear, or one that the family's code multiplies by itself, past any adapter"
-        yield ConfigError(key, what, "put it into dsx.adapter.train_also, to train it itself")
+        yield ConfigError(key, "it is no linear", "put it into dsx.adapter.train_also, to train it itself")
     elif not any(names((target,), name) for name in linears):
-        near = suggest(target, _ends(linears), otherwise="name linears as transformers does")
+        near = suggest(target, _ends(linears - read), otherwise="name linears as transformers does")
         yield ConfigError(key, "no linear of the model's blocks is called so", near)
 
 

@@ -233,9 +233,10 @@ class _Reader:
                 cut = self.plans[number].cut(block, path, parameter)
                 name, owner = f"{structure.blocks}.{number}.{path}", path.rpartition(".")[0]
                 linear = _is_linear(block.get_submodule(owner), path, parameter)
-                linear = linear and owner not in structure.read[number]
-                cuts = {"split": cut.split, "parts": cut.parts, "linear": linear}
-                yield self._spec(f"{first + number}.block.{path}", name, **cuts)
+                uses = {"linear": linear, "read": linear and owner in structure.read[number]}
+                yield self._spec(
+                    f"{first + number}.block.{path}", name, split=cut.split, parts=cut.parts, **uses
+                )
         last = first + len(structure.list_of_blocks)
         yield from self._around(last, structure.after)
         if not self.tied:

@@ -54,7 +54,8 @@ def adapted(specs: Iterable[ParamSpec], adapter: Adapter) -> tuple[ParamSpec, ..
 def _of_model(adapter: Adapter, spec: ParamSpec) -> ParamSpec:
     """A parameter of the model itself beside the adapter."""
     trained = spec.trained and trains(adapter, spec)
-    quantized = adapter.quantization if spec.linear and not (trained or is_stack(spec)) else "none"
+    whole = trained or spec.read or is_stack(spec)
+    quantized = adapter.quantization if spec.linear and not whole else "none"
     return replace(spec, trained=trained, quantized=quantized)
 
 

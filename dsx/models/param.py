@@ -97,6 +97,7 @@ class ParamSpec:
         buffer: It is a buffer of the module: stored as parameters are, and never trained.
         trained: Whether it gets gradients; a frozen parameter keeps its first value.
         linear: It is the matrix of a linear, outputs by inputs, or those of experts, one behind the other.
+        read: Its module's code, or a kernel that it calls, multiplies by it past calls of the linear.
         quantized: The form in which ranks hold it; "none" for its own.
         adapts: Name of the parameter that it adapts; empty for a parameter of the model itself.
         tie: Key of the tie group when several layers use this tensor, else None.
@@ -119,6 +120,7 @@ class ParamSpec:
     buffer: bool = False
     trained: bool = True
     linear: bool = False
+    read: bool = False
     quantized: Quantization = "none"
     adapts: str = ""
     tie: str | None = None

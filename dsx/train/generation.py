@@ -230,7 +230,7 @@ def _adapt(model: PreTrainedModel, folder: Path, hf_config: Mapping[str, Any]) -
     """Put what an adapter's folder holds into the model that it was trained on."""
     known = model_of(hf_config)
     block = AdapterConfig(path=str(folder))
-    made = replace(known, adapter=adapter_of(block, known))
+    made = replace(known, adapter=adapter_of(block, known, trained=False))
     specs = param_specs(made, pad_multiple=1)
     with HfWeights(folder, file=WEIGHTS) as files:
         held: dict[str, torch.Tensor] = {}

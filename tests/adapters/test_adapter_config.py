@@ -15,8 +15,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import dsx
+from dsx.checkpoint.catalog import Catalog, Entry
 from dsx.checkpoint.claims import model_of
 from dsx.checkpoint.formats.huggingface.weights import HfWeights
+from dsx.checkpoint.run.state import require_same_model
 from dsx.config.adapter import WEIGHTS
 from dsx.errors import CheckpointError, ConfigError
 from dsx.hub.read import hub_model
@@ -256,14 +258,16 @@ def test_experts_get_the_tensors_that_peft_saves(parameters: tuple[str, ...]) ->
     )
 
 
-# What PEFT makes of an adapter on linears on which dsx puts none: it refuses, or never computes with it.
+# What PEFT makes of an adapter on linears on which dsx puts none: it refuses, never computes with it, or does
+# so without the kernels that pass by it on GPUs.
 LEFT_OUT = {
     "mamba": {"out_proj": "refused", "dt_proj": "unused"},
     "falcon_mamba": {"out_proj": "refused", "dt_proj": "unused"},
     "jamba": {"dt_proj": "unused"},
     "mamba2": {"out_proj": "refused"},
     "nemotron_h": {"out_proj": "refused"},
-    "bamba": {},
+    "bamba": {"out_proj": "used"},
+    "granitemoehybrid": {"out_proj": "used"},
 }
 
 
@@ -298,8 +302,54 @@ def test_linears_whose_adapter_would_not_be_used_get_none(family: str) -> None:
         if isinstance(module, torch.nn.Linear)
     }
     used = mixers - LEFT_OUT[family].keys()
+    form = {"targets": ["in_proj"], "quantization": "int8"}
+    held = resolved(form, config=config).param_specs
+    assert used == mixers & {spec.hf[0].split(".")[-2] for spec in held if spec.quantized != "none"}
     assert made_by_peft(family, sorted(mixers)) == dict.fromkeys(used, "used") | LEFT_OUT[family]
     assert adapted(ALL_LINEAR) & mixers == used
     for target in LEFT_OUT[family]:
         with pytest.raises(ConfigError, match=r"dsx\.adapter\.targets.* past any adapter"):
             adapted(["in_proj", target])
+        with pytest.raises(ConfigError, match=r"dsx\.adapter\.targets.* past any adapter"):
+            adapted(f".*(in_proj|{target})")
+        with pytest.raises(ConfigError) as caught:
+            adapted([target.replace("_", "")])
+        assert f'"{target}"' not in caught.value.fix
+
+
+@pytest.mark.parametrize("family", ["mamba2", "jamba"])
+def test_folders_with_adapters_that_would_not_be_trained(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described = tiny_config(family)
+    described.vocab_size = 257
+    config = json.loads(described.to_json_string(use_diff=False))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(described)
+    model.save_pretrained(tmp_path / "base")
+    past = min(LEFT_OUT[family])
+    settings = {"r": 2, "target_modules": "all-linear", "init_lora_weights": False}
+    adapted = get_peft_model(model, LoraConfig(**settings, exclude_modules=[past]))
+    adapted.save_pretrained(tmp_path / "without")
+    held = resolved({"path": str(tmp_path / "without")}, config=config).param_specs
+    assert any(spec.adapts for spec in held)
+    assert not any(past in spec.hf[0] for spec in held if spec.adapts)
+    # As folders are that dsx wrote when it had adapters where PEFT refuses them.
+    monkeypatch.setattr("peft.tuners.tuners_utils._check_lora_target_modules_mamba", lambda *_: None)
+    adapted = get_peft_model(adapted.unload(), LoraConfig(**settings)).eval()
+    adapted.save_pretrained(tmp_path / "with")
+    with pytest.raises(ConfigError, match=r"dsx\.adapter\.path.* past any adapter.*dsx reshard --to hf"):
+        resolved({"path": str(tmp_path / "with")}, config=config)
+    made, _ = dsx.load_transformers(tmp_path / "with", config=tmp_path / "base", tokenizer="bytes")
+    ids = torch.arange(20)[None]
+    expected = adapted.merge_and_unload()(ids).logits
+    torch.testing.assert_close(made(ids).logits, expected, rtol=0, atol=1e-4)
+
+
+def test_a_checkpoint_with_adapters_that_are_left_out_today_says_how_to_go_on() -> None:
+    names = ("1.block.mixer.in_proj.lora_a", "1.block.mixer.out_proj.lora_a")
+    form = {"state": "weight", "shape": (2, 4), "dtype": "float32", "pieces": ()}
+    entries = tuple(Entry(name=name, **form) for name in names)
+    catalog = Catalog(root=Path("run"), format="dsx-2", entries=entries)
+    with pytest.raises(CheckpointError, match=r"out_proj\.lora_a .* alone.*dsx reshard --to hf"):
+        require_same_model(catalog, {names[0]: (2, 4)})

@@ -33,6 +33,7 @@ from dsx.engine.zero.master_shards import master_shards, refresh_weights
 from dsx.errors import CheckpointError, DsxError, ModelError
 from dsx.launch.entry import AGREED
 from dsx.launch.processes import agree
+from dsx.models.adapters import MAGNITUDE, A, B
 from dsx.models.hf_config import FAMILIES, SAY_NOTHING, model_spec
 from dsx.models.param import ParamSpec
 from dsx.models.params import stored_specs
@@ -413,12 +414,19 @@ def require_same_model(
         ),
     ]
     if differences:
+        factors = here.keys() < saved.keys() and all(
+            name.endswith((A, B, MAGNITUDE)) for name in saved.keys() - here.keys()
+        )
+        left = (
+            "; dsx no longer puts adapters on matrices that a family's code reads, as Mamba's out_proj and "
+            "dt_proj: if these are such, merge them with dsx reshard --to hf, and train a new adapter of that"
+        )
         more = f"; and {len(differences) - _SHOWN} more differences" if len(differences) > _SHOWN else ""
         raise CheckpointError(
             str(catalog.root),
             f"the checkpoint is of another model: {'; '.join(differences[:_SHOWN])}{more}",
             "give the model that it was trained with (dsx.model, dsx.adapter), another checkpoint, or for a "
-            "new run another dsx.train.output",
+            f"new run another dsx.train.output{left * factors}",
         )
 
 
