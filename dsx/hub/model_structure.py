@@ -592,15 +592,6 @@ def _require_order(model: Any, order: list[Any], blocks: int) -> None:
         raise _refusal(model, f"its forward runs {between[0]} between its blocks")
 
 
-_WITH_KERNELS = (
-    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "mamba", "mamba2", "nemotron_h",
-)  # fmt: skip
-"""Families whose fused kernels on GPUs get out_proj's matrix: cuda_kernels_forward in their modeling files.
-
-PEFT refuses an adapter on it in most: _check_lora_target_modules_mamba in peft/tuners/tuners_utils.py.
-"""
-
-
 def _extras(model: Any, block: nn.Module, call: BlockCall) -> tuple[int | None, list[str], frozenset[str]]:
     """How many outputs a block has beside the hidden states, None if it returns these alone; what it writes.
 
@@ -611,10 +602,8 @@ def _extras(model: Any, block: nn.Module, call: BlockCall) -> tuple[int | None, 
     there = _form_of(call)
     places = {**{str(place): value for place, value in enumerate(there.arguments, 1)}, **there.named}
     before = {name: list(leaves(value)) for name, value in places.items()}
-    form = copy.deepcopy(block).to("meta", torch.bfloat16)
+    form, read = copy.deepcopy(block).to("meta", torch.bfloat16), frozenset[str]()
     own = {path: each for path, each in form.named_modules() if type(each).forward is nn.Linear.forward}
-    kernels = model.config.model_type in _WITH_KERNELS
-    read = frozenset(path for path in own if kernels and path.endswith("out_proj"))
     for linear in own.values():  # called, it computes with another matrix: a gradient comes to what is read
         linear.forward = partial(F.linear, weight=linear.weight.detach(), bias=linear.bias)
     try:
@@ -632,7 +621,7 @@ def _extras(model: Any, block: nn.Module, call: BlockCall) -> tuple[int | None, 
         with suppress(Exception):  # nothing to look for, or a backward that has no form without storage
             of = [linear.weight for linear in own.values()], [*map(torch.ones_like, ends)]
             found = torch.autograd.grad(ends, *of, allow_unused=True)
-            read |= frozenset(path for path, each in zip(own, found, strict=True) if each is not None)
+            read = frozenset(path for path, each in zip(own, found, strict=True) if each is not None)
     return beside, [name for name in places if _ids(leaves(places[name])) != _ids(before[name])], read
 
 

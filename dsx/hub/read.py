@@ -208,6 +208,10 @@ def _routed(settings: Any) -> float:
     return chosen / every if every and chosen else 1.0
 
 
+_WITH_KERNELS = ("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "mamba", "mamba2", "nemotron_h")
+"""Families whose fused kernels get out_proj's matrix (cuda_kernels_forward); PEFT refuses it in most."""
+
+
 class _Reader:
     """Reads parameters of a model in the order of the layer list."""
 
@@ -233,10 +237,10 @@ class _Reader:
                 cut = self.plans[number].cut(block, path, parameter)
                 name, owner = f"{structure.blocks}.{number}.{path}", path.rpartition(".")[0]
                 linear = _is_linear(block.get_submodule(owner), path, parameter)
-                uses = {"linear": linear, "read": linear and owner in structure.read[number]}
-                yield self._spec(
-                    f"{first + number}.block.{path}", name, split=cut.split, parts=cut.parts, **uses
-                )
+                fused = owner.endswith("out_proj") and self.model.config.model_type in _WITH_KERNELS
+                read = linear and (fused or owner in structure.read[number])
+                cuts = {"split": cut.split, "parts": cut.parts, "linear": linear, "read": read}
+                yield self._spec(f"{first + number}.block.{path}", name, **cuts)
         last = first + len(structure.list_of_blocks)
         yield from self._around(last, structure.after)
         if not self.tied:

@@ -302,8 +302,7 @@ def test_linears_whose_adapter_would_not_be_used_get_none(family: str) -> None:
         if isinstance(module, torch.nn.Linear)
     }
     used = mixers - LEFT_OUT[family].keys()
-    form = {"targets": ["in_proj"], "quantization": "int8"}
-    held = resolved(form, config=config).param_specs
+    held = resolved({"targets": ["in_proj"], "quantization": "int8"}, config=config).param_specs
     assert used == mixers & {spec.hf[0].split(".")[-2] for spec in held if spec.quantized != "none"}
     assert made_by_peft(family, sorted(mixers)) == dict.fromkeys(used, "used") | LEFT_OUT[family]
     assert adapted(ALL_LINEAR) & mixers == used
@@ -332,8 +331,7 @@ def test_folders_with_adapters_that_would_not_be_trained(
     adapted = get_peft_model(model, LoraConfig(**settings, exclude_modules=[past]))
     adapted.save_pretrained(tmp_path / "without")
     held = resolved({"path": str(tmp_path / "without")}, config=config).param_specs
-    assert any(spec.adapts for spec in held)
-    assert not any(past in spec.hf[0] for spec in held if spec.adapts)
+    assert {past in spec.hf[0] for spec in held if spec.adapts} == {False}
     # As folders are that dsx wrote when it had adapters where PEFT refuses them.
     monkeypatch.setattr("peft.tuners.tuners_utils._check_lora_target_modules_mamba", lambda *_: None)
     adapted = get_peft_model(adapted.unload(), LoraConfig(**settings)).eval()
@@ -347,9 +345,8 @@ def test_folders_with_adapters_that_would_not_be_trained(
 
 
 def test_a_checkpoint_with_adapters_that_are_left_out_today_says_how_to_go_on() -> None:
-    names = ("1.block.mixer.in_proj.lora_a", "1.block.mixer.out_proj.lora_a")
     form = {"state": "weight", "shape": (2, 4), "dtype": "float32", "pieces": ()}
-    entries = tuple(Entry(name=name, **form) for name in names)
-    catalog = Catalog(root=Path("run"), format="dsx-2", entries=entries)
+    held = Entry(name="1.block.mixer.out_proj.lora_a", **form)
+    catalog = Catalog(root=Path("run"), format="dsx-2", entries=(held,))
     with pytest.raises(CheckpointError, match=r"out_proj\.lora_a .* alone.*dsx reshard --to hf"):
-        require_same_model(catalog, {names[0]: (2, 4)})
+        require_same_model(catalog, {})

@@ -414,19 +414,17 @@ def require_same_model(
         ),
     ]
     if differences:
-        factors = here.keys() < saved.keys() and all(
-            name.endswith((A, B, MAGNITUDE)) for name in saved.keys() - here.keys()
-        )
+        kinds = {name.rpartition(".")[2] for name in saved.keys() ^ here.keys()}
         left = (
             "; dsx no longer puts adapters on matrices that a family's code reads, as Mamba's out_proj and "
             "dt_proj: if these are such, merge them with dsx reshard --to hf, and train a new adapter of that"
-        )
+        ) * (kinds <= {A, B, MAGNITUDE} and here.keys() < saved.keys())
         more = f"; and {len(differences) - _SHOWN} more differences" if len(differences) > _SHOWN else ""
         raise CheckpointError(
             str(catalog.root),
             f"the checkpoint is of another model: {'; '.join(differences[:_SHOWN])}{more}",
             "give the model that it was trained with (dsx.model, dsx.adapter), another checkpoint, or for a "
-            f"new run another dsx.train.output{left * factors}",
+            f"new run another dsx.train.output{left}",
         )
 
 
