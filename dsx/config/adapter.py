@@ -103,12 +103,13 @@ def adapter_of(block: AdapterConfig, model: Model, *, trained: bool = True) -> A
         adapter = Adapter(**saved | given)
     past = next((name for spec in specs for name, _ in targeted(adapter, spec) if name in read), None)
     if past is not None:
-        key, value, fix = "targets", adapter.targets, "put it into dsx.adapter.train_also, to train it itself"
-        if saved and key not in given:
-            key, value = "path", block.path
+        where = at("dsx.adapter.targets", adapter.targets)
+        fix = "leave it out, or put it into dsx.adapter.train_also, to train it itself"
+        if saved and "targets" not in given:
+            where = at("dsx.adapter.path", block.path)
             fix = "merge it, by dsx reshard --to hf of its run's checkpoint, or by PEFT's merge_and_unload"
-        what = f"the family's code, or a kernel that it calls, multiplies by the matrix of {past}"
-        raise ConfigError(at(f"dsx.adapter.{key}", value), f"{what} itself, past any adapter", fix)
+        what = f"the family's code, or a kernel that it calls, multiplies by the matrix of {past} itself"
+        raise ConfigError(where, f"{what}, past any adapter", fix)
     if saved:
         _require_ties(block.path, adapter, specs, ties=ties)
         _require_possible_start(block.path, adapter, specs)
