@@ -18,6 +18,7 @@ from dsx.fault_tolerance import watch
 from fault_tolerance import crew
 from fault_tolerance.guarded import PIPELINE, Run, forever
 from parity.dsx_run import Case
+from said import own_words
 
 DATA = Case(family="gpt2", dp=2, accumulation=1)
 ONE = Case(family="gpt2", accumulation=1)
@@ -72,14 +73,14 @@ def test_a_rank_that_raises_ends_the_others(tmp_path: Path) -> None:
     assert (first.code, second.code) == (1, 1)
     assert f"[rank 1 on {HERE}] Traceback" in second.said
     said = rf"\[rank 0 on {HERE}\] ended because rank 1 on {HERE} failed: ValueError: the disk is on fire "
-    assert re.fullmatch(rf"{said}\(at {CLOCK}\)\n", first.said), first.said
+    assert re.fullmatch(rf"{said}\(at {CLOCK}\)\n", own_words(first.said)), first.said
 
 
 def test_an_error_that_follows_from_a_loss_is_not_the_cause(tmp_path: Path) -> None:
     """Though the rank that was lost cannot say anything, and the one that is left says a lot."""
     _, second = ended(tmp_path, "in vain")
     said = rf"\[rank 1 on {HERE}\] ended because rank 0 on {HERE} is gone since {CLOCK}: its process [^\n]+"
-    assert re.match(said, second.said), second.said
+    assert re.match(said, own_words(second.said)), second.said
     assert "Traceback" not in second.said
 
 
@@ -110,8 +111,9 @@ def test_the_cause_is_named_whenever_it_is_lost(tmp_path: Path, deed: str, what:
     with crew.started(train_all_but_one, 2, tmp_path, deed) as team:
         _, second = team.end()
     assert second.code == code
-    assert second.said.startswith(f"[rank 1 on {HERE}] ended because rank 0 on {HERE} {what}"), second.said
-    assert second.said.count("\n") == 1
+    said = own_words(second.said)
+    assert said.startswith(f"[rank 1 on {HERE}] ended because rank 0 on {HERE} {what}"), second.said
+    assert said.count("\n") == 1
 
 
 def train_while_one_is_stopped(rank: int, world_size: int, folder: Path) -> int:
@@ -152,13 +154,15 @@ def test_a_stopped_rank_and_a_dead_launcher_are_told_of_and_the_run_goes_on(tmp_
         team.wait_until(lambda: "warning: the launcher of ranks 0, 1 on" in team.said())
         (tmp_path / "enough").touch()
         assert [rank.code for rank in team.end()] == [0, 0]
-        assert len(team.said().splitlines()) == 2 + 3  # two headings, three lines
+        assert len(own_words(team.said()).splitlines()) == 2 + 3  # two headings, three lines
 
 
 def test_a_rank_that_is_stopped_is_found_and_ended(tmp_path: Path) -> None:
     first, second = ended(tmp_path, "stop", hang=2.0)
     assert (first.code, second.code) == (-signal.SIGKILL, 1)
-    assert re.match(rf"error: the run does not go on since {CLOCK}: rank 0 on {HERE} is stopped", second.said)
+    assert re.match(
+        rf"error: the run does not go on since {CLOCK}: rank 0 on {HERE} is stopped", own_words(second.said)
+    )
     # Stopped with its threads: what it had sent of 0F0 may not have left it.
     waits = (
         rf"rank 1 on {HERE}: step 3, training step, 1F([01]) waits for 0F\1 from rank 0 on {HERE} \(p2p\.py:"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -106,9 +107,10 @@ def test_values_that_torchs_own_modules_give_are_there_after_a_fresh_start() -> 
     theirs = AutoModelForCausalLM.from_config(hf_config_of(config))
     specs = {spec.name.partition(".")[2]: spec for spec in model.params if spec.layer == 1}
     weights = Weights(specs=specs, tp=TensorParallel(), dtype=torch.float32, device="cpu", seed=0)
-    builder = entries(model, lambda _: weights, "cpu", "none")
-    layer, arguments, *_ = [*builder][1]
-    slope = layer(*arguments).get_parameter("block.mlp.activation_fn.weight")
+    _, make, *_ = entries(
+        model, lambda _: weights, "cpu", "none", lambda layer, *given, **_: partial(layer, *given)
+    )
+    slope = make().get_parameter("block.mlp.activation_fn.weight")
     assert torch.equal(slope, theirs.get_parameter("model.layers.0.mlp.activation_fn.weight"))
 
 
