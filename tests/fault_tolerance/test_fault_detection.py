@@ -174,7 +174,7 @@ def test_a_rank_that_is_stopped_is_found_and_ended(tmp_path: Path) -> None:
 def test_a_data_loader_that_hangs_is_found(tmp_path: Path) -> None:
     first, second = ended(tmp_path, "hang", hang=2.0)
     assert (first.code, second.code) == (1, 1)
-    said = first.said
+    said = own_words(first.said)
     waits = f"rank 1 on {HERE} waits for rank 0 on {HERE}. rank 0 on {HERE}: step 3, training step, 0F1"
     assert re.match(rf"error: the run does not go on since {CLOCK}: {waits}", said)
     assert "(reading data, guarded.py:" in said
