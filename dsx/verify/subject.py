@@ -422,9 +422,9 @@ def random_tokens(config: RunConfig, step: int, index: int) -> MicroBatch:
 
 def scale_off(given: Tensor, output: Tensor, probability: float) -> float:
     """How far dropout's factor is off, over all elements: fp16 rounds its smallest by several per cent."""
-    kept = given.double() * (output != 0)
+    kept = given.detach().double() * (output != 0)
     square = float(kept.square().sum())
-    return abs(float((output * kept).sum()) / square * (1 - probability) - 1) if square else 0.0
+    return abs(float((output.detach() * kept).sum()) / square * (1 - probability) - 1) if square else 0.0
 
 
 def masks_of(config: RunConfig, groups: Groups) -> dict[str, Mask]:

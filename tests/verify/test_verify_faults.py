@@ -182,7 +182,7 @@ def verdicts(
         if fault not in WITH_DROPOUT:
             job = replace(job, dropout=None)
         jobs.append((fault, job))
-    seen = ranks.run(watch, 4, jobs)[0]
+    seen = ranks.run(watch, 4, jobs, timeout=300 + 10 * len(jobs))[0]
     return {
         (layout, fault): judge(plans[layout], found)
         for (layout, fault, *_), found in zip(cases, seen, strict=True)
