@@ -440,9 +440,8 @@ def _problems_of_expression(
         yield _of_table(key, table)
     elif not any(names(expression, name) for name in linears):
         is_name = any(names((expression,), name) for name in linears)
-        near = suggest(
-            expression, [ALL_LINEAR, *_ends(linears - read)], otherwise='use "all-linear", or a list'
-        )
+        known = [ALL_LINEAR, *_ends(linears - read)]
+        near = suggest(expression, known, otherwise='use "all-linear", or a list')
         near = f'write ["{expression}"]: names and ends of names stand in a list' if is_name else near
         yield ConfigError(key, "it is the whole name of no linear of the model's blocks", near)
 

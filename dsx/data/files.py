@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from dsx.config.schema import DataConfig
 from dsx.config.sources import PATTERN, STANDARD_LIBRARY, TABLES, TEXTS, is_hub_name
-from dsx.data.units import FilePart, Stamp, Unit, file_parts, pieces, to_name
+from dsx.data.units import TO_UTF8, FilePart, Stamp, Unit, file_parts, pieces, to_name
 from dsx.errors import DataError
 from dsx.models.transformers_settings import first_line
 from dsx.terminal import full_disk
@@ -429,7 +429,7 @@ def not_utf8(path: Path) -> DataError | None:
             except UnicodeDecodeError as error:
                 byte = f"byte 0x{line[error.start]:02x}"
                 what = f"is not UTF-8 text ({error.reason}: {byte}), line {number}"
-                return DataError(str(path), what, "convert it (iconv -f latin1 -t utf-8) or leave it out")
+                return DataError(str(path), what, TO_UTF8)
     return None
 
 
@@ -478,8 +478,7 @@ def _unreadable(
             return DataError(where, what, 'write jsonl, and name the files: "folder/*.jsonl"')
         return DataError(where, what, f'name the files: "{where}/**/*{suffix}"')
     if isinstance(error, UnicodeDecodeError):
-        fix = "convert it (iconv -f latin1 -t utf-8) or leave it out"
-        return DataError(where, f"is not UTF-8 text ({error.reason})", fix)
+        return DataError(where, f"is not UTF-8 text ({error.reason})", TO_UTF8)
     if "split" in str(error).lower():
         return DataError(f"dsx.data.split of {where}", reason, "name a split that it has")
     return DataError(where, f"cannot be read ({reason})", "check the name and the files")

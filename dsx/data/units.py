@@ -21,6 +21,7 @@ _SMALLEST_UNIT_BYTES, _LARGEST_UNIT_BYTES = 64 << 10, 64 << 20
 _UNITS_PER_LANE = 4
 _NEAR_BYTES = 64 << 10
 _LONGEST_BYTES = 4 << 20
+TO_UTF8 = "convert it (iconv -f latin1 -t utf-8) or leave it out"
 _AHEAD_BYTES = 10 << 20  # in which datasets looks for the columns, too
 
 
@@ -285,5 +286,5 @@ def _decoded(piece: bytes, path: Path, at: int) -> str:
         raise DataError(
             str(path),
             f"is not UTF-8 text ({error.reason}: byte 0x{piece[error.start]:02x} at {at + error.start})",
-            "convert it (iconv -f latin1 -t utf-8) or leave it out",
+            TO_UTF8,
         ) from error

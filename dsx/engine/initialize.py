@@ -382,10 +382,8 @@ def _named(config: Mapping[str, Any]) -> Iterator[None]:
         yield
     except Exception as error:
         if "not been implemented on CPU" in str(error):  # deepspeed/ops/op_builder/cpu/no_impl.py
-            where, fix = (
-                at("optimizer.type", config["optimizer"]["type"]),
-                'use "AdamW" with "torch_adam": true',
-            )
+            where = at("optimizer.type", config["optimizer"]["type"])
+            fix = 'use "AdamW" with "torch_adam": true'
             raise ConfigError(where, "DeepSpeed has none for CPUs", fix) from None
         modules = [str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(error.__traceback__)]
         found = {name.removeprefix("deepspeed.monitor.") for name in modules}

@@ -650,12 +650,6 @@ def _form_of(call: BlockCall) -> BlockCall:
     return BlockCall(moved(call.hidden), moved(call.arguments), moved(call.named), call.by_name)
 
 
-def _run_form(block: nn.Module, there: BlockCall) -> Any:
-    """What a block gives, without storage."""
-    with torch.no_grad(), torch_forms():
-        return there.make(copy.deepcopy(block).to("meta", torch.bfloat16), there.hidden)
-
-
 class _CarriedError(Exception):
     """A block uses what another gave beside the hidden states."""
 
@@ -707,7 +701,9 @@ def _require_own(found: ModelStructure) -> None:
 def _uses_carried(block: nn.Module, call: BlockCall) -> bool:
     """Whether a block looks at a :class:`_Carried` of its arguments."""
     try:
-        _run_form(block, _form_of(call))
+        there = _form_of(call)
+        with torch.no_grad(), torch_forms():
+            there.make(copy.deepcopy(block).to("meta", torch.bfloat16), there.hidden)
     except Exception as error:  # noqa: BLE001 - what looks at values cannot be looked at
         return isinstance(error, _CarriedError)
     return False

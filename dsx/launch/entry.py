@@ -55,12 +55,20 @@ def launched() -> bool:
     return bool(os.environ.get("LOCAL_RANK") and os.environ.get("WORLD_SIZE"))
 
 
+def job_steps() -> tuple[tuple[str, ...], ...]:
+    """A step's variables: its tasks, its machines, tasks of this machine, and the task's number there."""
+    if "SLURM_PTY_PORT" in os.environ:  # a shell for people, alone with the variables of a first task
+        return ()
+    return (  # not SLURM_NTASKS, which a batch script has, too, before it starts any
+        ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "", "SLURM_LOCALID"),
+        ("OMPI_COMM_WORLD_SIZE", "", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+        ("PMI_SIZE", "", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
+    )
+
+
 def refuse_many(where: str, what: str, fix: str, *also: str) -> None:
     """Raise ConfigError if this process is one of several, as launchers' variables say, and ``also``."""
-    # Not SLURM_NTASKS, which a batch script has, too, before it starts any; nor in a shell for people (srun
-    # --pty), which has the variables of its first task and is alone.
-    names = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-    for name in (*(() if "SLURM_PTY_PORT" in os.environ else names), *also):
+    for name in (*(tasks for tasks, *_ in job_steps()), *also):
         count = os.environ.get(name, "")
         if count.isdecimal() and int(count) > 1:
             what = f"a launcher has started {count} of it ({name}), and {what}"

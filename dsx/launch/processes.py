@@ -28,7 +28,16 @@ from torch._C._distributed_c10d import PrefixStore
 
 from dsx.errors import ConfigError, DsxError, RunError
 from dsx.fault_tolerance.waits import clock, named
-from dsx.launch.entry import AGREED, ALONE, local_rank, local_world_size, rank, refuse_alone, usable_cores
+from dsx.launch.entry import (
+    AGREED,
+    ALONE,
+    job_steps,
+    local_rank,
+    local_world_size,
+    rank,
+    refuse_alone,
+    usable_cores,
+)
 from dsx.launch.spared import lean_on_cpu
 from dsx.parallel.groups import Groups, make_groups
 from dsx.parallel.islands import Islands
@@ -333,14 +342,6 @@ def _groups(mesh: Mesh, sequence_parallel: bool, seed: int, node: IslandNode | N
     return groups
 
 
-# Variables of what starts launchers: tasks, machines, tasks of this machine, and the task's number on it.
-_STEPS = (
-    ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "", "SLURM_LOCALID"),
-    ("OMPI_COMM_WORLD_SIZE", "", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    ("PMI_SIZE", "", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
-)
-
-
 def _refuse_strangers() -> None:
     """Raise ConfigError if other torchruns, or deepspeed launchers, know nothing of this one; or say it.
 
@@ -348,7 +349,7 @@ def _refuse_strangers() -> None:
     """
     where = "torchrun" if "GROUP_WORLD_SIZE" in os.environ else "deepspeed"
     launchers = int(os.environ.get("GROUP_WORLD_SIZE") or os.environ.get("CROSS_SIZE") or 0)
-    for name, *others in _STEPS if launchers and "SLURM_PTY_PORT" not in os.environ else ():
+    for name, *others in job_steps() if launchers else ():
         said = (os.environ.get(each, "") for each in (name, *others))
         tasks, machines, here, place = (int(each) if each.isdecimal() else -1 for each in said)
         expected = tasks if place else machines if machines > 0 else -(-tasks // max(here, 1))

@@ -119,7 +119,8 @@ def test_launchers_that_srun_has_started_know_of_each_other(monkeypatch, capfd, 
     assert said(3, 4, 4, 0).startswith(late)  # --nnodes 2:4
     monkeypatch.setenv("PET_NNODES", "1:4")
     assert said(1, 4, 4, 0).startswith(late.replace("3", "1"))
-    monkeypatch.setattr(processes, "_STEPS", processes._STEPS[1:])
+    _, *others = processes.job_steps()
+    monkeypatch.setattr(processes, "job_steps", lambda: others)
     monkeypatch.delenv("PET_NNODES")
     for name, value in {"SIZE": "16", "LOCAL_SIZE": "8", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
