@@ -28,13 +28,15 @@ from dsx.cli.options import (
     own_layers,
 )
 from dsx.cli.output import judging, say, style_of, write
-from dsx.errors import DsxError
+from dsx.errors import ConfigError, DsxError
 from dsx.terminal import aligned, amount, columns, wrapped
 
 if TYPE_CHECKING:
+    from dsx.planner.cluster import Cluster
     from dsx.planner.inputs import BestLayout, Calibration, PlanInputs
     from dsx.planner.plan import Plan, Ranked
     from dsx.planner.sites import SiteComparison
+    from dsx.planner.what_is_left import KnownFigure
 
 _MOST_TOO_LARGE = 3
 
@@ -63,6 +65,15 @@ def plan(
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure a layer of the model on this machine, and go by that.")
     ] = False,
+    goodput: Annotated[
+        bool, typer.Option("--goodput", help="Say how often to save, and what failures leave of the time.")
+    ] = False,
+    saves_of: Annotated[
+        Path | None,
+        typer.Option(
+            "--saves-of", metavar="RUN", help="Folder of a run that has timed saves, for --goodput."
+        ),
+    ] = None,
     style: Annotated[Literal["table", "json"], FORMAT] = "table",
     output: Annotated[
         Path | None,
@@ -80,6 +91,8 @@ def plan(
 
     A cluster with several sites is planned as islands (dsx.outer) of the best layout of a site, beside the
     best layout of one job over all of them; GPUs and batch are those of all sites.
+
+    With --goodput, or "failures" in the cluster's file, failures are simulated, and spare nodes compared.
     """
     from dsx.planner.cluster import read_cluster
     from dsx.planner.inputs import (
@@ -90,6 +103,7 @@ def plan(
         site_inputs,
     )
     from dsx.planner.sites import compare
+    from dsx.planner.what_is_left import time_left, time_left_of_sites
     from dsx.waiting import Waiting
 
     style_of(None, output, ("json",))
@@ -113,6 +127,7 @@ def plan(
             overrides=overrides or (),
         )
         site = site_inputs(joined, where) if several else joined
+        known = _rests_on(site, where, saves_of, asked=goodput)
         if measure:
             from dsx.planner.profiler import measure_compute
 
@@ -121,7 +136,8 @@ def plan(
         if several:
             with judging(DsxError), waiting:
                 sites = compare(joined, site, where, pinned, measured, top=top, looked=waiting.stands)
-            _tell(sites.taken, measured, sites.config(joined), style, output, sites)
+                kept = None if known is None else time_left_of_sites(sites, known)
+            _tell(sites.taken, measured, sites.config(joined), style, output, kept, sites)
             return
     else:
         from dsx.planner.own_layers import OwnInputs
@@ -135,12 +151,36 @@ def plan(
         }
         own = own_layers(layers, config, given, overrides or ())
         inputs = OwnInputs.of(*own, cluster=where, gpus=gpus, global_batch=global_batch)
+        known = _rests_on(inputs, where, saves_of, asked=goodput)
     with redirect_stdout(sys.stderr), Waiting("looking at the layers"):  # which may print
         search = plan_search(inputs, pinned, measured, looked=waiting.stands)
     with judging(DsxError), redirect_stdout(sys.stderr), waiting:
         found = BestLayout(inputs, search.predictor, search.run(top))
         content = found.config()
-    _tell(found, measured, content, style, output)
+        kept = None if known is None else time_left(found, known)
+    _tell(found, measured, content, style, output, kept)
+
+
+def _rests_on(
+    inputs: PlanInputs, where: Cluster, saves_of: Path | None, *, asked: bool
+) -> dict[str, KnownFigure] | None:
+    """What the answer to ``--goodput`` rests on; None if nobody asks. A run's own saves are a mean."""
+    from statistics import fmean
+
+    from dsx.planner.what_is_left import KnownFigure, figures
+    from dsx.train.curves import METRICS_FILE, read_series
+    from dsx.train.progress import SAVE_SECONDS
+
+    if not asked and saves_of is None and where.failures is None:
+        return None
+    saves = None
+    if saves_of is not None:
+        found = read_series(saves_of if saves_of.is_file() else saves_of / METRICS_FILE).get(SAVE_SECONDS)
+        if found is None:
+            what = f"no record of it has {SAVE_SECONDS}: it saved nothing, or only at its end"
+            raise ConfigError(f"--saves-of {saves_of}", what, "name a run that trained on after a save")
+        saves = KnownFigure(fmean(found.values), f"mean of {len(found.values)} saves of {saves_of}")
+    return figures(inputs, where.failures, saves)
 
 
 def _tell(
@@ -149,20 +189,26 @@ def _tell(
     content: dict[str, Any],
     style: str,
     output: Path | None,
+    kept: dict[str, Any] | None,
     sites: SiteComparison | None = None,
 ) -> None:
     """Print the plan and write the best layout's config."""
+    from dsx.planner.what_is_left import words
+
     inputs, plan, module = found.inputs, found.plan, found.module_words()
     if output is not None:
         write(json.dumps(content, indent=2) + "\n", output)  # with JSON, standard output is JSON alone
     if style == "json":
         facts = _facts(inputs, plan) | {"measured": measured and measured.text, "config": content}
         facts |= {} if sites is None else {"sites": sites.facts()}
+        facts |= {} if kept is None else {"goodput": kept}
         say(json.dumps(facts | ({"module": module} if module else {}), indent=2))
         return
     if sites is not None:
         say("\n".join([*sites.text(), ""]))
     say(_text(inputs, plan, measured, module))
+    if kept is not None:
+        say("\n".join(wrapped(line, columns(), indent="    ") for line in words(kept)))
     if output is not None:
         say(f"wrote {output}")
 

@@ -56,6 +56,7 @@ class Cluster:
         is_host: Whether the "GPUs" are CPU processes, where nothing runs beside a rank's computation.
         reserved_bytes: What device context, communication libraries and the allocator's gaps take of a GPU's
             memory. An allowance, not a measurement.
+        failures: How its nodes fail, if somebody has said so.
 
     Raises:
         ConfigError: A size that cannot be.
@@ -75,6 +76,7 @@ class Cluster:
     generation: str = ""
     is_host: bool = False
     reserved_bytes: int = 0
+    failures: FailuresConfig | None = None
 
     def __post_init__(self) -> None:
         figures = {
@@ -247,6 +249,31 @@ class LinkConfig(SchemaBlock):
         return Link((self.gigabytes_per_second or 0) * _GIGA, (self.latency_microseconds or 0) / 1e6)
 
 
+_Some = Annotated[float, Field(ge=0, le=1e9)] | None
+_Rate = Annotated[float, Field(ge=0.001, le=1e9)] | None
+
+
+class FailuresConfig(SchemaBlock):
+    """How nodes fail and what a failure or a save costs; for what is left out there are published figures."""
+
+    per_thousand_gpu_days: _Some = Field(None, description="Failures of GPUs, for each 1,000 GPUs and day.")
+    per_thousand_node_days: _Some = Field(None, description="All others, for each 1,000 nodes and day.")
+    lost_share: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None, description="Share, 0 to 1, of the failures after which a node has to be repaired."
+    )
+    repair_hours: _Some = Field(None, description="Until such a node is there again.")
+    spare_nodes: Annotated[int, Field(ge=0, le=1 << 20)] | None = Field(
+        None, description="Nodes that wait for such failures."
+    )
+    notice_seconds: _Some = Field(None, description="Until a failure is noticed.")
+    start_seconds: _Some = Field(None, description="From there to the first step, but for reading.")
+    other_layout_seconds: _Some = Field(None, description="What a start in another layout takes longer.")
+    save_seconds: _Some = Field(None, description="Time that a save stops training for: perf/save_seconds.")
+    host_gigabytes_per_second: _Rate = Field(None, description="From each GPU to its host's memory.")
+    storage_gigabytes_per_second: _Rate = Field(None, description="Of the storage, for all nodes together.")
+    days: _Rate = Field(None, description="How long the run lasts.")
+
+
 class ClusterConfig(SchemaBlock):
     """A cluster: a known GPU with what differs, or everything."""
 
@@ -283,6 +310,9 @@ class ClusterConfig(SchemaBlock):
     )
     across: LinkConfig | None = Field(
         default=None, description="Of a whole site to the others, which its GPUs share; with several sites."
+    )
+    failures: FailuresConfig | None = Field(
+        default=None, description="How its nodes fail; a plan then says how often to save, as with --goodput."
     )
 
 
@@ -395,4 +425,5 @@ def _cluster(file: str, name: str, config: ClusterConfig) -> Cluster:
         generation=config.generation or "",
         is_host=is_host,
         reserved_bytes=reserved_bytes,
+        failures=config.failures,
     )

@@ -50,6 +50,8 @@ class Monitor:
         state: The :attr:`state` in the checkpoint that the run continues from; empty for a fresh start.
     """
 
+    _save_seconds: float | None = None  # of the save since the last report
+
     def __init__(
         self,
         config: RunConfig,
@@ -138,6 +140,7 @@ class Monitor:
             trained_share=None if trained is None else trained / self._config.tokens_per_step,
             step_seconds=(now - self._last_time) / (step - self._last_step),
             data_share=(self._waited_seconds - before) / (now - self._last_time),
+            save_seconds=self._save_seconds,
             bubble=None if comparison is None else comparison.measured.bubble,
             simulated_bubble=None if comparison is None else comparison.simulated.bubble,
             estimated_bytes=None if self._estimate is None else self._estimate.peak_bytes,
@@ -155,7 +158,7 @@ class Monitor:
                 f"{told}: no token to train (every label is -100), so the gradient was zero"
             )
         self._mute_steps.zero_()
-        self._last_step, self._last_time = step, now
+        self._last_step, self._last_time, self._save_seconds = step, now, None
         auto, done = train.log_every == "auto", step - self._resumed_after
         if not auto or done <= _FIRST_LINES or is_due(step, every=lines_apart(train.steps), last=train.steps):
             self._progress.step(report)
@@ -260,16 +263,17 @@ class Monitor:
     def wrote(self, label: str, path: Path) -> None:
         self._written[label] = path
 
-    def saved(self, checkpoint: Path, *, background: bool) -> None:
+    def saved(self, checkpoint: Path, *, seconds: float, background: bool) -> None:
         """Tell W&B of the checkpoint of this step.
 
         Args:
             checkpoint: Its folder.
+            seconds: For which training stood still, told with the next step.
             background: Whether it is still being written: W&B then hears of it at the next save, which waits
                 for it, or at the end.
         """
         self._refer_to_saved()
-        self._saved = checkpoint, int(self._engine.global_steps)
+        self._saved, self._save_seconds = (checkpoint, int(self._engine.global_steps)), seconds
         if not background:
             self._refer_to_saved()
 

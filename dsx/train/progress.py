@@ -25,6 +25,9 @@ Rows = Iterable[tuple[str, str]]
 
 _GIB = 1 << 30
 
+SAVE_SECONDS = "perf/save_seconds"
+"""The metric of what a save takes."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRates:
@@ -69,6 +72,7 @@ class StepReport:
         tokens: Tokens read since the run began, resumed parts included.
         trained_share: Share of the step's tokens that have a label; None if nobody counts them.
         step_seconds: Wall time of a step; the mean since the last report if steps lie between.
+        save_seconds: Time that training stood still for the save before this step; None if there was none.
         data_share: Share of that time that the rank which reports waited for data; None if unknown.
         bubble: Idle over ideal time of the pipeline ranks, measured; None for a step that is not traced.
         simulated_bubble: The same of the schedule, simulated with that step's own times.
@@ -91,6 +95,7 @@ class StepReport:
     step_seconds: float
     trained_share: float | None = None
     data_share: float | None = None
+    save_seconds: float | None = None
     bubble: float | None = None
     simulated_bubble: float | None = None
     elapsed_seconds: float | None = None
@@ -132,6 +137,7 @@ class StepReport:
             "perf/tflops_per_gpu": self.flops_per_gpu / 1e12,
             "perf/mfu_percent": _scaled(self.mfu, 100),
             "perf/step_seconds": self.step_seconds,
+            SAVE_SECONDS: self.save_seconds,
             "perf/data_percent": _scaled(self.data_share, 100),
             "perf/bubble_percent": _scaled(self.bubble, 100),
             "perf/bubble_simulated_percent": _scaled(self.simulated_bubble, 100),

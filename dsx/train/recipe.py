@@ -302,7 +302,7 @@ def save(
         **({} if guard is None else guard.state),
         **agree(lambda: monitor.state),
     }
-    train = config.dsx.train
+    train, begun = config.dsx.train, time.perf_counter()
     with Waiting(f"saving step {engine.global_steps}", quiet=engine.groups.mute):
         path = engine.save_checkpoint(
             root, client_state=client_state, background=train.save_in_background, keep=train.keep_checkpoints
@@ -310,7 +310,7 @@ def save(
     if engine.groups.rank == 0:
         content = json.dumps(config.recorded(), indent=2) + "\n"
         store.write_atomically(config.output / CONFIG, content.encode())
-    monitor.saved(path, background=train.save_in_background)
+    monitor.saved(path, seconds=time.perf_counter() - begun, background=train.save_in_background)
     monitor.wrote("checkpoints", root)
     monitor.wrote("resolved config", config.output / CONFIG)
 

@@ -239,13 +239,14 @@ def test_wandb_hears_of_checkpoints_that_are_complete(
         lambda kind, folder, *, step, about: told.append((kind, folder, step)),
     )
     run.step(1.0)
-    run.monitor.saved(Path("a"), background=False)
+    run.monitor.saved(Path("a"), seconds=1.0, background=False)
     assert told == [("checkpoint", Path("a"), 1)]
     run.step(1.0)
-    run.monitor.saved(Path("b"), background=True)
+    run.monitor.saved(Path("b"), seconds=2.0, background=True)
     run.step(1.0)
+    assert [row.get("perf/save_seconds") for row in run.rows()] == [None, 1.0, 2.0]  # of the save before
     assert told[1:] == []
-    run.monitor.saved(Path("c"), background=True)  # the engine has waited for b
+    run.monitor.saved(Path("c"), seconds=1.0, background=True)  # the engine has waited for b
     assert told[1:] == [("checkpoint", Path("b"), 2)]
     run.monitor.exported(Path("d"))
     run.monitor.finish()

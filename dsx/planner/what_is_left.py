@@ -1,0 +1,221 @@
+"""What failures and saves leave of the time of a planned run, and how often it saves."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from importlib.resources import files
+from math import ceil, inf, isfinite
+from typing import Any, NamedTuple
+
+from dsx.config.schema import FaultsConfig
+from dsx.config.wording import at
+from dsx.errors import ConfigError, DsxError
+from dsx.parallel.limits import divisors
+from dsx.parallel.mesh import Mesh
+from dsx.planner import goodput
+from dsx.planner.cluster import FailuresConfig
+from dsx.planner.goodput import DAY_SECONDS, Hazards, Rung, SaveCost
+from dsx.planner.inputs import BestLayout, LayoutMemory, PlanInputs, moment_bytes
+from dsx.planner.sites import SiteComparison
+from dsx.terminal import aligned, amount, seconds
+
+_GIGA, _MOST_RUNGS = 1e9, 4
+_POINTS = 0.005  # What an interval may cost more that is as good.
+
+
+class KnownFigure(NamedTuple):
+    """A number that an answer rests on, and where it is from."""
+
+    value: float
+    source: str
+
+
+_FILE = (files("dsx.planner") / "failures.toml").read_text(encoding="utf-8")
+_USUAL = {key: KnownFigure(**each) for key, each in tomllib.loads(_FILE).items()}
+
+
+def figures(
+    inputs: PlanInputs, given: FailuresConfig | None, save_seconds: KnownFigure | None
+) -> dict[str, KnownFigure]:
+    """Everything an answer rests on, by the keys of a cluster's ``failures``: given, measured, or usual.
+
+    Raises:
+        ConfigError: Nobody would notice a hang.
+    """
+    said = {} if given is None else given.model_dump(exclude_none=True)
+    known = {key: KnownFigure(value, "given") for key, value in said.items()}
+    if save_seconds is not None:
+        known["save_seconds"] = save_seconds
+    usual = {key: each for key, each in _USUAL.items() if key in FailuresConfig.model_fields}
+    storage = _USUAL["storage_gigabytes_per_second_and_node"]
+    usual["storage_gigabytes_per_second"] = storage._replace(value=storage.value * _nodes(inputs))
+    if "notice_seconds" not in known:
+        faults = FaultsConfig.model_validate(inputs.content.get("dsx", {}).get("faults", {}))
+        if not faults.hang_seconds:
+            raise ConfigError(
+                at("dsx.faults.hang_seconds", faults.hang_seconds),
+                "a rank that hangs is never noticed, so that nobody knows what that costs",
+                'set it, or write "failures": {"notice_seconds": ...} in the cluster\'s file',
+            )
+        hangs, soon = _USUAL["hang_share"], faults.silent_seconds or _USUAL["timeout_seconds"].value
+        mean = (1 - hangs.value) * soon + hangs.value * faults.hang_seconds
+        usual["notice_seconds"] = hangs._replace(value=mean)
+    return usual | known
+
+
+def _nodes(inputs: PlanInputs) -> int:
+    return ceil(inputs.gpus / inputs.cluster.gpus_per_node)
+
+
+def hazards_of(
+    known: Mapping[str, KnownFigure], gpus: int, nodes: int, checkpoint_bytes: float
+) -> tuple[Hazards, SaveCost]:
+    """What happens to a run of so many GPUs, and what its saves take, by what :func:`figures` gave."""
+    value = {key: each.value for key, each in known.items()}
+    moved = checkpoint_bytes / (_GIGA * value["storage_gigabytes_per_second"])
+    copied = checkpoint_bytes / gpus / (_GIGA * value["host_gigabytes_per_second"])
+    rate = value["per_thousand_gpu_days"] * gpus + value["per_thousand_node_days"] * nodes
+    rate, repair = rate / (1000 * DAY_SECONDS), 3600 * value["repair_hours"]
+    enough = min(nodes, goodput.enough_spares(rate * value["lost_share"] * repair))
+    hazards = Hazards(
+        rungs=(Rung(nodes=nodes),),
+        failures_per_second=rate,
+        start_seconds=value["start_seconds"] + moved,
+        repair_seconds=repair,
+        spares=int(value.get("spare_nodes", enough)),
+        **{key: value[key] for key in ("notice_seconds", "other_layout_seconds", "lost_share")},
+    )
+    pause = value.get("save_seconds", _USUAL["agree_seconds"].value + copied)
+    return hazards, SaveCost(pause_seconds=pause, write_seconds=moved)
+
+
+def time_left(
+    found: BestLayout, known: Mapping[str, KnownFigure], *, islands: int = 1, between: float = 0.0
+) -> dict[str, Any]:
+    """How often the best layout saves and where its time goes, by what is done while nodes are away.
+
+    Args:
+        found: The layout, of one island where there are several.
+        known: What :func:`figures` gave.
+        islands: How many, of which one stops at a failure.
+        between: Seconds from round to round: an island that comes back takes the others' weights, and has
+            lost what no round has had.
+    """
+    inputs, step, nodes = found.inputs, found.best.time.seconds, _nodes(found.inputs)
+    trained = sum(found.predictor.elements(1, trained=True))
+    trained -= found.predictor.task.layers.shared_elements(1)
+    num_bytes = trained * (4 + moment_bytes(inputs.content))  # the fp32 weight and its moments
+    one, saving = hazards_of(known, inputs.gpus, nodes, num_bytes)
+    mttf, pause = one.mttf_seconds, saving.pause_seconds
+    every, near, interval = None, None, inf
+    if fails := isfinite(mttf):
+        least = max(1, ceil(saving.write_seconds / step))  # a save waits until the one before is complete
+        every = max(least, round(goodput.daly(mttf, pause) / step))
+        few, most = (round(end / step) for end in goodput.as_good(mttf, pause, _POINTS))
+        near, interval = (min(every, max(least, few)), max(every, most)), every * step
+    cost = saving
+    if islands > 1 and fails:
+        cost, interval = SaveCost(pause * between / interval), between
+    smaller = tuple(_smaller(found))
+    ways = {"spare nodes": one} if one.spares else {}
+    ways["wait for the repair"] = waits = replace(one, spares=0)
+    if smaller:
+        ways["shrink (dsx.elastic)"] = replace(waits, rungs=(*one.rungs, *smaller))
+    shares: dict[str, dict[str, float]] = {}
+    for way, each in ways.items():
+        parts = goodput.simulate(each, cost, interval, days=known["days"].value)
+        shares[way] = parts | {"of_all_nodes": parts["goodput"] * nodes / (nodes + each.spares)}
+    rests = {"save_seconds": KnownFigure(pause, _USUAL["agree_seconds"].source), **known}
+    return {
+        "mean_seconds_to_failure": mttf if fails else None,
+        "islands": islands,
+        "nodes": nodes,
+        "down_seconds": one.notice_seconds + one.start_seconds,
+        "checkpoint_bytes": num_bytes,
+        **saving._asdict(),
+        "save_every_steps": every,
+        "as_good_steps": near,
+        "interval_seconds": interval if fails else None,
+        "young_seconds": goodput.young(mttf, pause) if fails else None,
+        "daly_seconds": goodput.daly(mttf, pause) if fails else None,
+        "spare_nodes": one.spares,
+        "smaller_layouts": [rung._asdict() for rung in smaller],
+        "ways": shares,
+        "best": max(shares, key=lambda way: shares[way]["of_all_nodes"]),
+        "figures": {key: each._asdict() for key, each in rests.items()},
+    }
+
+
+def time_left_of_sites(sites: SiteComparison, known: Mapping[str, KnownFigure]) -> dict[str, Any]:
+    """The same of what a comparison of sites has taken, beside one job; ``known`` is of one site."""
+    one, key, settings = None, "storage_gigabytes_per_second", sites.settings
+    if sites.one is not None:
+        whole = known[key]._replace(value=known[key].value * sites.cluster.sites)
+        one = time_left(sites.one, {**known, key: whole})
+        if sites.taken is sites.one:
+            return one
+    between = settings.every * sites.task.mean_step_seconds(settings) / settings.shares
+    return time_left(sites.site, known, islands=sites.cluster.sites, between=between) | {"one_job": one}
+
+
+def words(found: Mapping[str, Any]) -> list[str]:
+    """What :func:`time_left` found, for people."""
+    mttf, down, rungs = found["mean_seconds_to_failure"], found["down_seconds"], found["smaller_layouts"]
+    where = f"{found['nodes']:,} nodes" + f" of each of {found['islands']} islands" * (found["islands"] > 1)
+    often = "no failure" if mttf is None else f"a failure every {mttf / 3600:,.1f} hours"
+    lines = [
+        "",
+        f"what failures and saves leave of {found['figures']['days']['value']:g} days, simulated",
+        f"{often} on {where}, then {seconds(down)} to the next step",
+    ]
+    size, later = amount(found["checkpoint_bytes"]), seconds(found["write_seconds"])
+    lines.append(
+        f"a save stops training for {seconds(found['pause_seconds'])}; its {size} are complete {later} later"
+    )
+    if mttf is None:
+        lines.append("nothing fails, so that a save at the end is enough")
+    else:
+        few, most = found["as_good_steps"]
+        rules = f"Young {seconds(found['young_seconds'])}, Daly {seconds(found['daly_seconds'])}"
+        more = f"from {few:,} to {most:,} it costs at most {100 * _POINTS:g} points more"
+        lines.append(f"save every {found['save_every_steps']:,} steps ({rules}); {more}")
+        if mttf < down:
+            lines.append(
+                "failures come faster than a start after one: few starts get to their first step, and the "
+                "run gets nowhere. Use fewer or sturdier nodes, or start faster"
+            )
+    rows = [("", "goodput", "all nodes", *goodput.PARTS[1:])]
+    for way, each in found["ways"].items():
+        shown = [each[part] for part in ("goodput", "of_all_nodes", *goodput.PARTS[1:])]
+        rows.append((way, *(f"{share:.1%}" for share in shown)))
+    lines += ["", *aligned(rows), "", f"most of all nodes: {found['best']}; spare: {found['spare_nodes']}"]
+    if one := found.get("one_job"):
+        kept = one["ways"][one["best"]]["of_all_nodes"]
+        lines.append(f"one job over all sites stops at every failure: {kept:.1%} of all nodes")
+    for rung in rungs:
+        lines.append(f"a smaller layout: {rung['nodes']:,} nodes, {rung['speed']:.1%} of the speed")
+    lines.append('it rests on ("failures" in the cluster\'s file gives your own):')
+    return lines + [f"  {key} {one['value']:.4g}: {one['source']}" for key, one in found["figures"].items()]
+
+
+def _smaller(found: BestLayout) -> Iterator[Rung]:
+    """Layouts of fewer data-parallel ranks that a run can go on in: they share the global batch, and fit."""
+    inputs, layout, batch = found.inputs, found.best.layout, found.inputs.global_batch
+    count, nodes = 0, _nodes(inputs)
+    for data in range(layout.data - 1, max(1, layout.data // 2) - 1, -1):
+        mesh = Mesh.of(tp=layout.tensor, pp=layout.pipeline, dp=data)
+        needs = ceil(mesh.size / inputs.cluster.gpus_per_node)
+        if batch % data or needs >= nodes or count == _MOST_RUNGS:
+            continue
+        micro = max(size for size in divisors(layout.micro_batch) if batch // data % size == 0)
+        smaller, cap = replace(layout, mesh=mesh, micro_batch=micro), found.plan.cap_bytes
+        try:
+            if LayoutMemory(replace(inputs, gpus=mesh.size), found.predictor, cap)(smaller) > cap:
+                continue
+            taken = found.predictor.predict(smaller).seconds
+        except DsxError:  # it cannot be run
+            continue
+        yield Rung(nodes=needs, speed=min(1.0, found.best.time.seconds / taken))
+        count, nodes = count + 1, needs

@@ -1,0 +1,106 @@
+"""``dsx plan --goodput`` from end to end: what it rests on, what it compares, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dsx.config.resolve import resolve
+from dsx.planner.goodput import daly, young
+
+COMMAND = ("plan", "--model", "llama/tiny", "--sequence-length", "128", "--top", "1")
+CONFIG = Path(__file__).parents[2] / "configs/zero1.json"
+SIZES = ("--gpus", 4, "--global-batch", 12)
+
+
+@pytest.fixture
+def plan(dsx, tmp_path):
+    def run(*more, failures=None, **cluster):
+        file = tmp_path / "cluster.json"
+        file.write_text(json.dumps({"gpu": "CPU", "gpus_per_node": 1, "failures": failures} | cluster))
+        code, out, err = dsx("--cluster", file, *SIZES, "--format", "json", *more)
+        assert (code, err) == (0, "")
+        return json.loads(out)
+
+    return run
+
+
+def test_only_where_it_is_asked_for(plan):
+    assert "goodput" not in plan()
+    assert plan("--goodput")["goodput"] == plan(failures={})["goodput"]
+
+
+def test_rests_on_what_is_given_and_says_so(plan):
+    given = {"per_thousand_gpu_days": 0, "per_thousand_node_days": 250, "save_seconds": 5, "days": 10}
+    given |= {"spare_nodes": 2, "start_seconds": 60, "notice_seconds": 30}
+    found = plan(failures=given)["goodput"]
+    assert (mttf := found["mean_seconds_to_failure"]) == pytest.approx(86_400)
+    rules = (found["young_seconds"], found["daly_seconds"])
+    assert rules == pytest.approx((young(mttf, 5), daly(mttf, 5)))
+    assert found["down_seconds"] == pytest.approx(90, abs=1)
+    assert (found["pause_seconds"], found["spare_nodes"]) == (5, 2)
+    assert found["as_good_steps"][0] <= found["save_every_steps"] <= found["as_good_steps"][1]
+    sources = {key: each["source"] for key, each in found["figures"].items()}
+    assert {key for key in sources if sources[key] == "given"} == set(given)
+    assert sources["repair_hours"] == "assumed"
+    assert "arXiv:2407.21783" in plan("--goodput")["goodput"]["figures"]["per_thousand_gpu_days"]["source"]
+    # fp32 weights and Adam's two moments, of each parameter once.
+    assert found["checkpoint_bytes"] == pytest.approx(12 * 804e3, rel=0.03)
+    assert found["ways"]["wait for the repair"]["waiting"] > found["ways"]["spare nodes"]["waiting"]
+
+
+def test_a_smaller_layout_is_what_elastic_takes(plan):
+    found = plan("--tensor", 1, "--pipeline", 1, "--goodput")
+    content = found["config"]
+    content["dsx"] |= {"elastic": {}, "train": {"steps": 9, "output": "runs/one"}}
+    rungs = found["goodput"]["smaller_layouts"]
+    assert [rung["nodes"] for rung in rungs] == [3, 2]
+    for rung in rungs:
+        assert resolve(content, world_size=rung["nodes"]).mesh.dp == rung["nodes"]
+        assert rung["nodes"] / 4 - 0.1 < rung["speed"] < 1
+
+
+def test_text_says_where_failures_leave_nothing_and_where_nothing_fails(dsx, tmp_path):
+    file, words = tmp_path / "cluster.json", []
+    for rate in (0, 1e9):
+        failures = {"per_thousand_gpu_days": rate, "per_thousand_node_days": 0}
+        file.write_text(json.dumps({"gpu": "CPU", "failures": failures}))
+        words.append(" ".join(dsx("--cluster", file, *SIZES)[1].split()))
+    said = (
+        "nothing fails, so that a save at the end is enough",
+        "failures come faster than a start after one",
+    )
+    assert [each in text for each, text in zip(said, words, strict=True)] == [True, True]
+
+
+def test_islands_stop_one_by_one(plan):
+    slow = {"gigabytes_per_second": 0.0125, "latency_microseconds": 25_000}
+    found = plan(failures={"per_thousand_node_days": 500}, sites=2, nodes=2, across=slow)["goodput"]
+    assert found["mean_seconds_to_failure"] == pytest.approx(2 * found["one_job"]["mean_seconds_to_failure"])
+
+
+def test_a_runs_own_saves(plan, tmp_path):
+    rows = [{"train/step": step, "perf/save_seconds": step + 1.0} for step in (2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = plan("--saves-of", tmp_path)["goodput"]
+    assert found["pause_seconds"] == 3.5
+    assert "mean of 2 saves" in found["figures"]["save_seconds"]["source"]
+
+
+@pytest.mark.parametrize(
+    ("failures", "more", "words"),
+    [
+        ({"lost_share": 2}, (), "failures.lost_share = 2"),
+        ({"repair_hour": 1}, (), 'write "repair_hours"'),
+        ({}, ("--saves-of", "nowhere"), "there is no such file"),
+        ({}, ("--saves-of", "{}"), "no record of it has perf/save_seconds"),
+        ({}, (CONFIG, "--goodput", "--set", "dsx.faults.hang_seconds=0"), "dsx.faults.hang_seconds = 0"),
+    ],
+)
+def test_is_refused_before_anything_is_planned(dsx, tmp_path, monkeypatch, failures, more, words):
+    monkeypatch.setattr("dsx.planner.inputs.plan_search", lambda *_, **__: pytest.fail("it planned"))
+    (tmp_path / "metrics.jsonl").write_text('{"train/step": 1, "train/loss": 1.0}\n')
+    file = tmp_path / "cluster.json"
+    file.write_text(json.dumps({"gpu": "CPU", "failures": failures}))
+    code, _, err = dsx("--cluster", file, *SIZES, *(str(each).format(tmp_path) for each in more))
+    assert (code, words in err) == (2, True), err
