@@ -176,8 +176,8 @@ def _rests_on(
     saves = None
     if saves_of is not None:
         found = read_series(saves_of if saves_of.is_file() else saves_of / METRICS_FILE).get(SAVE_SECONDS)
-        if found is None:
-            what = f"no record of it has {SAVE_SECONDS}: it saved nothing, or only at its end"
+        if found is None or not all(0 <= each < 1e9 for each in found.values):
+            what = f"it has no {SAVE_SECONDS} that could be: it saved nothing, or only at its end"
             raise ConfigError(f"--saves-of {saves_of}", what, "name a run that trained on after a save")
         saves = KnownFigure(fmean(found.values), f"mean of {len(found.values)} saves of {saves_of}")
     return figures(inputs, where.failures, saves)

@@ -47,14 +47,14 @@ def as_good(mttf_seconds: float, pause_seconds: float, points: float) -> tuple[f
     return mttf_seconds * (rate - reach), mttf_seconds * (rate + reach)
 
 
-def enough_spares(mean_away: float, share: float = 0.99) -> int:
-    """The most nodes that are away at once, ``share`` of the time: a Poisson number of this mean.
+def enough_spares(mean_away: float, most: int, share: float = 0.99) -> int:
+    """The nodes that are away at once at most, ``share`` of the time: a Poisson number, cut at ``most``.
 
-    >>> enough_spares(0.0), enough_spares(6.05)
-    (0, 12)
+    >>> enough_spares(0.0, 9), enough_spares(6.05, 99), enough_spares(6.05, 9)
+    (0, 12, 9)
     """
     known, count = exp(-mean_away), 0
-    while known < share and count < 10 * mean_away + 10:
+    while known < share and count < most:
         count += 1
         known += exp(count * log(mean_away) - mean_away - lgamma(count + 1))
     return count

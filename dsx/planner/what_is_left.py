@@ -78,7 +78,7 @@ def hazards_of(
     copied = checkpoint_bytes / gpus / (_GIGA * value["host_gigabytes_per_second"])
     rate = value["per_thousand_gpu_days"] * gpus + value["per_thousand_node_days"] * nodes
     rate, repair = rate / (1000 * DAY_SECONDS), 3600 * value["repair_hours"]
-    enough = min(nodes, goodput.enough_spares(rate * value["lost_share"] * repair))
+    enough = goodput.enough_spares(rate * value["lost_share"] * repair, nodes)
     hazards = Hazards(
         rungs=(Rung(nodes=nodes),),
         failures_per_second=rate,

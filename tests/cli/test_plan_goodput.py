@@ -93,7 +93,7 @@ def test_a_runs_own_saves(plan, tmp_path):
         ({"lost_share": 2}, (), "failures.lost_share = 2"),
         ({"repair_hour": 1}, (), 'write "repair_hours"'),
         ({}, ("--saves-of", "nowhere"), "there is no such file"),
-        ({}, ("--saves-of", "{}"), "no record of it has perf/save_seconds"),
+        ({}, ("--saves-of", "{}"), "it has no perf/save_seconds that could be"),
         ({}, (CONFIG, "--goodput", "--set", "dsx.faults.hang_seconds=0"), "dsx.faults.hang_seconds = 0"),
     ],
 )
