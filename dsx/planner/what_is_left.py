@@ -163,12 +163,12 @@ def time_left_of_sites(sites: SiteComparison, known: Mapping[str, KnownFigure]) 
 def words(found: Mapping[str, Any]) -> list[str]:
     """What :func:`time_left` found, for people."""
     mttf, down, rungs = found["mean_seconds_to_failure"], found["down_seconds"], found["smaller_layouts"]
-    where = f"{found['nodes']:,} nodes" + f" of each of {found['islands']} islands" * (found["islands"] > 1)
+    where = f"nodes: {found['nodes']:,}" + f" of each of {found['islands']} islands" * (found["islands"] > 1)
     often = "no failure" if mttf is None else f"a failure every {mttf / 3600:,.1f} hours"
     lines = [
         "",
         f"what failures and saves leave of {found['figures']['days']['value']:g} days, simulated",
-        f"{often} on {where}, then {seconds(down)} to the next step",
+        f"{often} ({where}), then {seconds(down)} to the next step",
     ]
     size, later = amount(found["checkpoint_bytes"]), seconds(found["write_seconds"])
     lines.append(
@@ -195,7 +195,7 @@ def words(found: Mapping[str, Any]) -> list[str]:
         kept = one["ways"][one["best"]]["of_all_nodes"]
         lines.append(f"one job over all sites stops at every failure: {kept:.1%} of all nodes")
     for rung in rungs:
-        lines.append(f"a smaller layout: {rung['nodes']:,} nodes, {rung['speed']:.1%} of the speed")
+        lines.append(f"a smaller layout (nodes: {rung['nodes']:,}): {rung['speed']:.1%} of the speed")
     lines.append('it rests on ("failures" in the cluster\'s file gives your own):')
     return lines + [f"  {key} {one['value']:.4g}: {one['source']}" for key, one in found["figures"].items()]
 
