@@ -56,7 +56,9 @@ KEY = (0, 0)
 """Under which the recorded micro-batch keeps its weight gradients."""
 
 _aten = torch.ops.aten
-_PRODUCTS = frozenset((_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm))
+_PRODUCTS = frozenset((_aten.mm, _aten.addmm, _aten.addmm_, _aten.bmm, _aten.baddbmm, _aten.baddbmm_))
+"""Of two matrices, which come last; what they are added to is only written."""
+
 _ATTENTION = {
     _aten._scaled_dot_product_flash_attention: "sdpa",  # noqa: SLF001 (what torch dispatches to)
     _aten._scaled_dot_product_efficient_attention: "sdpa",  # noqa: SLF001
@@ -730,7 +732,9 @@ def _built(
     module = layer(*arguments)
     for path in frozen:
         module.get_parameter(path).requires_grad_(False)
-    quantize(module)
+    # Rows' scales are numbers, which ranks that are not there need not agree on.
+    with paper.swapped(collectives, "start_all_reduce", lambda x, *_: collectives.done(x)):
+        quantize(module)
     return module if use is None else TiedUse(module, use)
 
 

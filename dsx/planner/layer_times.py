@@ -39,6 +39,10 @@ class Product:
         return float(self.m * self.n + self.m * self.k + self.n * self.k) * self.count
 
 
+_OPAQUE = frozenset(("dequantize_4bit",))
+"""Kernels that no compiler fuses with others. This one reads numbers and scales once, and writes the matrix
+(bitsandbytes 0.50.2, csrc/kernels.cu, kDequantizeBlockwise)."""
+
 _FUSED_BACKWARD = 2.5  # arXiv:2307.08691, section 3.1: five products where the forward has two.
 
 
@@ -132,8 +136,9 @@ class _Pricing:
         match event:
             case ("mm", m, n, k, count, width):
                 return machine.product(Product(m, n, k, count), width), 1
-            case ("op", _, size):
-                share = machine.network.efficiency.fusion if machine.software.compiled else 1.0
+            case ("op", name, size):
+                fuses = machine.software.compiled and name not in _OPAQUE
+                share = machine.network.efficiency.fusion if fuses else 1.0
                 return share * machine.traffic(size), 1
             case ("flops", _, size, flops):
                 return max(machine.traffic(size), flops / machine.matmul_rate), 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -11,27 +12,30 @@ import pytest
 from dsx.config.resolve import resolve
 from dsx.memory.estimate import estimate
 from dsx.memory.job import job_of
+from dsx.memory.record_cache import ModelRecords
 from dsx.models.hf_config import model_spec
-from dsx.models.params import param_specs
+from dsx.models.params import layer_kinds, param_specs
 from dsx.models.presets import presets
 from dsx.models.spec import Adapter
 from dsx.parallel.mesh import Mesh
 from dsx.planner.cluster import preset
 from dsx.planner.costs import Efficiency, Network, Software
 from dsx.planner.inputs import PinnedChoices, plan_inputs, plan_search
-from dsx.planner.layer_times import Machine
+from dsx.planner.layer_times import Machine, Product
 from dsx.planner.layers import model_task
 from dsx.planner.layout import Candidate
 from dsx.planner.step_time import Predictor
 
 MODEL = model_spec(next(each.config for each in presets() if each.name == "llama-3.2-1b"))
 LORA = replace(MODEL, adapter=Adapter(rank=16, targets=("q_proj", "layers.15.mlp.up_proj")))
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LAST = replace(MODEL, freeze=(r"layers\.([0-9]|1[0-4])\.", "embed"))
 CHAT = Path(__file__).parents[2] / "configs" / "chat_lora.json"
 
 
-def predictor(model):
-    machine = Machine(network=Network(preset("H100"), Efficiency()), software=Software(), precision="bf16")
+def predictor(model, *, compiled=False):
+    software = Software(compiled=compiled)
+    machine = Machine(network=Network(preset("H100"), Efficiency()), software=software, precision="bf16")
     return Predictor(model_task(model, machine=machine, global_batch=32, sequence_length=2048))
 
 
@@ -101,3 +105,48 @@ def test_a_quantised_base_is_no_bf16_one(tmp_path, zero):
     best = search.run(1).best[0]
     assert best.peak_bytes < search.cap < 2 * inputs.num_parameters
     assert search._floor.of(best.layout) <= best.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("tensor", "micro_batch", "recompute", "compiled"),
+    [(1, 8, "none", False), (1, 8, "full", True), (2, 1, "selective", False)],
+)
+def test_a_quantised_base_takes_its_matrices_anew_longer(tensor, micro_batch, recompute, compiled):
+    """At least their traffic: numbers and scales read and the matrix written, at every use.
+
+    The MLP's are large enough to be made in parts, whose products are added up in place.
+    """
+    wide = replace(MODEL, hidden_size=4096, ffn_size=14336)
+    layout = Candidate(mesh=Mesh.of(tp=tensor), micro_batch=micro_batch, recompute=recompute, zero_stage=0)
+    cost, least = {}, {"none": 0.0}
+    for form in ("none", "int8", "nf4"):
+        model = replace(wide, adapter=Adapter(rank=16, targets=ALL, quantization=form))
+        found = predictor(model, compiled=compiled)
+        cost[form] = found.times(layout)[5]
+        at = Mesh.of(tp=tensor).at()
+        held = [spec for spec in param_specs(model) if spec.layer == 5 and spec.quantized != "none"]
+        moved = sum(2 * prod(spec.local_shape(at)) + sum(spec.quantized_bytes(at)) for spec in held)
+        least.setdefault(form, found.task.machine.traffic(moved))
+    for form in ("int8", "nf4"):
+        more = cost[form].forward_seconds - cost["none"].forward_seconds
+        again = 2 if recompute == "full" else 1
+        back = cost[form].backward_seconds - cost["none"].backward_seconds
+        divided = cost[form].backward_input_seconds - cost["none"].backward_input_seconds
+        assert more >= 0.99 * least[form] > 0
+        assert back >= 0.99 * again * least[form]
+        assert divided >= 0.99 * again * least[form]
+
+
+@pytest.mark.parametrize("tokens", [2048, 1024])
+def test_a_head_by_chunks_has_the_same_products(tokens):
+    """Its weight's gradient is summed in place from the second chunk on."""
+    found = predictor(MODEL).task.layers
+    shape = replace(found.shape(Candidate(mesh=Mesh.of(), micro_batch=2)), loss_chunk=tokens)
+    head = layer_kinds(MODEL).index("Head")
+
+    def flops(shape):
+        record = ModelRecords(shape).layer(head, divided=False, hooked=False)
+        events = (*record.forward, *record.backward)
+        return sum(Product(*event[1:5]).flops for event in events if event[0] == "mm")
+
+    assert flops(shape) == flops(replace(shape, loss_chunk=0))
