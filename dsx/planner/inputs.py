@@ -25,6 +25,7 @@ from dsx.memory.islands import IslandSettings
 from dsx.memory.job import job_of
 from dsx.memory.layer_record import DeviceKind
 from dsx.models.flops import Precision
+from dsx.models.spec import HubModel
 from dsx.planner.cluster import Cluster, gpu_memory
 from dsx.planner.costs import Efficiency
 from dsx.planner.layout import Candidate, Space, Task, meshes, variants
@@ -105,6 +106,10 @@ class PlanInputs(ABC):
     @abstractmethod
     def job(self, layout: Candidate, predictor: Predictor, capacity_bytes: int) -> Job:
         """The run of a layout as the memory estimate takes it. Raises DsxError if it cannot be run."""
+
+    def refuse(self, layout: Candidate, predictor: Predictor) -> None:
+        """Raise a DsxError if the config that :meth:`config_of` writes would be refused."""
+        del layout, predictor
 
     def module_words(self, layout: Candidate, predictor: Predictor) -> str:
         """The layout as arguments of :class:`dsx.PipelineModule`, where the config does not hold it."""
@@ -193,6 +198,16 @@ class ModelInputs(PlanInputs):
         super(ModelInputs, self).check(pinned)
         job_of(self.run, device=self.device)  # Refuses what no layout could mend.
 
+    @property
+    def decided(self) -> dict[str, Any]:
+        """Of transformers' modules only what they can do; :meth:`refuse` would find it one by one."""
+        found, model = super(ModelInputs, self).decided, self.run.model
+        if isinstance(model, HubModel):
+            found["recompute"] = ("none", "full")
+            if model.no_gathering is not None:
+                found["zero_stages"] = tuple(stage for stage in found["zero_stages"] if stage < 3)
+        return found
+
     def task(self, rates: Calibration) -> Task:
         return task_of(self.run, rates.cluster, rates.efficiency)
 
@@ -201,8 +216,7 @@ class ModelInputs(PlanInputs):
 
         The cut into stages is written out, because the plan's times are for that cut.
         """
-        content, settings = copy.deepcopy(self.content), layout.settings
-        content["dsx"].get("zero", {}).pop("reduce", None)
+        content, settings = _at_stage(self.content, layout.zero_stage), layout.settings
         if not layout.reduces_micro_batches:
             del settings["dsx.zero.reduce"]
         if layout.pipeline == 1:
@@ -215,6 +229,9 @@ class ModelInputs(PlanInputs):
         for key, value in settings.items():
             override(content, f"{key}={json.dumps(value)}")
         return content
+
+    def refuse(self, layout: Candidate, predictor: Predictor) -> None:
+        resolve(self.config_of(layout, predictor), world_size=self.gpus)
 
     def job(self, layout: Candidate, predictor: Predictor, capacity_bytes: int) -> Job:
         run = resolve(self.config_of(layout, predictor), world_size=self.gpus)
@@ -270,8 +287,7 @@ def plan_inputs(
         if value is None:
             raise ConfigError(name, "it is needed", f"give {name} N")
     content[TRAIN], block["data"]["sequence_length"] = batch, length
-    zero = content.get("zero_optimization", {}) | {"stage": lowest_stage(content)}
-    run = resolve(content | {MICRO: 1, "zero_optimization": zero}, world_size=1)
+    run = resolve(_smallest(content), world_size=1)
     return ModelInputs(
         name=run.model.family,
         content=content,
@@ -281,6 +297,20 @@ def plan_inputs(
         run=run,
         outer=outer,
     )
+
+
+def _at_stage(content: Mapping[str, Any], stage: int) -> dict[str, Any]:
+    """A config at a ZeRO stage, without what other stages alone have."""
+    content = copy.deepcopy(dict(content))
+    content["zero_optimization"] = content.get("zero_optimization", {}) | {"stage": stage}
+    if stage != 3:
+        content["dsx"].get("zero", {}).pop("keep_gathered_bytes", None)
+    return content
+
+
+def _smallest(content: Mapping[str, Any]) -> dict[str, Any]:
+    """A config at the lowest ZeRO stage that it allows, for one rank with micro-batches of one sequence."""
+    return _at_stage(content, lowest_stage(content)) | {MICRO: 1}
 
 
 def _outer(written: Any, cluster: Cluster) -> OuterConfig | None:
@@ -308,8 +338,7 @@ def site_inputs(joined: ModelInputs, cluster: Cluster) -> ModelInputs:
             f"use a multiple of {count}",
         )
     content = copy.deepcopy(joined.content) | {TRAIN: batch // count}
-    zero = content.get("zero_optimization", {}) | {"stage": lowest_stage(content)}
-    small = content | {MICRO: 1, "zero_optimization": zero}
+    small = _smallest(content)
     run, given = resolve(small, world_size=1), joined.outer
     outer = {"islands": count} if given is None else written(given)
     # Refuses what islands cannot be combined with.
@@ -408,6 +437,8 @@ def _without_layout(content: Mapping[str, Any]) -> dict[str, Any]:
     for key in _PARTS:
         block.pop(key, None)
     block["data"] = dict(block.get("data") or {})
+    if block.get("zero"):
+        block["zero"] = {key: value for key, value in block["zero"].items() if key != "reduce"}
     out["dsx"] = block
     zero = dict(out.get("zero_optimization") or {})
     zero.pop("stage", None)
@@ -466,7 +497,12 @@ def plan_search(
         slack=slack,
     )
     memory = LayoutMemory(inputs, search.predictor, search.cap)
-    return replace(search, memory=memory, least=memory.least)
+    return replace(
+        search,
+        memory=memory,
+        least=memory.least,
+        refuse=lambda layout: inputs.refuse(layout, search.predictor),
+    )
 
 
 def update_bytes(content: Mapping[str, Any]) -> int:

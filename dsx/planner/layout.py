@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsx.errors import LayoutError
 from dsx.models.flops import WIDTHS
-from dsx.models.spec import Recompute
+from dsx.models.spec import HubModel, Recompute
 from dsx.parallel.limits import LayoutRequest, divisors, possible, violations
 from dsx.parallel.mesh import Mesh
 from dsx.schedules.builders import NAMES
@@ -300,8 +300,9 @@ def variants(task: Task, space: Space, layout: Candidate) -> Iterator[Candidate]
     stages = space.zero_stages
     if layout.mesh.num_replicas == 1:
         stages = tuple(stage for stage in stages if stage < 2) or stages  # There is nothing to cut.
-    sequence = LayoutRequest(sequence_length=task.layers.sequence_length)
-    cuts = (True, False) if layout.tensor > 1 and possible(sequence, "tensor", [layout.tensor]) else (False,)
+    sequence, model = LayoutRequest(sequence_length=task.layers.sequence_length), task.layers.asked.model
+    may_cut = layout.tensor > 1 and not (isinstance(model, HubModel) and model.no_sequence)
+    cuts = (True, False) if may_cut and possible(sequence, "tensor", [layout.tensor]) else (False,)
     for size, mode, zero, cut in product(sizes, space.recompute, stages, cuts):
         yield replace(
             layout,

@@ -184,6 +184,8 @@ class Search:
         cap_bytes: What they must stay within; None: what the cluster's GPUs have.
         update_bytes: What the optimizer keeps per parameter at least, the fp32 copy of a bf16 one included.
         looked: See :data:`Looked`; called for every layout that is compared, simulated, or estimated.
+        refuse: Raises a DsxError for a layout that nobody can run. What is compared by bounds alone goes
+            through it before anybody reads of it.
         slack: A layout counts as the fastest of its mesh where no other can be faster by more than this
             share of its step: where a slow link takes most of the step, thousands are nearly as fast.
     """
@@ -195,12 +197,14 @@ class Search:
     cap_bytes: int | None = None
     update_bytes: int = 12
     looked: Looked = looks_away
+    refuse: Callable[[Candidate], None] = lambda _: None
     slack: float = 0.0
     predictor: Predictor = field(init=False)
     _floor: MemoryFloor = field(init=False)
     _peaks: dict[Candidate, int | None] = field(init=False, default_factory=dict)
     _times: dict[Candidate, StepTime] = field(init=False, default_factory=dict)
     _large: dict[Candidate, Ranked] = field(init=False, default_factory=dict)
+    _offered: dict[Candidate, bool] = field(init=False, default_factory=dict)
     _refusals: list[DsxError] = field(init=False, default_factory=list)
     _compared: int = field(init=False, default=0)
     _all: int = field(init=False, default=0)
@@ -349,7 +353,9 @@ class Search:
         """The one that takes least memory, and how much that is."""
 
         def grow(ranked: Ranked) -> Iterable[Ranked] | None:
-            return filter(None, [self._in_full(ranked)]) if self._is_open(ranked) else None
+            if self._is_open(ranked):
+                return filter(None, [self._in_full(ranked)])
+            return None if self._is_offered(ranked.layout) else ()
 
         return next(best_first(found, cost=lambda ranked: ranked.peak_bytes, grow=grow), None)
 
@@ -387,10 +393,21 @@ class Search:
             else:
                 fits = floor <= self.cap
                 ranked = Ranked(layout=layout, time=time, peak_bytes=floor, fits=fits, is_bound=True)
-            if ranked is not None and ranked.fits:
+            if ranked is not None and ranked.fits and self._is_offered(layout):
                 return ranked
             tried += [] if ranked is None else [ranked]
         return self._nearest(tried)
+
+    def _is_offered(self, layout: Candidate) -> bool:
+        if layout not in self._offered:
+            try:
+                self.refuse(layout)
+            except DsxError as error:
+                self._refusals.append(error)
+                self._offered[layout] = False
+            else:
+                self._offered[layout] = True
+        return self._offered[layout]
 
     def _can_run(self, layout: Candidate) -> bool:
         try:
@@ -407,7 +424,7 @@ class Search:
             if ranked.time.seconds >= first.time.seconds or kind in kinds:
                 continue
             known = self._in_full(ranked) if self._is_open(ranked) else ranked
-            if known is not None:
+            if known is not None and self._is_offered(known.layout):
                 kinds.add(kind)
                 yield known
 
@@ -419,7 +436,7 @@ class Search:
             layouts = [
                 v for mesh in meshes(self.task, self.space) for v in variants(self.task, self.space, mesh)
             ]
-            layout = min(layouts, key=self._floor.of)
+            layout = next(filter(self._is_offered, sorted(layouts, key=self._floor.of)), layouts[0])
             least = f"at least {amount(self._floor.of(layout))} ({layout.label})"
         else:
             least = f"{amount(nearest.peak_bytes)} ({nearest.layout.label})"
