@@ -26,6 +26,7 @@ from dsx.config.wording import (
     hidden_in,
     item_without_secrets,
     key,
+    plain,
     suggest,
 )
 from dsx.config.wording import Path as KeyPath
@@ -147,7 +148,11 @@ def _problem(
         value = value[part]
     where = at(name, value)
     if kind == "extra_forbidden":
-        siblings = _resolve(_field(schema, path[:-1]), schema).get("properties", {})
+        owner = _resolve(_field(schema, path[:-1]), schema)
+        siblings = owner.get("properties", {})
+        for meant, pattern in owner.get("meant_by", {}).items():
+            if re.fullmatch(pattern, plain(str(path[-1]))):
+                return ConfigError(where, "unknown key", suggest(meant, siblings) + _hint(siblings[meant]))
         if reference().key(str(path[-1])):
             fix = "move it to the top level, beside dsx"
             return ConfigError(where, "a key of DeepSpeed's, not of dsx's", fix)

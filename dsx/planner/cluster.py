@@ -11,7 +11,7 @@ from math import ceil
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from dsx.config.load import explain, raise_all, read
 from dsx.config.schema import Positive, SchemaBlock
@@ -233,8 +233,32 @@ _GIGA = 1e9
 PositiveNumber = Annotated[float, Field(gt=0)]
 
 
+_MEANT_OF_LINKS = {
+    "latency_microseconds": ".*(latency|delay|rtt|alpha|microsec).*",
+    "gigabytes_per_second": ".*(bandwidth|bw|rate|speed|throughput|[gmt]i?b|giga).*",
+}
+_MEMORY, _MANY = "(gpu|device)?(memory|mem|hbm|v?ram)", "(n|num|max|numberof)?"
+_MEANT = {
+    "memory_gigabytes_per_second": f"{_MEMORY}.*(bandwidth|bw|rate|speed|persec|[gt]bp?s).*",
+    "reserved_gib": ".*(reserve|overhead|headroom).*",
+    "memory_gib": f"{_MEMORY}(size|capacity|total|[gm]i?b|bytes|gigabytes|pergpu)*",
+    "teraflops": ".*flops.*",
+    "across": "(wan|dcn|(inter|between|across)(site|region|dc|datacenter|cluster|net)).*",
+    "inside": "(within|intra|inner|inside|local|nvlink|nvswitch|xgmi|pcie|scaleup|innode).*",
+    "between": "(inter|outer|between|net|infiniband|ib|ethernet|roce|rdma|fabric|nic|scaleout|efa).*",
+    "gpus_per_node": f"{_MANY}(gpu|device|accelerator|proc)s?((per|in)(node|host|machine))?(count)?",
+    "nodes": f"{_MANY}(node|host|machine|server)s?(count)?",
+    "sites": f"{_MANY}(site|region|datacenter|zone|place|location)s?(count)?",
+    "gpu": "(gpu|device|accelerator|card)?(type|model|kind|sku|preset|base)|gpuname|card",
+    "generation": "(micro)?arch(itecture)?",
+}
+"""Key -> a pattern of what others call it, without case and punctuation, the narrower ones first."""
+
+
 class LinkConfig(SchemaBlock):
     """What a GPU sends through at one level."""
+
+    model_config = ConfigDict(json_schema_extra={"meant_by": _MEANT_OF_LINKS})
 
     gigabytes_per_second: PositiveNumber | None = Field(
         default=None,
@@ -276,6 +300,8 @@ class FailuresConfig(SchemaBlock):
 
 class ClusterConfig(SchemaBlock):
     """A cluster: a known GPU with what differs, or everything."""
+
+    model_config = ConfigDict(json_schema_extra={"meant_by": _MEANT})
 
     gpu: str | None = Field(
         default=None,

@@ -8,6 +8,7 @@ import pytest
 from dsx.cli.app import main
 from dsx.config.resolve import resolve
 from dsx.errors import ConfigError
+from dsx.planner.cluster import read_cluster
 from loaded import DSX, loaded_by
 
 COMMAND = ("plan",)
@@ -213,6 +214,39 @@ def test_bad_clusters(dsx, cluster, content, words):
     assert (code, out) == (2, "")
     assert err.count("dsx:") == 1
     assert all(word in err for word in words), err
+
+
+MEANT = {
+    "inside": "within intra_node intra_node_bandwidth nvlink NVLink-GBps pcie inner local scale_up",
+    "between": "inter_node network network_gbps infiniband ib_bandwidth roce ethernet nic scale-out outer",
+    "across": "wan inter_site inter_datacenter_gbps between_sites dcn",
+    "memory_gib": "memory memory_gb VRAM hbm_gb gpu_memory gpu_memory_gib memory_bytes mem memory_size",
+    "memory_gigabytes_per_second": "memory_bandwidth hbm_bandwidth memory_bw mem_gbps vram_bandwidth_gb_s",
+    "teraflops": "tflops flops peak_flops bf16_tflops peak_tflops_bf16",
+    "gpus_per_node": "gpus devices_per_node num_gpus gpus_per_host n_gpus_per_node gpu_count procs_per_node",
+    "nodes": "num_nodes node_count hosts max_nodes machines",
+    "reserved_gib": "reserved reserve_gb memory_overhead_gb",
+    "sites": "num_sites regions datacenters",
+    "gpu": "gpu_type device_type gpu_name card gpu_model preset",
+    "generation": "arch",
+}
+MEANT_OF_LINKS = {
+    "gigabytes_per_second": "bandwidth bw GBps bandwidth_gbps gb_s gigabits_per_second gbit rate gb_per_sec",
+    "latency_microseconds": "latency latency_us latency_ms alpha delay rtt latency_seconds",
+}
+
+
+@pytest.mark.parametrize("block", [(), ("inside",), ("between",), ("across",)])
+def test_other_names_of_a_clusters_keys(cluster, block):
+    """The word for a link, a rate, a latency or a size that others use is answered by that key."""
+    for key, words in (MEANT_OF_LINKS if block else MEANT).items():
+        for word in words.split():
+            content = {word: 3}
+            for name in block:
+                content = {name: content}
+            with pytest.raises(ConfigError) as caught:
+                read_cluster(str(cluster({"gpu": "H100", "name": "ours"} | content)))
+            assert f'write "{key}", if that is meant' in caught.value.fix, (word, str(caught.value))
 
 
 @pytest.mark.parametrize(
