@@ -3,7 +3,8 @@
     python tools/bench_planner.py [--choices 1.7,18.4] [--json FILE] [--check]
 
 Prints planner_bench/runs.toml, table by table (the constants are fitted to the rows with a star, by a rule
-that the file states; the others are held out), and what of it is left out and why. Then of arXiv:2104.04473
+that the file states; the others are held out, those of adapters apart), and what of it is left out and why.
+Then of arXiv:2407.21783 the runs of Llama 3 405B through a pipeline, and of arXiv:2104.04473
 table 1 (three rows are fitted, seven held out), table 2 (ZeRO-3 against tensor and pipeline parallelism),
 figures 11 to 18 as tables with the paper's claims, and the planner's own first choice for each row of
 table 1, with dsx's software in place of Megatron-LM's of 2021.
@@ -30,8 +31,15 @@ from planner_bench.figures import figures
 from planner_bench.published import CALIBRATED_ON, LATER, ROWS, SEQUENCE_LENGTH, TABLE_2, ZERO3_FITTED_TO, Run
 from planner_bench.runs import content
 
+from dsx.checkpoint.claims import model_of
+from dsx.models.presets import find_preset
+from dsx.parallel.mesh import Mesh
 from dsx.planner.cluster import preset
+from dsx.planner.costs import Network, Software
 from dsx.planner.inputs import PinnedChoices, plan_inputs, plan_search
+from dsx.planner.layer_times import Machine
+from dsx.planner.layers import model_task
+from dsx.planner.layout import Candidate
 from dsx.planner.step_time import Predictor
 
 MOST_ERROR = 0.10
@@ -42,9 +50,15 @@ def main() -> int:
     """Print everything; the exit code is --check's."""
     arguments = _arguments()
     found = {generation: compared(generation) for generation in fit.NAMES}
+    report: dict[str, Any] = {"generations": found, "adapters": compared("H100", adapters=True)}
     left_out()
-    report: dict[str, Any] = {"generations": found}
-    report |= {"table_1": table_1(), "table_2": table_2(), "later": later(), "figures": _figures()}
+    report |= {
+        "largest": largest(),
+        "table_1": table_1(),
+        "table_2": table_2(),
+        "later": later(),
+        "figures": _figures(),
+    }
     names = [row.name for row in ROWS] if arguments.choices == "all" else arguments.choices.split(",")
     report["choices"] = [choice(row) for row in ROWS if row.name in names]
     if arguments.json is not None:
@@ -55,12 +69,12 @@ def main() -> int:
     return 1 if failed and arguments.check else 0
 
 
-def compared(generation: str) -> dict[str, Any]:
-    """All published runs of a generation beside their predictions."""
+def compared(generation: str, *, adapters: bool = False) -> dict[str, Any]:
+    """All published runs of a generation beside their predictions; ``adapters`` as in :func:`fit.rows`."""
     constants = fit.start(generation)
     print(f"\n{generation}: constants {_shares(constants)}; * they are fitted to this row")
     table, found = "", []
-    for row in fit.rows(generation):
+    for row in fit.rows(generation, adapters=adapters):
         run, error = row.run, exp(row.error(constants)) - 1
         if isinstance(run, Run):
             title, source, published = "arXiv:2104.04473, table 1, TFLOP/s", "", run.published
@@ -95,6 +109,31 @@ def compared(generation: str) -> dict[str, Any]:
         f"within {summary['nine_of_ten_within']:.1%}"
     )
     return summary
+
+
+def largest() -> list[dict[str, Any]]:
+    """Llama 3 405B through 16 pipeline ranks: model FLOPs utilization, published and predicted.
+
+    How many chunks a rank had is not published: it counts which are fastest.
+    """
+    print(
+        "\narXiv:2407.21783, table 4, Llama 3 405B, TP 8, PP 16, sequences of 8,192, MFU (nothing is fitted)"
+    )
+    network = Network(preset("H100"), fit.shipped("H100"))
+    machine = Machine(network=network, software=Software(), precision="bf16")
+    model, rows = model_of(find_preset("llama", "llama-3.1-405b").config), []
+    for gpus, published in ((8192, 0.43), (16384, 0.41)):
+        task = model_task(model, machine=machine, global_batch=2048, sequence_length=8192)
+        layout = Candidate(mesh=Mesh.over(gpus, tp=8, pp=16), schedule="interleaved")
+        tried = {
+            chunks: Predictor(task).predict(replace(layout, chunks=chunks)).seconds for chunks in (2, 4, 7)
+        }
+        chunks = min(tried, key=lambda count: tried[count])
+        mfu = task.flops / tried[chunks] / gpus / preset("H100").peak("bf16")
+        words = f"{gpus} GPUs, {chunks} chunks"
+        print(f"{words:<48}{published:8.1%}{mfu:8.1%}{mfu / published - 1:+8.1%}")
+        rows.append({"gpus": gpus, "chunks": chunks, "published": published, "predicted": mfu})
+    return rows
 
 
 def left_out() -> None:

@@ -242,8 +242,7 @@ def _text(inputs: PlanInputs, found: Plan, measured: Calibration | None, module:
     usable = f"{amount(found.cap_bytes)} of a GPU's memory count as usable"
     effort = f"{found.predicted} layouts simulated, {found.estimated} memories estimated"
     lines += ["", f"predicted, not measured; {usable}; {effort}"]
-    evidence = found.task.machine.network.efficiency.evidence
-    known = "how far the steps may be off is not known" if evidence is None else str(evidence)
+    known = str(found.task.evidence(found.best[0].layout))
     hint = "" if measured is not None or module else "; --measure goes by this machine's rates"
     lines.append(known + hint)
     if inputs.offloads:
@@ -279,9 +278,9 @@ def _table(inputs: PlanInputs, found: Plan) -> list[str]:
 
 
 def _error(found: Plan) -> float | None:
-    """The share within which nine of ten predicted steps lie; None if nothing of the cluster was compared."""
-    evidence = found.task.machine.network.efficiency.evidence
-    return None if evidence is None or evidence.stands_in else evidence.error
+    """The share within which nine of ten predicted steps lie; None if nothing of the kind was compared."""
+    evidence = found.task.evidence(found.best[0].layout)
+    return None if isinstance(evidence, str) or evidence.stands_in else evidence.error
 
 
 def _change(best: Ranked, other: Ranked) -> str:

@@ -127,6 +127,7 @@ class Efficiency:
         gather_seconds: Least time of a layer's forward under ZeRO-3, whose hooks fetch and release it; a
             backward takes twice that (DeepSpeed 0.19.8 on a CPU: 0.33 and 0.84 ms a layer).
         evidence: How far predictions by these constants are known to be off; None if that is not known.
+        adapters: The same of models of which adapters alone are trained.
     """
 
     matmul: float = 0.686
@@ -140,6 +141,7 @@ class Efficiency:
     action_seconds: float = 0.3e-3
     gather_seconds: float = 0.33e-3
     evidence: Evidence | None = None
+    adapters: Evidence | None = None
 
     @classmethod
     def of(cls, cluster: Cluster) -> Self:
@@ -148,7 +150,10 @@ class Efficiency:
             return cls(tile=_HOST_TILE)
         if cluster.generation == "A100":
             return cls(matmul=0.817, memory=0.652, attention=0.75, evidence=Evidence("A100", 0.11, 33))
-        return cls(evidence=Evidence("H100 and H200", 0.12, 53, stands_in=cluster.generation != "H100"))
+        return cls(
+            evidence=Evidence("H100 and H200", 0.12, 53, stands_in=cluster.generation != "H100"),
+            adapters=Evidence("H100 with LoRA", 0.30, 6),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from dsx.parallel.limits import LayoutRequest
 from dsx.parallel.mesh import Mesh
 from dsx.planner.layer_cost import LayerCost
 from dsx.planner.layer_times import Machine, layer_times, record_times, recorded_flops
-from dsx.planner.layout import Candidate, PlannedLayers, Task
+from dsx.planner.layout import ADAPTERS, EXPERTS, Candidate, PlannedLayers, Task
 
 if TYPE_CHECKING:
     from dsx.memory.layer_list import ListRecords
@@ -118,8 +118,24 @@ class ModelLayers(PlannedLayers):
     def boundary_bytes(self, layout: Candidate) -> int:
         return self.shape(layout).boundary_bytes
 
+    def kinds(self, layout: Candidate) -> tuple[str, ...]:
+        model, adapter = self.model, self.model.adapter
+        found = [EXPERTS] if isinstance(model, HubModel) and model.routed < 1 else []
+        found += [ADAPTERS] if adapter is not None else []
+        if adapter is not None and adapter.quantization != "none":
+            found.append(f"a base in {adapter.quantization}")
+        found += ["frozen parameters"] if model.freeze else []
+        records, kinds = ModelRecords(self.shape(layout), many=True), layer_kinds(model)
+        blocks = (at for at, kind in enumerate(kinds) if kind == "Block")
+        ran = (records.layer(at, divided=True, hooked=False).forward for at in blocks)
+        found += [] if all(any(event[0] == "sdpa" for event in events) for events in ran) else [_UNFUSED]
+        return tuple(found)
+
     def flops(self, samples: int) -> float:
         return samples * self.sequence_length * flops_per_token(self.model, self.sequence_length)
+
+
+_UNFUSED = "blocks without fused attention"
 
 
 def model_task(
@@ -183,6 +199,10 @@ class OwnLayers(PlannedLayers):
     def boundary_bytes(self, layout: Candidate) -> int:
         del layout
         return max(sum(form.size_bytes for form in record.outputs) for record in self.records.layers[:-1])
+
+    def kinds(self, layout: Candidate) -> tuple[str, ...]:
+        del layout
+        return ("layers of your own",)
 
     def flops(self, samples: int) -> float:
         """Of the products and attention that were recorded, forward and backward."""

@@ -18,8 +18,12 @@ from dsx.schedules.builders import NAMES
 from dsx.schedules.program import Program
 
 if TYPE_CHECKING:
+    from dsx.planner.costs import Evidence
     from dsx.planner.layer_cost import LayerCost
     from dsx.planner.layer_times import Machine
+
+ADAPTERS, EXPERTS = "adapters", "experts"
+"""Kinds of layers (:meth:`PlannedLayers.kinds`)."""
 
 CHUNKS = (2, 3, 4, 6, 8)
 """Virtual stages per rank that "auto" tries where a schedule can have any number."""
@@ -82,6 +86,10 @@ class PlannedLayers(ABC):
     def flops(self, samples: int) -> float:
         """FLOPs of forward and backward, recomputation aside."""
 
+    @abstractmethod
+    def kinds(self, layout: Candidate) -> tuple[str, ...]:
+        """What tells them from the dense models that are trained whole, of which most runs are published."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
@@ -99,6 +107,22 @@ class Task:
     def flops(self) -> float:
         """FLOPs of a step, by the convention of MFU."""
         return self.layers.flops(self.global_batch)
+
+    def evidence(self, layout: Candidate) -> Evidence | str:
+        """How far predictions of such a task are known to be off, or why nobody knows."""
+        network, kinds = self.machine.network, [*self.layers.kinds(layout)]
+        known, what = network.efficiency.evidence, "how far the steps may be off is not known"
+        if known is None or known.stands_in:
+            return known or what
+        kinds += [self.machine.precision] if self.machine.precision == "fp32" else []
+        kinds += ["one job over several sites"] if network.cluster.gpus_per_site else []
+        if kinds == [ADAPTERS] and network.efficiency.adapters is not None:
+            return network.efficiency.adapters
+        if not kinds:
+            return known
+        why = f"none of the published runs that are compared has {' or '.join(kinds)}"
+        shared = "; others share experts out over ranks, which dsx does not, and are faster for it"
+        return f"{what}: {why}{shared if EXPERTS in kinds else ''}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from dataclasses import replace
 from math import prod
 from pathlib import Path
 
 import pytest
 
+from dsx.checkpoint.claims import model_of
 from dsx.config.resolve import resolve
 from dsx.memory.estimate import estimate
 from dsx.memory.job import job_of
@@ -150,3 +152,33 @@ def test_a_head_by_chunks_has_the_same_products(tokens):
         return sum(Product(*event[1:5]).flops for event in events if event[0] == "mm")
 
     assert flops(shape) == flops(replace(shape, loss_chunk=0))
+
+
+HERE = Path(__file__).parents[2] / "tools" / "published_models.toml"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("llama-8b", {}, 0.12),
+        ("llama-8b", {"adapter": Adapter(rank=8)}, 0.30),
+        ("llama-8b", {"adapter": Adapter(rank=8, quantization="nf4")}, "adapters or a base in nf4"),
+        ("llama-8b", {"freeze": ("embed",)}, "frozen parameters"),
+        ("mixtral-8x7b", {}, "share experts out over ranks"),
+        ("gemma2", {}, "blocks without fused attention"),
+    ],
+)
+def test_how_far_off_is_said_of_kinds_that_were_compared(name, change, said):
+    configs = tomllib.loads(HERE.read_text())
+    config = configs.get(name) or next(each.config for each in presets() if each.name == "gemma-2-2b")
+    task = predictor(replace(model_of(config), **change)).task
+    network = replace(task.machine.network, efficiency=Efficiency.of(preset("H100")))
+    found = replace(task, machine=replace(task.machine, network=network))
+    evidence = found.evidence(Candidate(mesh=Mesh.of(dp=8)))
+    if isinstance(said, str):
+        assert said in evidence
+    else:
+        assert evidence.error == said
+    slow = replace(network, efficiency=replace(network.efficiency, evidence=None))
+    unknown = replace(task, machine=replace(task.machine, network=slow))
+    assert unknown.evidence(Candidate(mesh=Mesh.of(dp=8))) == "how far the steps may be off is not known"

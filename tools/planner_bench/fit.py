@@ -60,12 +60,17 @@ def shipped(generation: str) -> Efficiency:
     return Efficiency.of(preset(PRESETS[generation]))
 
 
-def rows(generation: str) -> Iterator[Row]:
-    """All of a generation that are compared; ZeRO-3 of 2021 has constants of its own (:func:`zero3`)."""
+def rows(generation: str, *, adapters: bool = False) -> Iterator[Row]:
+    """All of a generation that are compared; ZeRO-3 of 2021 has constants of its own (:func:`zero3`).
+
+    Args:
+        generation: Which.
+        adapters: Those in which adapters alone are trained, in place of the others.
+    """
     for run in published():
-        if run.cluster.generation == generation:
+        if run.cluster.generation == generation and bool(run.adapter) == adapters:
             yield Row(generation, run, run.is_fitted)
-    if generation == "A100":
+    if generation == "A100" and not adapters:
         yield from (Row(generation, run, run.name in CALIBRATED_ON) for run in ROWS)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dsx.checkpoint.claims import model_of
+from dsx.models.spec import Adapter
 from dsx.parallel.mesh import Mesh
 from dsx.planner.cluster import Cluster, ClusterConfig, described
 from dsx.planner.costs import Efficiency, Network, Software
@@ -63,6 +64,7 @@ class PublishedRun:
         batch: Sequences per step, of all GPUs.
         recompute: What backward computes again: none, half or full.
         compiled: Whether blocks are compiled.
+        adapter: Rank of the adapters that alone are trained, of all linears; 0 for all parameters.
         tokens: Published tokens per second and GPU.
         is_fitted: Whether the constants are fitted to it.
     """
@@ -79,6 +81,7 @@ class PublishedRun:
     batch: int
     recompute: str
     compiled: bool = False
+    adapter: int = 0
     tokens: float
     is_fitted: bool = False
 
@@ -102,7 +105,8 @@ class PublishedRun:
 
     @cached_property
     def _spec(self) -> Any:
-        return model_of(self.config)
+        model = model_of(self.config)
+        return replace(model, adapter=Adapter(rank=self.adapter)) if self.adapter else model
 
     @property
     def layout(self) -> Candidate:
