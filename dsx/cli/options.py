@@ -84,7 +84,7 @@ GPU_MEMORY = typer.Option(
 CLUSTER = typer.Option(
     "--cluster",
     metavar="NAME",
-    help="A100-80, H100, H200, B200, MI300X, CPU, or a JSON file that describes one.",
+    help="A100-80, H100, H200, B200, GB200, L40S, RTX-4090, RTX-3090, MI300X, CPU, or a JSON file of one.",
 )
 RULES = typer.Option(
     "--rules",

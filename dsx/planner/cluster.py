@@ -15,6 +15,7 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from dsx.config.load import explain, raise_all, read
 from dsx.config.schema import Positive, SchemaBlock
+from dsx.config.wording import plain
 from dsx.errors import ConfigError
 from dsx.models.flops import Precision, peak_flops
 from dsx.terminal import amount
@@ -141,8 +142,11 @@ class Cluster:
         if self.nodes is not None and gpus > self.sites * self.nodes * node:
             most = self.sites * self.nodes * node
             whole = f"{self.sites} sites of " if self.sites > 1 else ""
+            count = f"{self.nodes} node{'s' if self.nodes > 1 else ''}"
             raise ConfigError(
-                key, f"{self.name} has {whole}{self.nodes} nodes of {node}", f"use at most {most}"
+                key,
+                f"{self.name} has {whole}{count} of {node}",
+                f"use at most {most}, or say in a file how many it has (nodes) and what joins them (between)",
             )
 
     def site(self, gpus: int) -> Cluster:
@@ -305,7 +309,8 @@ class ClusterConfig(SchemaBlock):
 
     gpu: str | None = Field(
         default=None,
-        description="A known cluster (A100-80, H100, H200, B200, MI300X, CPU) that gives what is left out.",
+        description="A known cluster (A100-80, H100, H200, B200, GB200, L40S, RTX-4090, RTX-3090, MI300X, "
+        "CPU) that gives what is left out.",
     )
     name: str | None = Field(default=None, min_length=1, description="What to call it.")
     generation: Literal["A100", "H100"] | None = Field(
@@ -351,7 +356,7 @@ PRESETS = tuple(_PRESETS)
 
 
 def preset(name: str) -> Cluster:
-    """A cluster of usual nodes of eight, of any size, by :data:`PRESETS` name (case does not matter).
+    """A cluster of usual nodes, of any size, by :data:`PRESETS` name, whose case and marks do not matter.
 
     >>> preset("h200").memory_bytes >> 30
     139
@@ -388,15 +393,16 @@ def described(file: str, config: ClusterConfig, *, name: str | None = None) -> C
         name: What to call it if it has no name of its own; None for ``file``.
     """
     if config.gpu is not None:
-        base = _PRESETS[_known(config.gpu)]
-        given = config.model_dump(exclude_none=True)
+        known = _known(config.gpu)
+        base, given = _PRESETS[known], config.model_dump(exclude_none=True) | {"gpu": known}
         links = {level: base[level] | given.get(level, {}) for level in ("inside", "between")}
         config = ClusterConfig.model_validate(base | given | links)
     return _cluster(file, file if name is None else name, config)
 
 
 def _known(name: str) -> str:
-    found = next((each for each in PRESETS if each.upper() == name.upper()), None)
+    word = plain(name).removeprefix("nvidia").removeprefix("geforce").removeprefix("rtx")
+    found = next((each for each in PRESETS if plain(each).removeprefix("rtx") == word), None)
     if found is None:
         raise ConfigError(
             f"cluster {name!r}",

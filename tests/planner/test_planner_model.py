@@ -14,7 +14,7 @@ from dsx.models.params import layer_kinds, num_parameters, param_specs
 from dsx.models.presets import presets
 from dsx.parallel.mesh import ALONE, Mesh
 from dsx.planner import layer_times as kernels
-from dsx.planner.cluster import PRESETS, Group, Link, preset
+from dsx.planner.cluster import PRESETS, ClusterConfig, Group, Link, described, preset
 from dsx.planner.costs import Efficiency, Network, Software
 from dsx.planner.layer_times import Machine, layer_times
 from dsx.planner.layers import model_task
@@ -254,15 +254,30 @@ def test_a_window_costs_its_mask_and_only_where_it_ends_before_the_sequence():
 def test_presets(name):
     """Usual sizes: memory 79 to 191 GiB, a node's links faster than the network, half precision faster."""
     found = preset(name.lower())
-    assert found.gpus_per_node == 8
+    assert found.gpus_per_node == (72 if name == "GB200" else 8)
     assert found.inside.bytes_per_second > 5 * found.between.bytes_per_second
     assert found.inside.latency_seconds < found.between.latency_seconds
     assert 0 < found.usable_bytes <= found.memory_bytes
-    if name != "CPU":
+    if name in ("RTX-4090", "RTX-3090", "L40S"):  # cards of graphics, by PCIe
+        assert found.memory_bytes >> 30 in (23, 44)
+        assert found.flops["bf16"] > 1.9 * found.flops["fp32"]
+        assert 70 < found.peak("bf16") / found.memory_bytes_per_second < 420
+        assert found.inside.bytes_per_second == 32e9
+    elif name != "CPU":
         assert 79 <= found.memory_bytes / 2**30 <= 191
         assert found.flops["bf16"] > 5 * found.flops["fp32"]
         assert 100 < found.peak("bf16") / found.memory_bytes_per_second < 400
     assert found.is_host == (name == "CPU")
+
+
+@pytest.mark.parametrize("name", ["4090", "RTX 4090", "rtx4090", "NVIDIA GeForce RTX 4090"])
+def test_cards_by_the_names_that_people_use(name):
+    found = preset(name)
+    assert described("file", ClusterConfig(gpu=name)).flops == found.flops
+    assert found.name == "RTX-4090"
+    assert found.peak("bf16") == 165.2e12
+    with pytest.raises(ConfigError, match="has 1 node of 8"):
+        found.check_gpus(16)
 
 
 def test_unknown_cluster():

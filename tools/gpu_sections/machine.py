@@ -94,7 +94,7 @@ def cluster_name(place: Place) -> str:
 
     device = place.device_name.upper()
     for name in PRESETS:
-        if name.split("-", maxsplit=1)[0].upper() in device.replace("-", " ").split():
+        if name.removeprefix("RTX-").partition("-")[0].upper() in device.replace("-", " ").split():
             return name
     raise NotHereError(f"no cluster preset for {place.device_name}")
 
