@@ -237,12 +237,12 @@ _GIGA = 1e9
 PositiveNumber = Annotated[float, Field(gt=0)]
 
 
-_MEANT_OF_LINKS = {
+_MEANT_OF_LINKS: dict[str, Any] = {
     "latency_microseconds": ".*(latency|delay|rtt|alpha|microsec).*",
     "gigabytes_per_second": ".*(bandwidth|bw|rate|speed|throughput|[gmt]i?b|giga).*",
 }
 _MEMORY, _MANY = "(gpu|device)?(memory|mem|hbm|v?ram)", "(n|num|max|numberof)?"
-_MEANT = {
+_MEANT: dict[str, Any] = {
     "memory_gigabytes_per_second": f"{_MEMORY}.*(bandwidth|bw|rate|speed|persec|[gt]bp?s).*",
     "reserved_gib": ".*(reserve|overhead|headroom).*",
     "memory_gib": f"{_MEMORY}(size|capacity|total|[gm]i?b|bytes|gigabytes|pergpu)*",

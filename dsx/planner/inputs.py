@@ -301,11 +301,11 @@ def plan_inputs(
 
 def _at_stage(content: Mapping[str, Any], stage: int) -> dict[str, Any]:
     """A config at a ZeRO stage, without what other stages alone have."""
-    content = copy.deepcopy(dict(content))
-    content["zero_optimization"] = content.get("zero_optimization", {}) | {"stage": stage}
+    found = copy.deepcopy(dict(content))
+    found["zero_optimization"] = found.get("zero_optimization", {}) | {"stage": stage}
     if stage != 3:
-        content["dsx"].get("zero", {}).pop("keep_gathered_bytes", None)
-    return content
+        found["dsx"].get("zero", {}).pop("keep_gathered_bytes", None)
+    return found
 
 
 def _smallest(content: Mapping[str, Any]) -> dict[str, Any]:
