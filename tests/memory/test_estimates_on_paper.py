@@ -61,6 +61,7 @@ CHUNKED: dict[str, tuple[int, list[str]]] = {
 LOW = 'dsx.train.freeze=["embed_tokens", "layers\\\\.[01]\\\\.", "layers\\\\.2\\\\.mlp\\\\.down_proj"]'
 HIGH = 'dsx.train.freeze=["lm_head", "model\\\\.norm", "layers\\\\.[23]\\\\."]'
 ALL_BUT_ONE = 'dsx.train.freeze=["^(?!.*layers\\\\.3\\\\.self_attn\\\\.o_proj)"]'
+WIDE = 'dsx.model.overrides={"intermediate_size": 384}'  # rows of whole blocks of nf4, on two ranks, too
 FROZEN: dict[str, tuple[int, int, list[str]]] = {
     "zero1_below": (0, 1, [LOW, "zero_optimization.stage=1"]),
     "zero2_bf16_first_rank_trains_nothing": (0, 2, [LOW, "zero_optimization.stage=2", "bf16.enabled=true"]),
@@ -112,7 +113,7 @@ FROZEN: dict[str, tuple[int, int, list[str]]] = {
     "zero0_bf16_nf4": (
         1,
         2,
-        ['dsx.adapter={"type": "dora", "rank": 4, "quantization": "nf4"}', "bf16.enabled=true"],
+        ['dsx.adapter={"type": "dora", "rank": 4, "quantization": "nf4"}', "bf16.enabled=true", WIDE],
     ),
     "zero1_int8": (
         0,
@@ -126,6 +127,7 @@ FROZEN: dict[str, tuple[int, int, list[str]]] = {
             'dsx.adapter={"rank": 4, "quantization": "nf4"}',
             "zero_optimization.stage=1",
             "dsx.parallel.tensor=2",
+            WIDE,
         ],
     ),
     "zero2_offload_above": (
