@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from dsx.planner.cluster import Cluster, GpuMemory
 
 _GIB = 1 << 30
+_LOOKING = "looking at the layers"
 _WEIGHTLESS = ("optimizer.params.", "scheduler.")  # whatever their values, memory is the same
 
 _Style = Literal["table", "json", "svg", "html", "png", "pdf"]
@@ -147,9 +148,10 @@ def _of_layers(
     room: GpuMemory | None,
 ) -> _Found:
     from dsx.memory.layer_list import estimate_layers
+    from dsx.waiting import Waiting
 
     name, make, content = own
-    with redirect_stdout(sys.stderr):  # the layers may print
+    with redirect_stdout(sys.stderr), Waiting(_LOOKING):  # the layers may print
         memory = estimate_layers(
             make,
             content,
@@ -177,6 +179,7 @@ def _of_model(
     from dsx.config.resolve import resolve
     from dsx.memory.estimate import estimate_run
     from dsx.memory.job import job_of
+    from dsx.waiting import Waiting
 
     whole = complete({} if config is None else read(config), model, overrides=items, where=str(config))
     source: Path | Mapping[str, Any] = whole.content
@@ -184,10 +187,11 @@ def _of_model(
         source = config  # whose name errors then say
     else:
         items = []
-    run = resolve(source, world_size=gpus, overrides=items)
-    where = cluster and _on_sites(cluster, run, gpus)
-    capacity = None if room is None else room.usable_bytes
-    memory = estimate_run(job_of(run, device=_device(where), capacity_bytes=capacity))
+    with Waiting(_LOOKING):
+        run = resolve(source, world_size=gpus, overrides=items)
+        where = cluster and _on_sites(cluster, run, gpus)
+        capacity = None if room is None else room.usable_bytes
+        memory = estimate_run(job_of(run, device=_device(where), capacity_bytes=capacity))
     several = "es" if run.accumulation > 1 else ""
     size = f"{run.micro_batch_size} x {run.sequence_length} tokens"
     told = [each for each in whole.assumed if not each.key.startswith(_WEIGHTLESS)]
@@ -315,10 +319,12 @@ def _advice(
     from dsx.planner.predicted import LayoutScorer
     from dsx.planner.what_fits import what_would_fit
     from dsx.terminal import amount
+    from dsx.waiting import Waiting
 
     where = cluster or preset("H100")
     scorer = LayoutScorer.of(where, capacity)
-    found = what_would_fit(source, items, run, scorer)
+    with Waiting("looking for changes with which it fits"):
+        found = what_would_fit(source, items, run, scorer)
     if not found:
         return (
             "dsx: it does not fit, and no one or two changes make it fit: `dsx plan` looks through all "

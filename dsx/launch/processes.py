@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import json
 import os
 import re
@@ -18,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
@@ -38,7 +36,7 @@ from dsx.launch.entry import (
     refuse_alone,
     usable_cores,
 )
-from dsx.launch.spared import lean_on_cpu
+from dsx.launch.spared import DYNAMO, LateDynamo, lean_on_cpu
 from dsx.parallel.groups import Groups, make_groups
 from dsx.parallel.islands import Islands
 from dsx.parallel.mesh import Mesh
@@ -406,55 +404,6 @@ def share_cores() -> None:
         torch.set_num_threads(min(torch.get_num_threads(), share))
 
 
-_DYNAMO = "torch._dynamo"
-
-
-class LateDynamo(ModuleType):
-    """What ``import torch._dynamo`` gives until an attribute beyond these is asked for."""
-
-    def __init__(self) -> None:
-        super().__init__(_DYNAMO)
-        spec = importlib.util.find_spec(_DYNAMO)
-        assert spec is not None, "it is a part of torch"
-        self.__spec__, self.__file__ = spec, spec.origin
-
-    @staticmethod
-    def graph_break(msg: str = "") -> None:
-        """Outside of a graph, as torch's own, nothing."""
-
-    def disable(self, fn: Any = None, *args: Any, **options: Any) -> Any:
-        """``fn``, which torch's own ``disable`` is asked to keep out of graphs once there can be any."""
-        if fn is None:
-            return self._loaded().disable(fn, *args, **options)
-        kept_out: Callable[..., Any] | None = None
-
-        @functools.wraps(fn)
-        def call(*values: Any, **named: Any) -> Any:
-            nonlocal kept_out
-            if kept_out is None:
-                if sys.modules.get(_DYNAMO) is self:
-                    return fn(*values, **named)
-                kept_out = self._loaded().disable(fn, *args, **options)
-            return kept_out(*values, **named)
-
-        return call
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loaded(), name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("__") or sys.modules.get(_DYNAMO) is self:
-            super().__setattr__(name, value)
-        else:  # a submodule that was just imported
-            setattr(self._loaded(), name, value)
-
-    def _loaded(self) -> Any:
-        """Torch's own module. One thread takes the stand-in away; others wait for the import."""
-        if sys.modules.get(_DYNAMO) is self:
-            sys.modules.pop(_DYNAMO, None)
-        return importlib.import_module(_DYNAMO)
-
-
 def load_compilers_late() -> None:
     """Keep torch's compilers out of a start that compiles nothing, but for what is there already.
 
@@ -468,7 +417,7 @@ def load_compilers_late() -> None:
     Called when there is a process group, because torch asks ``torch._dynamo`` for more when it makes one.
     Where transformers has been imported, which loads ``torch._dynamo``, the inductor is still spared.
     """
-    sys.modules.setdefault(_DYNAMO, LateDynamo())
+    sys.modules.setdefault(DYNAMO, LateDynamo())
     # DeepSpeed's Muon is imported so that what it compiles is compiled at its first call.
     from deepspeed.runtime import compiler
 

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from dsx.errors import ModelError
 from dsx.hub.model_structure import structure_of
+from dsx.launch.spared import compilers_late
 from dsx.memory import device as paper
 from dsx.memory.layer_record import (
     LOSS,
@@ -671,7 +672,7 @@ def fake_build(device: str) -> Iterator[None]:
     """Inside the block, layers can be built without storage, and recorded."""
     if device == "paper":
         paper.install()
-    with paper.without_storage(device), paper.without_values(), _forms_unchecked():
+    with compilers_late(), paper.without_storage(device), paper.without_values(), _forms_unchecked():
         yield
 
 

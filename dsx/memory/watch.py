@@ -13,9 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from dsx.config.run import RunConfig
 from dsx.errors import ConfigError
-from dsx.launch.entry import ALONE, announce, local_rank, local_world_size
+from dsx.launch.entry import ALONE, announce, local_rank, local_world_size, rank
 from dsx.memory.meter import StorageMeter
 from dsx.terminal import amount
+from dsx.waiting import Waiting
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -41,7 +42,8 @@ def check_memory(config: RunConfig) -> None:
     how = config.dsx.memory_check
     if local_rank() != 0 or how == "off" or config.dsx.recompute == "auto":
         return
-    memory, capacity = estimated(config), capacity_bytes()
+    with Waiting("estimating the memory", quiet=rank() != 0):
+        memory, capacity = estimated(config), capacity_bytes()
     if isinstance(memory, Exception):
         if how == "refuse":
             raise memory

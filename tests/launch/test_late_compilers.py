@@ -48,8 +48,8 @@ print(weight.tolist(), doubled.tolist(), orthogonal.shape, broken, kind)
 """
 
 
-def said(*words: str) -> str:
-    command = [sys.executable, "-c", SCRIPT, *words]
+def said(*words: str, script: str = SCRIPT) -> str:
+    command = [sys.executable, "-c", script, *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()[-1]
@@ -59,6 +59,35 @@ def test_nothing_is_loaded_before_something_compiles_and_nothing_differs_after()
     late = said("late")
     assert late == said("now")
     assert late.endswith("1 module")
+
+
+RECORDED = """
+import sys
+import torch
+
+late = sys.argv[1] == "late"
+if not late:
+    import torch._dynamo
+
+from dsx.checkpoint.claims import model_of
+from dsx.memory.layer_record import LayerRequest, Shape
+from dsx.memory.layer_recorder import record_request
+from dsx.models.presets import find_preset
+
+model = model_of(find_preset("llama", "tiny").config)
+sizes = {"tensor": 2, "sequence_parallel": True, "micro_batch": 2, "sequence_length": 64, "width": 2}
+shape = Shape(model=model, recompute="full", **sizes)
+kinds = ("WordEmbedding", "Block")
+records = [record_request(LayerRequest(shape=shape, kind=kind, divided=True)) for kind in kinds]
+assert ("torch._dynamo" in sys.modules) != late  # nor does a stand-in stay, which a process group would ask
+print(*(record.to_json() for record in records))
+"""
+
+
+def test_recording_a_layer_loads_no_compiler_and_gives_the_same_record():
+    late = said("late", script=RECORDED)
+    assert late == said("now", script=RECORDED)
+    assert "_scaled_dot_product" in late
 
 
 FIRST_STEP = """
