@@ -14,7 +14,7 @@ from dsx.memory.partitioned import Bf16, Bucketed, Partitioned, PartitionedOfflo
 from dsx.memory.record_cache import LayerRecords
 from dsx.memory.stage3 import Stage3, built, uses
 from dsx.memory.states import Flat, States, StateSettings, Unfused
-from dsx.memory.walk import RankLayers, Walk
+from dsx.memory.walk import IN_FLIGHT, RankLayers, Walk
 from dsx.models.param import ParamSpec
 from dsx.parallel.layout import Layout
 from dsx.schedules.program import Program
@@ -504,20 +504,24 @@ def _place(one: Action | str, other: Action | str, share: Fraction) -> Action | 
     return one
 
 
-def enough_micro_batches(program: Program, num_ranks: int, num_micro_batches: int) -> int:
+def enough_micro_batches(
+    program: Program, num_ranks: int, num_micro_batches: int, device: DeviceKind = "cuda"
+) -> int:
     """The least number of micro-batches known to need as much memory as ``num_micro_batches``.
 
     The numbers, in pipeline degrees p, were found by trying (tests/memory/test_steady.py repeats it): 1F1B
     and its kind hold most after p + 1, the others after 2 p or 3 p. Interleaved schedules proceed in groups
     of p; a step that ends with a smaller group differs for every number, and is left whole. GPipe holds all;
-    a schedule from a file or with options is left as it is.
+    a schedule from a file or with options is left as it is. On a CPU receives are posted ahead of their turn,
+    so that a rank holds most while as many messages are still to come as may be under way.
     """
     if program.rows is not None or program.options != type(program.options)():
         return num_micro_batches
+    to_come = IN_FLIGHT if device == "cpu" else 0
     if program.name in ("1f1b", "zb_h1"):
-        return min(num_micro_batches, num_ranks + 2)
+        return min(num_micro_batches, num_ranks + 2 + to_come)
     if program.name in ("zbv", "dualpipev", "v_half", "v_min"):
-        return min(num_micro_batches, 3 * num_ranks)
+        return min(num_micro_batches, 3 * num_ranks + to_come)
     if program.name in ("interleaved", "interleaved_zb") and num_micro_batches % num_ranks == 0:
-        return min(num_micro_batches, 3 * num_ranks)
+        return min(num_micro_batches, (4 if to_come else 3) * num_ranks)
     return num_micro_batches

@@ -297,7 +297,7 @@ def job_of(config: RunConfig, *, device: DeviceKind = "cuda", capacity_bytes: in
             'use "none", "selective" or "full" for the estimate',
         )
     require_learned(config.deepspeed, config.dsx.zero)
-    count = enough_micro_batches(config.program, stages.num_ranks, config.accumulation)
+    count = enough_micro_batches(config.program, stages.num_ranks, config.accumulation, device)
     schedule = config.program.build(stages.num_ranks, stages.num_chunks, count)
     sequence_parallel = config.dsx.parallel.sequence_parallel
     states = state_settings(config.deepspeed, config.dsx.zero, config.dsx.optimizer_bytes, device)

@@ -164,7 +164,7 @@ def layers_job(
         ),
         placement=program.placement,
     )
-    count = enough_micro_batches(program, pipeline, batch.accumulation)
+    count = enough_micro_batches(program, pipeline, batch.accumulation, device)
     return Job(
         records=recorded,
         layout=Layout(mesh=mesh, stages=stages, params=specs, zero_stage=zero_stage(config)),

@@ -88,6 +88,20 @@ def test_steps_are_those_of_a_real_rank(name):
     assert paper.steady_bytes == pytest.approx(real[1].steady_bytes, abs=16)
 
 
+@pytest.mark.parametrize(("name", "world", "cut"), [("1f1b", 3, [3, 3, 1]), ("dualpipev", 2, [2, 2, 2, 1])])
+def test_ranks_that_receive_hold_what_is_estimated(name, world, cut):
+    """In a step of more micro-batches than are replayed, of messages that are up to 8 % of a rank's peak."""
+    chunks = len(cut) // world
+    sets = [f"dsx.schedule.name={name}", f"dsx.partition.method={cut}", f"dsx.parallel.chunks={chunks}"]
+    sets += [f"dsx.parallel.pipeline={world}", "gradient_accumulation_steps=12"]
+    sets += ["train_micro_batch_size_per_gpu=8"]
+    job = job_of(resolve(CONFIG, world_size=world, overrides=sets), device="cpu")
+    assert job.left_out
+    for rank, real in enumerate(ranks.run(measured, world, sets)):
+        estimated = estimate(job, rank).phases[-1].peak_bytes
+        assert estimated == pytest.approx(real.phases["step 2"], abs=SCALARS + 8 * 64 * 8)  # the batch
+
+
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_documents_apart_take_what_a_real_rank_takes(recompute):
     sets = ["gradient_accumulation_steps=4", "dsx.data.documents=apart", f"dsx.recompute={recompute}"]

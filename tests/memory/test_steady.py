@@ -65,6 +65,34 @@ def test_as_much_as_the_whole_step(name, ranks, chunks, micro_batches, zero):
             assert 0 <= ours.peak_bytes - truth.peak_bytes <= _LOSS_BYTES * short.left_out
 
 
+@pytest.mark.parametrize(
+    ("name", "ranks", "chunks", "micro_batches"),
+    [
+        ("1f1b", 2, 1, 12),
+        ("1f1b", 3, 1, 11),
+        ("zb_h1", 3, 1, 11),
+        ("interleaved", 3, 2, 21),
+        ("interleaved_zb", 2, 2, 18),
+        ("zbv", 3, 2, 20),
+        ("dualpipev", 2, 2, 12),
+        ("v_min", 3, 2, 20),
+    ],
+)
+def test_as_much_where_receives_are_posted_ahead(name, ranks, chunks, micro_batches):
+    """On a CPU; the last rank of a schedule of one chunk has the head alone."""
+    content = config(name, ranks, chunks, micro_batches, 0)
+    content["dsx"]["data"]["sequence_length"] = 256
+    if chunks == 1:
+        content["dsx"]["partition"] = {"method": [9, *[3] * (ranks - 2), 1]}
+    run = resolve(content, world_size=ranks)
+    short = job_of(run, device="cpu")
+    full = whole(short, run.program, ranks, chunks, micro_batches)
+    assert short.left_out
+    for rank in range(ranks):
+        ours, truth = estimate(short, rank).peak, estimate(full, rank).peak
+        assert 0 <= ours.peak_bytes - truth.peak_bytes <= _LOSS_BYTES * short.left_out
+
+
 def test_numbers():
     """What is left of a step of 512 micro-batches."""
     assert enough_micro_batches(Program(name="1f1b"), 64, 512) == 66
@@ -72,6 +100,7 @@ def test_numbers():
     assert enough_micro_batches(Program(name="interleaved"), 8, 515) == 515
     assert enough_micro_batches(Program(name="gpipe"), 8, 512) == 512
     assert enough_micro_batches(Program(name="zbv"), 8, 5) == 5
+    assert enough_micro_batches(Program(name="1f1b"), 64, 512, "cpu") == 68
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
