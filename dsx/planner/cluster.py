@@ -142,11 +142,8 @@ class Cluster:
         if self.nodes is not None and gpus > self.sites * self.nodes * node:
             most = self.sites * self.nodes * node
             whole = f"{self.sites} sites of " if self.sites > 1 else ""
-            count = f"{self.nodes} node{'s' if self.nodes > 1 else ''}"
             raise ConfigError(
-                key,
-                f"{self.name} has {whole}{count} of {node}",
-                f"use at most {most}, or say in a file how many it has (nodes) and what joins them (between)",
+                key, f"{self.name} has {whole}{self.nodes} nodes of {node}", f"use at most {most}"
             )
 
     def site(self, gpus: int) -> Cluster:

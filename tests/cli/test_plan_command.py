@@ -248,7 +248,7 @@ def test_other_names_of_a_clusters_keys(cluster, key):
         ({"--gpus": 0}, ("--gpus 0",)),
         ({"--gpus": -4}, ("--gpus -4",)),
         ({"--gpus": 12}, ("--gpus 12", "8 or 16")),
-        ({"--gpus": 16, "--cluster": "4090"}, ("--gpus 16", "RTX-4090 has 1 node of 8", "(between)")),
+        ({"--gpus": 16, "--cluster": "4090"}, ("--gpus 16", "RTX-4090 has 1 nodes of 8")),
         ({"--global-batch": 0}, ("--global-batch 0",)),
         ({"--global-batch": -16}, ("--global-batch -16",)),
         ({"--sequence-length": -1}, ("--sequence-length -1",)),
