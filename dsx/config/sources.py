@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
@@ -229,15 +230,22 @@ def _is_own(dsx: DsxConfig, family: object, place: str) -> bool:
 
 def _of_hub(config: Mapping[str, Any], plan: Mapping[str, str | None]) -> tuple[dict[str, Any], Model]:
     """The config as its family wants it, and the model that transformers makes of it."""
+    text, model = _checked_hub(json.dumps(config), tuple(plan.items()))
+    return json.loads(text), model
+
+
+@lru_cache(maxsize=8)
+def _checked_hub(text: str, plan: tuple[tuple[str, str | None], ...]) -> tuple[str, Model]:
+    """The same; a plan asks it of one config hundreds of times."""
     from dsx.hub.model_structure import (
         check_keys,
         with_family_floats,
     )  # here: dsx's own families need no transformers
     from dsx.hub.read import hub_model
 
-    config = with_family_floats(config)
+    config = with_family_floats(json.loads(text))
     check_keys(config)
-    return config, hub_model(config, plan)
+    return json.dumps(config), hub_model(config, dict(plan))
 
 
 def _keys_of(config: Mapping[str, Any], place: str) -> set[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from math import prod
+from math import inf, prod
 
 from dsx.memory.islands import OUTER_STEP, IslandMemory, IslandSettings
 from dsx.memory.layer_record import DeviceKind, Kept
@@ -120,6 +120,7 @@ def estimate(
     rounding_bytes: int | None = None,
     receives: ReceivePlan | None = None,
     replays: bool = True,
+    most_bytes: float = inf,
 ) -> Estimate:
     """Memory of global rank ``rank``, without the device's context and libraries.
 
@@ -130,6 +131,10 @@ def estimate(
         receives: The pipeline rank's receives, if already made.
         replays: Whether to take micro-batches that repeat an earlier one from notes
             (:mod:`dsx.memory.ledger`).
+        most_bytes: Above which nobody wants to know by how much.
+
+    Raises:
+        AboveError: A step takes more than ``most_bytes``; its argument is a bound of the peak.
     """
     at = job.layout.mesh.coords(rank)
     ledger = Ledger(ROUNDING_BYTES[job.device] if rounding_bytes is None else rounding_bytes)
@@ -152,6 +157,7 @@ def estimate(
         phases[0] = Phase(name="build", peak_bytes=size + buffer_bytes, lines=tuple(lines), place="")
     kept += _kept(walk.layers, at["pp"])
     islands = job.islands and IslandMemory(job.islands, states, unified=job.device == "cpu")
+    ledger.most_bytes = most_bytes
     for step in range(STEPS):
         ledger.start()
         watch = _Watch(ledger)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from math import prod
+from math import inf, prod
 from typing import NamedTuple
 
 from dsx.schedules.schedule import TRANSFERS, Action, Op
@@ -38,15 +38,23 @@ class Label(NamedTuple):
     source: str = ""
 
 
+class AboveError(Exception):
+    """More bytes are live than :attr:`Ledger.most_bytes`; the argument says how many."""
+
+
 class Ledger:
     """Live bytes by label, and the highest total since :meth:`start` with what it consisted of.
 
     Args:
         rounding_bytes: Every storage counts as a multiple of this (CUDACachingAllocator.cpp: 512).
+
+    Attributes:
+        most_bytes: Above this total, whoever goes on to add up is stopped by :class:`AboveError`.
     """
 
     def __init__(self, rounding_bytes: int = 1) -> None:
         self.rounding_bytes = rounding_bytes
+        self.most_bytes = inf
         self.current_bytes = 0
         self.peak_bytes = 0
         self.live: dict[Label, int] = {}
@@ -66,6 +74,8 @@ class Ledger:
         self.live[label] = self.live.get(label, 0) + size_bytes
         if self.current_bytes > self.peak_bytes:
             self.peak_bytes, self._rising = self.current_bytes, True
+            if self.current_bytes > self.most_bytes:
+                raise AboveError(self.current_bytes)
 
     def new(self, label: Label, size_bytes: int) -> Storage:
         """A storage with one holder: ``Storage(self, label, size_bytes).hold()``.
@@ -80,6 +90,8 @@ class Ledger:
         self.current_bytes = current_bytes = self.current_bytes + size_bytes
         if current_bytes > self.peak_bytes:
             self.peak_bytes, self._rising = current_bytes, True
+            if current_bytes > self.most_bytes:
+                raise AboveError(current_bytes)
         return storage
 
     def tensor(self, category: str, name: str, numel: int, width: int) -> Tensor:
@@ -136,6 +148,8 @@ class Ledger:
         if top > self.peak_bytes:
             self.peak_bytes, self._rising = top, False
             self._at_peak = live | {label: live.get(label, 0) + size for label, size in delta.summit.items()}
+            if top > self.most_bytes:
+                raise AboveError(top)
         self.current_bytes += delta.net_bytes
         for label, size in delta.net.items():
             live[label] = live.get(label, 0) + size

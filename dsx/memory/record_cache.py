@@ -131,7 +131,9 @@ def alone(shape: Shape, index: int) -> Shape:
     What a ModelSpec says block by block, it says as a tuple of that length.
     """
     kinds = layer_kinds(shape.model)
-    shape = shape if kinds[index] == "Head" else replace(shape, loss_chunk=0)
+    # A chunk of more tokens than there are is all of them.
+    chunk = min(shape.loss_chunk, shape.micro_batch * shape.sequence_length)
+    shape = replace(shape, loss_chunk=chunk if kinds[index] == "Head" else 0)
     model: Model = replace(shape.model, freeze=(), adapter=layer_adapters(shape.model)[index])
     if isinstance(model, HubModel):
         return replace(

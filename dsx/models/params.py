@@ -40,9 +40,15 @@ def param_specs(model: Model, *, pad_multiple: int = 64) -> tuple[ParamSpec, ...
         model: The architecture.
         pad_multiple: Each tensor-parallel rank's vocabulary rows are rounded up to a multiple of this.
     """
-    kinds = layer_kinds(model)
     if isinstance(model, HubModel):
         return _settled(_padded(model.params, pad_multiple), model)
+    return _own_specs(model, pad_multiple)
+
+
+@lru_cache(maxsize=16)
+def _own_specs(model: ModelSpec, pad_multiple: int) -> tuple[ParamSpec, ...]:
+    """Kept, because a plan asks hundreds of times for thousands of parameters."""
+    kinds = layer_kinds(model)
     specs = (
         spec
         for layer, kind in enumerate(kinds)

@@ -7,6 +7,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,6 +25,7 @@ from dsx.memory.estimate import Job, estimate
 from dsx.memory.islands import IslandSettings
 from dsx.memory.job import job_of
 from dsx.memory.layer_record import DeviceKind
+from dsx.memory.ledger import AboveError
 from dsx.models.flops import Precision
 from dsx.models.spec import HubModel
 from dsx.planner.cluster import Cluster, gpu_memory
@@ -500,6 +502,7 @@ def plan_search(
     return replace(
         search,
         memory=memory,
+        within=memory.within,
         least=memory.least,
         refuse=lambda layout: inputs.refuse(layout, search.predictor),
     )
@@ -542,7 +545,15 @@ class LayoutMemory:
         Raises:
             DsxError: The layout cannot be run.
         """
-        return self._peak(layout, walks=True)
+        return self.within(layout, inf)
+
+    def within(self, layout: Candidate, most_bytes: float) -> int:
+        """The same; or, of one that takes more than ``most_bytes``, a bound that is above them.
+
+        Raises:
+            DsxError: As above.
+        """
+        return self._peak(layout, walks=True, most_bytes=most_bytes)
 
     def least(self, layout: Candidate) -> int:
         """Bytes that parameters, gradients, optimizer and their update take by themselves.
@@ -559,7 +570,7 @@ class LayoutMemory:
                 return 0
         return self._least[key]
 
-    def _peak(self, layout: Candidate, *, walks: bool) -> int:
+    def _peak(self, layout: Candidate, *, walks: bool, most_bytes: float = inf) -> int:
         """The peak of the fullest rank, among those of which one is the fullest within a few per mille."""
         job = self.inputs.job(layout, self.predictor, self.cap_bytes)
         if not walks:
@@ -570,7 +581,11 @@ class LayoutMemory:
             largest = max(ranks, key=job.layout.local_parameters)
             ranks = dict.fromkeys((0, layout.pipeline - 1, largest, 1))
         for rank in ranks:
-            peak = max(peak, estimate(job, layout.mesh.rank(pp=rank)).peak.peak_bytes)
+            try:
+                found = estimate(job, layout.mesh.rank(pp=rank), most_bytes=most_bytes)
+            except AboveError as above:
+                return int(above.args[0])
+            peak = max(peak, found.peak.peak_bytes)
             if peak > self.cap_bytes:
                 break
         return peak

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from dsx.errors import DsxError, LayoutError, ScheduleError
 from dsx.parallel.mesh import Mesh
@@ -179,6 +180,9 @@ class Search:
         task: What is trained.
         space: What may be chosen.
         memory: Peak bytes of a layout.
+        within: The same up to so many bytes, and beyond them any bound that is above them, which is sooner
+            known; None if nothing is. Where nobody is to read by how much a layout is too large, the cap is
+            given.
         least: A bound of the same that is soon known. Once a layout has proved too large, others that exceed
             the cap by it alone are not estimated, unless somebody is to read by how much.
         cap_bytes: What they must stay within; None: what the cluster's GPUs have.
@@ -194,6 +198,7 @@ class Search:
     space: Space
     memory: Memory
     least: Memory = lambda _: 0
+    within: Callable[[Candidate, float], int] | None = None
     cap_bytes: int | None = None
     update_bytes: int = 12
     looked: Looked = looks_away
@@ -202,6 +207,7 @@ class Search:
     predictor: Predictor = field(init=False)
     _floor: MemoryFloor = field(init=False)
     _peaks: dict[Candidate, int | None] = field(init=False, default_factory=dict)
+    _above: dict[Candidate, int] = field(init=False, default_factory=dict)
     _times: dict[Candidate, StepTime] = field(init=False, default_factory=dict)
     _large: dict[Candidate, Ranked] = field(init=False, default_factory=dict)
     _offered: dict[Candidate, bool] = field(init=False, default_factory=dict)
@@ -255,7 +261,7 @@ class Search:
             others=others,
             too_large=too_large,
             predicted=len(self._times),
-            estimated=len(self._peaks),
+            estimated=self._estimated,
         )
 
     def judge(self, layout: Candidate) -> Ranked | None:
@@ -312,7 +318,11 @@ class Search:
 
     def _look_closer(self) -> None:
         """A step is simulated or a memory estimated, of those layouts that may be the fastest."""
-        self.looked("simulating the fastest", len(self._times) + len(self._peaks), None)
+        self.looked("simulating the fastest", len(self._times) + self._estimated, None)
+
+    @property
+    def _estimated(self) -> int:
+        return len(self._peaks.keys() | self._above.keys())
 
     def _judge(self, layout: Candidate, time: StepTime) -> Ranked | None:
         """With its memory, by a bound if that says enough; None if it cannot be run."""
@@ -322,42 +332,71 @@ class Search:
         least = self.least(layout) if self._large else 0  # worth its time where little fits
         ranked = Ranked(layout=layout, time=time, peak_bytes=least, fits=False, is_bound=True)
         if least <= self.cap:
-            return self._in_full(ranked)
+            return self._walked(ranked, self.cap)
         self._large[layout] = ranked
         return ranked
 
     def _in_full(self, ranked: Ranked) -> Ranked | None:
         """With its memory estimated; None if it cannot be run."""
-        layout = ranked.layout
-        if layout not in self._peaks:
+        return self._walked(ranked, inf)
+
+    def _walked(self, ranked: Ranked, most_bytes: float) -> Ranked | None:
+        """The same, but that beyond ``most_bytes`` a bound will do."""
+        layout, again = ranked.layout, ranked.layout in self._above and most_bytes > self.cap
+        if layout not in self._peaks and self._above.get(layout, 0) <= most_bytes:
             self._look_closer()
             try:
-                self._peaks[layout] = self.memory(layout)
+                peak = self.memory(layout) if self.within is None else self.within(layout, most_bytes)
             except DsxError as error:
                 self._refusals.append(error)
                 self._peaks[layout] = None
-        peak = self._peaks[layout]
-        self._large.pop(layout, None)
-        if peak is None:
+            else:
+                is_bound = self.within is not None and peak > most_bytes
+                (self._above if is_bound else self._peaks)[layout] = peak
+        if not again:  # else it keeps its place among those that are too large
+            self._large.pop(layout, None)
+        is_bound = layout not in self._peaks
+        found = self._above[layout] if is_bound else self._peaks[layout]
+        if found is None:
             return None
-        ranked = replace(ranked, peak_bytes=peak, fits=peak <= self.cap, is_bound=False)
+        ranked = replace(ranked, peak_bytes=found, fits=found <= self.cap, is_bound=is_bound)
         if not ranked.fits:
             self._large[layout] = ranked
         return ranked
 
     def _is_open(self, ranked: Ranked) -> bool:
-        """Whether its memory has only been compared by the bound that is soon known."""
+        """Whether its memory has only been compared by a bound that is soon known."""
         return ranked.is_bound and ranked.layout in self._large
 
     def _nearest(self, found: Iterable[Ranked]) -> Ranked | None:
-        """The one that takes least memory, and how much that is."""
+        """The one that takes least memory, and how much that is.
+
+        Of equals it is the first of those that were walked before, else the one that was soonest compared.
+        """
+        places = {each.layout: (place, each) for place, each in enumerate(found)}
+        opened = {
+            layout: each.peak_bytes
+            for layout, (_, each) in places.items()
+            if self._is_open(each) and each.peak_bytes != self._above.get(layout)
+        }
+        least = inf
+
+        def cost(ranked: Ranked) -> tuple[float, float, int]:
+            late = 0.0 if ranked.is_bound else opened.get(ranked.layout, 0.0)
+            return ranked.peak_bytes, late, places[ranked.layout][0]
 
         def grow(ranked: Ranked) -> Iterable[Ranked] | None:
-            if self._is_open(ranked):
-                return filter(None, [self._in_full(ranked)])
-            return None if self._is_offered(ranked.layout) else ()
+            nonlocal least
+            if not self._is_open(ranked):
+                return None if self._is_offered(ranked.layout) else ()
+            full = self._walked(ranked, least)
+            if full is None or full.is_bound:
+                return ()
+            if self._is_offered(full.layout):
+                least = min(least, full.peak_bytes)
+            return (full,)
 
-        return next(best_first(found, cost=lambda ranked: ranked.peak_bytes, grow=grow), None)
+        return next(best_first([each for _, each in places.values()], cost=cost, grow=grow), None)
 
     def _neighbours(self, first: Ranked) -> list[Ranked]:
         """The best layout with one thing changed, the best of each such change."""

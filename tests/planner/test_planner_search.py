@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from dataclasses import replace
 
@@ -72,15 +73,22 @@ def test_finds_what_trying_everything_finds(cap_gib):
 
 
 @pytest.mark.parametrize("cap_gib", [16, 3])
-def test_a_bound_that_is_soon_known_saves_estimates_and_changes_nothing(cap_gib):
+@pytest.mark.parametrize("grain_bytes", [1, 1 << 30])  # the second with many equals
+def test_a_bound_that_is_soon_known_saves_estimates_and_changes_nothing(cap_gib, grain_bytes):
     found, space, answers = task(), Space.of(8, micro_batches=(1,), recompute=("none", "full")), []
     floor = MemoryFloor(Predictor(found))
 
     def memory(layout):
-        return int(4 * floor.of(layout))
+        return int(4 * floor.of(layout)) // grain_bytes * grain_bytes
 
-    for least in (lambda _: 0, lambda layout: int(0.99 * memory(layout))):
-        plan = Search(found, space, memory, least, cap_bytes=cap_gib << 30)
+    def within(layout, most_bytes):
+        """As a walk that stops when it is above."""
+        return min(memory(layout), most_bytes + 1)
+
+    soon = functools.partial(Search, found, space, memory, lambda layout: int(0.99 * memory(layout)))
+    searches = (functools.partial(Search, found, space, memory), soon, functools.partial(soon, within=within))
+    for search in searches:
+        plan = search(cap_bytes=cap_gib << 30)
         try:
             answers.append(plan.run(3))
         except LayoutError as error:
@@ -88,7 +96,7 @@ def test_a_bound_that_is_soon_known_saves_estimates_and_changes_nothing(cap_gib)
     if cap_gib > 3:
         assert answers[1].estimated < answers[0].estimated
         answers[0] = replace(answers[0], estimated=answers[1].estimated)
-    assert answers[0] == answers[1]
+    assert answers[0] == answers[1] == answers[2]
 
 
 @pytest.mark.parametrize("cluster", ["H100", "CPU"])
@@ -106,7 +114,11 @@ def test_the_bound_of_a_config_is_below_its_estimate(cluster):
     layouts = list(everything(search.task, wide))[::3]
     assert len(layouts) > 10
     for layout in layouts:
-        assert 0 < search.least(layout) <= search.memory(layout)
+        peak = search.memory(layout)
+        assert 0 < search.least(layout) <= peak
+        assert search.within(layout, peak) == peak
+        assert peak - 1 < search.within(layout, peak - 1) <= peak
+        assert peak // 2 < search.within(layout, peak // 2) <= peak
 
 
 def test_the_space_is_legal():
