@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from typing import Annotated, Final
 
@@ -27,7 +26,7 @@ from dsx.cli.show import env, guide, presets, schema
 from dsx.cli.train import train
 from dsx.cli.verify import verify
 from dsx.errors import DsxError
-from dsx.launch.entry import say_loading
+from dsx.launch.entry import say_loading, spare_the_end
 from dsx.terminal import no_room, open_streams
 
 # Command -> lines that show its use, after `dsx init run` and in that folder.
@@ -120,6 +119,7 @@ def main() -> None:
     """Run the ``dsx`` command of this process's arguments."""
     open_streams()
     say_loading()
+    spare_the_end()
     try:
         with writing():  # --help, too
             build()(prog_name="dsx")
@@ -131,5 +131,3 @@ def main() -> None:
             raise
         tell(told)
         sys.exit(BAD_INPUT)
-    finally:
-        gc.freeze()  # all that torch has made would be looked through once more at Python's end: 0.3 to 0.8 s

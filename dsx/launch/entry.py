@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 import logging
 import os
 import re
@@ -231,6 +233,7 @@ def run(main: Callable[[], int | None]) -> None:
     open_streams()
     quiet()
     say_loading()
+    spare_the_end()
     program = Path(sys.argv[0])
     if rank() == 0 and program.is_file() and not {"-h", "--help"} & set(sys.argv):
         size = world_size()
@@ -332,6 +335,11 @@ def say_loading() -> None:
     """
     if not any(isinstance(finder, _Loading) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Loading())
+
+
+def spare_the_end() -> None:
+    """Let Python end without looking once more through all that torch and others have made: half a second."""
+    atexit.register(gc.freeze)
 
 
 def _outcome(main: Callable[[], int | None]) -> int:
