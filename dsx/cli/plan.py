@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from contextlib import redirect_stdout
@@ -107,6 +108,7 @@ def plan(
     from dsx.waiting import Waiting
 
     style_of(None, output, ("json",))
+    gc.set_threshold(100_000)  # what layouts are compared by is let go of by itself, but for very little
     pinned = PinnedChoices(
         tensor=tensor, pipeline=pipeline, zero=zero, micro_batch=micro_batch, gpu_memory=gpu_memory
     )
