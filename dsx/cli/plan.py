@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from dsx.planner.plan import Plan, Ranked
     from dsx.planner.sites import SiteComparison
     from dsx.planner.what_is_left import KnownFigure
+    from dsx.waiting import Waiting
 
 _MOST_TOO_LARGE = 3
 
@@ -108,12 +109,11 @@ def plan(
     from dsx.waiting import Waiting
 
     style_of(None, output, ("json",))
-    gc.set_threshold(100_000)  # what layouts are compared by is let go of by itself, but for very little
     pinned = PinnedChoices(
         tensor=tensor, pipeline=pipeline, zero=zero, micro_batch=micro_batch, gpu_memory=gpu_memory
     )
     where, measured = read_cluster(cluster), None
-    waiting = Waiting("comparing", unit="layouts")
+    waiting = _comparing()
     inputs: PlanInputs
     if layers is None:
         several = where.sites > 1
@@ -183,6 +183,13 @@ def _rests_on(
             raise ConfigError(f"--saves-of {saves_of}", what, "name a run that trained on after a save")
         saves = KnownFigure(fmean(found.values), f"mean of {len(found.values)} saves of {saves_of}")
     return figures(inputs, where.failures, saves)
+
+
+def _comparing() -> Waiting:
+    from dsx.waiting import Waiting
+
+    gc.set_threshold(100_000)  # what layouts are compared by is let go of by itself, but for very little
+    return Waiting("comparing", unit="layouts")
 
 
 def _tell(
