@@ -323,8 +323,6 @@ def list_grid(count: int, seed: int) -> list[Case]:
             draw.choice((0, 1, 2, 3)),
             draw.choice(("mixers", "perceptrons", "encoders", "llama", "recipe")),
         )
-        if zero == 3 and name == "encoders":
-            continue  # nn.MultiheadAttention reads another module's parameters
         case = {
             "name": name,
             "rank": draw.randrange(ranks),

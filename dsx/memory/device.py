@@ -243,7 +243,7 @@ class _FusedRmsNorm(torch.autograd.Function):
     """What aten::_fused_rms_norm allocates and saves on CUDA (layer_norm_kernel.cu)."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         y = x.contiguous().clone()  # a kernel that reads and writes as much
         statistics = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
         ctx.save_for_backward(x, weight, statistics)
@@ -251,10 +251,10 @@ class _FusedRmsNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         x, weight, _ = ctx.saved_tensors
         copy = x.contiguous()
-        return torch.mul(copy, dy), torch.empty_like(weight)
+        return torch.mul(copy, dy), None if weight is None else torch.empty_like(weight)
 
 
 def _rms_norm(usual: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

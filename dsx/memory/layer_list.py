@@ -225,7 +225,7 @@ def record_list(
         for index, entry in enumerate(made.layers):
             layer, name = _built(entry, index, tied, ties)
             module = getattr(layer, "tied_module", layer)
-            _require_recordable(module, index, name, owners, hooked=hooked)
+            _require_recordable(module, index, name, owners)
             if precision != "fp32" and isinstance(module, nn.Module):
                 _cast(module, DTYPES[precision])
             ends = index == len(made.layers) - 1 and of_head(made.loss_fn) is not None
@@ -346,7 +346,7 @@ def _linear(*, hooked: bool) -> Iterator[None]:
 
 
 def _require_recordable(
-    module: Any, index: int, name: str, owners: dict[Tensor, tuple[int, nn.Module]], *, hooked: bool
+    module: Any, index: int, name: str, owners: dict[Tensor, tuple[int, nn.Module]]
 ) -> None:
     """Refuse what is known to be recorded wrong, before anything runs; ``owners`` gains the parameters."""
     if not isinstance(module, nn.Module):
@@ -357,12 +357,6 @@ def _require_recordable(
                 f"layer {index} ({name})",
                 f"dsx does not know what the kernels of {type(inner).__name__} take",
                 "estimate the list without it",
-            )
-        if hooked and isinstance(inner, nn.MultiheadAttention):
-            raise ModelError(
-                f"layer {index} ({name})",
-                "nn.MultiheadAttention reads another module's parameters, which ZeRO-3 has not gathered",
-                "use ZeRO 0 to 2, or an attention of your own",
             )
     for parameter in module.parameters():
         first, owner = owners.setdefault(parameter, (index, module))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -126,12 +127,18 @@ class LayerRecorder(paper.UncompiledMode):
             self._paused -= 1
 
     def restart(self) -> None:
+        """Number anew; of what has been made before, and may go now, nothing is noted."""
         self._next = self._collectives = 0
+        self._ids |= {key: GATHERED for key, known in self._ids.items() if isinstance(known, int)}
 
     @property
     def live(self) -> list[int | str]:
         """Ids of the storages that live."""
         return list(self._ids.values())
+
+    def size_of(self, number: int) -> int:
+        """Bytes of a numbered storage."""
+        return self._sizes[number]
 
     def external(self, tensor: Tensor, name: str) -> None:
         """Follow a storage of the caller's under a name of its own."""
@@ -454,6 +461,7 @@ class _LayerTracing:
         self.output_ids: tuple[int | str, ...] = ()
         self._gathers: ModuleGathers | None = None
         self._positions: dict[int, Tensor] = {}
+        self._stays: list[int] = []
 
     def input(self, place: int) -> Tensor:
         form = self.forms[place]
@@ -488,11 +496,13 @@ class _LayerTracing:
                 # By these linears know ZeRO-3's parameters, DeepSpeed's linear in backward, too.
                 parameter.ds_id = parameter.ds_status = None  # type: ignore[attr-defined]
         with self.recorder, self.recorder.alone(), ExitStack() as hooks:
+            if hooked and self.module is not None and self.owner is not None:
+                self._gathers = ModuleGathers(self.recorder, self.module, self.owner, names)
             kept = self._warm_up()
             for handle in self._watch(names):
                 hooks.callback(handle.remove)  # a tied module is recorded again with its next layer
-            if hooked and self.module is not None and self.owner is not None:
-                self._gathers = ModuleGathers(self.recorder, self.module, self.owner, names)
+            if self._gathers is not None:
+                self._gathers.begin()
             forward, backward = self._pass(None)
             second: tuple[Event, ...] | None = None
             uses: tuple[RecordedUse, ...] = ()
@@ -599,6 +609,11 @@ class _LayerTracing:
             del end
         if self._gathers is not None:
             self._gathers.rest()
+        # What a layer holds of a micro-batch until the next one, such as a state, is among what it keeps;
+        # here it goes with the backward.
+        left = [known for known in recorder.live if isinstance(known, int) and recorder.size_of(known)]
+        self._stays = self._stays if divided is not None else left
+        backward += [("-", number) for number in left if number in self._stays]
         recorder.events = None
         return recorder.with_gradients(forward, backward), recorder.with_gradients(backward)
 
@@ -672,7 +687,9 @@ def fake_build(device: str) -> Iterator[None]:
     """Inside the block, layers can be built without storage, and recorded."""
     if device == "paper":
         paper.install()
-    with compilers_late(), paper.without_storage(device), paper.without_values(), _forms_unchecked():
+    # What torch raises it prints too, with its traceback (fake_tensor.py); callers say it in a line.
+    quiet = paper.swapped(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
+    with compilers_late(), quiet, paper.without_storage(device), paper.without_values(), _forms_unchecked():
         yield
 
 
@@ -799,6 +816,6 @@ def record_request(request: LayerRequest) -> LayerRecord:
             what += " and with its parameters gathered module by module (ZeRO-3)" if request.hooked else ""
             raise ModelError(
                 at("model_type", model.family),
-                f"{what}: {type(error).__name__}: {first_line(error)}",
-                "dsx cannot estimate this family" + (" at ZeRO-3: use ZeRO 0 to 2" if request.hooked else ""),
+                f"{what}: {first_line(error)}",
+                "train it without an estimate: dsx knows no memory of this family in this layout",
             ) from error

@@ -50,28 +50,67 @@ class _ModuleHook(torch.autograd.Function):
         return dx, None
 
 
+class _Parameters(dict[str, Any]):
+    """A module's parameters, which tells of those that are read by name (parameter_offload.py)."""
+
+    __slots__ = ("_told",)
+
+    def __init__(self, held: Mapping[str, Any], told: Callable[[nn.Parameter], None]) -> None:
+        super().__init__(held)
+        self._told = told
+
+    def __getitem__(self, name: str) -> Any:
+        found = super().__getitem__(name)
+        if found is not None:
+            self._told(found)
+        return found
+
+
 class ModuleGathers:
-    """Gathers each module's parameters and lets go of them, as ZeRO-3 does, and notes both."""
+    """Gathers each module's parameters and lets go of them, as ZeRO-3 does, and notes both.
+
+    A parameter that is read while no module that runs has it, as mixers read the weight of a convolution that
+    they do not call, is from then on also one of the innermost module that runs. That is learned in a first
+    forward, as in DeepSpeed, in which parameters stay where they are until :meth:`begin`.
+    """
 
     def __init__(self, recorder: Notes, layer: nn.Module, owner: nn.Module, names: Mapping[int, str]) -> None:
-        self._recorder, self._names = recorder, names
+        self._recorder, self._names, self._owner, self._learns = recorder, names, owner, True
         self._shapes = {id(p): (p.shape, p.dtype, p.device) for p in owner.parameters()}
         self._users: dict[int, set[int]] = {key: set() for key in self._shapes}
+        self._read_elsewhere: dict[nn.Module, list[nn.Parameter]] = {}
         self._remaining: dict[int, int] = {}
+        self._running: list[nn.Module] = []
         self._backward: list[nn.Module] = []
         whole = [module for module in layer.modules() if _gathered_whole(module)]
         inside = {inner for module in whole for inner in module.modules() if inner is not module}
-        for module in dict.fromkeys((*layer.modules(), *owner.modules())):
-            if module not in inside:
-                self._hook(module)
-        for parameter in owner.parameters():
+        modules = dict.fromkeys((*layer.modules(), *owner.modules()))
+        self._hooked = [module for module in modules if module not in inside]
+        for module in modules:
+            module._parameters = _Parameters(module._parameters, self._read)  # noqa: SLF001 (no public one)
+        for module in self._hooked:
+            module.register_forward_pre_hook(lambda module, _: self.fetch(module, forward=True))
+            module.register_forward_hook(self._ended)
+
+    def begin(self) -> None:
+        """After the first forward: let go of all parameters, and gather them from now on."""
+        self._learns = False
+        for module in self._hooked:
+            module.register_forward_hook(self._after)
+            module.register_forward_pre_hook(self._before)
+        for parameter in self._owner.parameters():
             self._empty(parameter)
 
-    def _hook(self, module: nn.Module) -> None:
-        module.register_forward_pre_hook(lambda module, _: self.fetch(module, forward=True))
-        module.register_forward_hook(lambda module, *_: self.release(module, forward=True))
-        module.register_forward_hook(self._after)
-        module.register_forward_pre_hook(self._before)
+    def _read(self, parameter: nn.Parameter) -> None:
+        if self._running and self._users.get(id(parameter)) == set():
+            module = self._running[-1]
+            self._read_elsewhere.setdefault(module, []).append(parameter)
+            self._gather(parameter, module)
+
+    def _ended(self, module: nn.Module, _: Any, output: Any) -> None:
+        self.release(module, forward=True)
+        for one in output if isinstance(output, tuple | list) else [output]:
+            self._read(one)  # a parameter that it returns is used by who has called it
 
     def _after(self, module: nn.Module, _: Any, output: Any) -> Any:
         return _mapped(output, lambda y: _ModuleHook.apply(y, partial(self.fetch, module, forward=False)))
@@ -92,23 +131,26 @@ class ModuleGathers:
         return _mapped(inputs, one)
 
     def own(self, module: nn.Module) -> list[nn.Parameter]:
-        """Those of a module itself, or of the tied one that it uses; all below one that is gathered whole."""
+        """Its own or its tied one's, all below one that is gathered whole, and those that it reads."""
         tied = getattr(module, "tied_module", None)
-        return list(module.parameters(_gathered_whole(module)) if tied is None else tied.parameters())
+        own = module.parameters(_gathered_whole(module)) if tied is None else tied.parameters()
+        return [*own, *self._read_elsewhere.get(module, ())]
 
     def fetch(self, module: nn.Module, *, forward: bool) -> None:
         """Before a module's forward or backward."""
         held = self.own(module)
         self._recorder.emit("fetch", [self._names[id(p)] for p in held], forward)
         for parameter in held:
-            if not self._users[id(parameter)]:
-                shape, dtype, device = self._shapes[id(parameter)]
-                with self._recorder.paused():
-                    parameter.data = torch.empty(shape, dtype=dtype, device=device)
-                    self._recorder.external(parameter, GATHERED)
-            self._users[id(parameter)].add(id(module))
-        if not forward:
-            self._backward.append(module)
+            self._gather(parameter, module)
+        (self._running if forward else self._backward).append(module)
+
+    def _gather(self, parameter: nn.Parameter, module: nn.Module) -> None:
+        if not self._users[id(parameter)] and not self._learns:
+            shape, dtype, device = self._shapes[id(parameter)]
+            with self._recorder.paused():
+                parameter.data = torch.empty(shape, dtype=dtype, device=device)
+                self._recorder.external(parameter, GATHERED)
+        self._users[id(parameter)].add(id(module))
 
     def release(self, module: nn.Module, *, forward: bool) -> None:
         """After it."""
@@ -116,13 +158,15 @@ class ModuleGathers:
         kept: list[list[Any]] = []
         for parameter in held:
             self._users[id(parameter)].discard(id(module))
-            if not self._users[id(parameter)]:
+            if not self._users[id(parameter)] and not self._learns:
                 number = self._empty(parameter)
                 if number is not None:
                     kept.append([self._names[id(parameter)], number])
         self._recorder.emit("release", [self._names[id(p)] for p in held], forward, kept)
+        if forward:
+            self._running.remove(module)
         # A module whose output nobody uses has an end without a beginning.
-        if not forward and module in self._backward:
+        elif module in self._backward:
             self._backward.remove(module)
 
     def rest(self) -> None:

@@ -19,10 +19,11 @@ from dsx.terminal import amount
 from dsx.waiting import Waiting
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from dsx.memory.estimate import RunMemory
     from dsx.memory.layer_record import DeviceKind
+    from dsx.parallel.groups import Groups
 
 COUNTED_STEP = 2
 """Of a process on a CPU: the first step makes the optimizer's states, the second is like all that follow."""
@@ -97,19 +98,56 @@ def describe(memory: RunMemory | Exception) -> str:
     return f"estimated peak {amount(memory.peak_bytes)} on {where} ({memory.highest.estimate.peak.when})"
 
 
-def beside(peaks: Mapping[str, int], memory: RunMemory) -> str | None:
-    """The peak that was reached, and how far off the estimate was; None if nothing is known."""
+def beside(peaks: Mapping[str, int], memory: RunMemory, by_pp_rank: Sequence[int] = ()) -> str | None:
+    """The peaks that were reached, and how far off the estimates were; None if nothing is known.
+
+    Args:
+        peaks: Of the fullest rank: :meth:`PeakMemory.peaks`.
+        memory: The estimate.
+        by_pp_rank: Of the fullest rank of each pipeline coordinate: :attr:`PeakMemory.by_pp_rank`.
+    """
     reached = peaks.get("peak_allocated_bytes")
     if reached is None:
         return None
     reserved = peaks.get("peak_reserved_bytes")
-    words = f"peak {amount(reached)}" + (f", {amount(reserved)} reserved" if reserved is not None else "")
+    room = "" if reserved is None else f", {amount(reserved)} reserved"
     from dsx.memory.islands import OUTER_STEP  # here: other runs need none of it
 
     if reserved is None and memory.highest.estimate.peak.name == OUTER_STEP:
         # On a CPU one step is counted, in which no round is, and a round's thread would not be.
-        return f"{words} without rounds between islands; estimated {amount(memory.peak_bytes)} with them"
-    return f"{words}; estimated {amount(memory.peak_bytes)} ({memory.peak_bytes / reached - 1:+.1%})"
+        what = f"peak {amount(reached)} without rounds between islands"
+        return f"{what}; estimated {amount(memory.peak_bytes)} with them"
+    found = [
+        (role.pp_rank, got, role.estimate.peak.peak_bytes)
+        for role, got in zip(memory.roles, by_pp_rank, strict=False)
+        if got
+    ]
+    if len(found) < 2:
+        off = memory.peak_bytes / reached - 1
+        return f"peak {amount(reached)}{room}; estimated {amount(memory.peak_bytes)} ({off:+.1%})"
+    if len(found) <= _FEW:
+        return f"peak on pipeline rank {', '.join(map(_of_rank, found))}{room}"
+    offs = [estimated / got - 1 for _, got, estimated in found]
+    least = min(got for _, got, _ in found)
+    told = f"peak {amount(least)} to {amount(reached)} on {len(found)} pipeline ranks{room}"
+    told += f"; estimates {min(offs):+.1%} to {max(offs):+.1%}; "
+    far = sorted((one for one in found if abs(one[2] / one[1] - 1) > _USUAL), key=lambda one: one[2] / one[1])
+    if not far:
+        return f"{told}fullest {_of_rank(max(found, key=lambda one: one[1]))}"
+    more = f" and {len(far) - _FEW} more" if len(far) > _FEW else ""
+    return f"{told}further off than {_USUAL:.0%}: {', '.join(map(_of_rank, far[:_FEW]))}{more}"
+
+
+def _of_rank(one: tuple[int, int, int]) -> str:
+    pp_rank, reached, estimated = one
+    return f"{pp_rank}: {amount(reached)} (estimated {amount(estimated)}, {estimated / reached - 1:+.1%})"
+
+
+_FEW = 4
+"""So many pipeline ranks are all named."""
+
+_USUAL = 0.02
+"""How far estimates are off at most, nearly always (tools/RESULTS.md)."""
 
 
 class PeakMemory:
@@ -118,10 +156,19 @@ class PeakMemory:
     On a GPU the allocator knows it. On a CPU the tensors of one step, the second of the process, are counted:
     counting takes about as long again as the step itself. In fp16 it is the first that updates the weights as
     the one before it has.
+
+    Args:
+        device: Where tensors are counted.
+        groups: This rank's; None for one process.
+
+    Attributes:
+        by_pp_rank: Allocated bytes of the fullest rank of each pipeline coordinate, as last asked for.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, groups: Groups | None = None) -> None:
         self._device = device
+        self._place = (0, 1) if groups is None else (groups.pp_rank, groups.mesh.pp)
+        self.by_pp_rank: list[int] = []
         self._meter: StorageMeter | None = None
         self._steps = 0
         self._counted = 0
@@ -155,11 +202,15 @@ class PeakMemory:
         else:
             accelerator = get_accelerator()
             mine = [accelerator.max_memory_allocated(), accelerator.max_memory_reserved()]
-        peaks = torch.tensor(mine, dtype=torch.float64, device=self._device)
+        pp_rank, pp = self._place
+        peaks = torch.zeros(len(mine), pp, dtype=torch.float64, device=self._device)
+        peaks[:, pp_rank] = torch.tensor(mine, dtype=torch.float64)
         if dist.is_initialized():
             dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
+        of_ranks = [[int(value) for value in values] for values in peaks.tolist()]
+        self.by_pp_rank = of_ranks[0]
         names = ("peak_allocated_bytes", "peak_reserved_bytes")
-        return {name: int(value) for name, value in zip(names, peaks.tolist(), strict=False) if value}
+        return {name: max(values) for name, values in zip(names, of_ranks, strict=False) if any(values)}
 
 
 def _tensors() -> Iterator[torch.Tensor]:

@@ -74,7 +74,7 @@ class Monitor:
         device = device_name()
         more = self._rows(last)
         self._peaks: dict[str, int] = {}
-        self._memory = PeakMemory(engine.pipeline.device)
+        self._memory = PeakMemory(engine.pipeline.device, engine.groups)
         self._estimate: RunMemory | None = None
         if engine.groups.rank == 0:
             memory = estimated(config)
@@ -317,7 +317,7 @@ class Monitor:
             resumed_after=self._resumed_after,
             evaluation=evaluation,
             unigram_bits_per_byte=self._corpus.unigram_bits_per_byte if evaluation else None,
-            memory=None if self._estimate is None else beside(self._peaks, self._estimate),
+            memory=None if self._estimate is None else self._beside(self._estimate),
             islands=None if self._engine.outer is None else self._rounds.told(),
             written=written,
         )
@@ -327,6 +327,9 @@ class Monitor:
         self._progress.rows("done" if ended else "stopped", rows)
         if not ended:
             self._progress.note(standing(self._config, steps))
+
+    def _beside(self, estimate: RunMemory) -> str | None:
+        return beside(self._peaks, estimate, self._memory.by_pp_rank)
 
     def _open_tracker(self, run_id: str | None) -> Tracker:
         return Tracker(

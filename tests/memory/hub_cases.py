@@ -55,8 +55,6 @@ def case(number: int) -> dict[str, Any]:
     chunks = draw.choice((1, 2))
     zero = draw.choice((0, 1, 2, 3))
     hybrid = number % len(MODELS) == len(MODELS) - 1
-    if hybrid and zero == 3:
-        zero = 2  # its mixer reads a parameter of another module
     pipeline = draw.choice((1, 2)) if chunks == 1 else 2
     return {
         "model": number % len(MODELS),

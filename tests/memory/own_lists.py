@@ -112,6 +112,33 @@ def encoders():
     return _list([LayerSpec(Words, WORDS, WIDTH), *blocks, LayerSpec(Head, WIDTH, WORDS)])
 
 
+class Returns(nn.Linear):
+    """Leaves its bias to its caller."""
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight), self.bias
+
+
+class Reads(nn.Module):
+    """Reads the weight of a module that it does not call, gets a parameter of another, and keeps a state."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept, self.dense = nn.Linear(WIDTH, WIDTH, bias=False), Returns(WIDTH, WIDTH)
+        self.state = None
+
+    def forward(self, x):
+        y, bias = self.dense(x)
+        self.state = y[:, -1, :8].detach() + 1
+        return x + torch.tanh(y @ self.kept.weight + bias)
+
+
+def readers():
+    """Layers whose modules use parameters of each other's, as mixers do, or GPT-NeoX Japanese's."""
+    blocks = [LayerSpec(Reads) for _ in range(6)]
+    return _list([LayerSpec(Words, WORDS, WIDTH), *blocks, LayerSpec(Head, WIDTH, WORDS)])
+
+
 def llama():
     """transformers' layers."""
     config = LlamaConfig(
@@ -135,7 +162,7 @@ def recipe():
     return own_model.make_layers()
 
 
-LISTS = {each.__name__: each for each in (mixers, perceptrons, encoders, llama, recipe)}
+LISTS = {each.__name__: each for each in (mixers, perceptrons, encoders, readers, llama, recipe)}
 
 
 def traced(make, config, job, rank):

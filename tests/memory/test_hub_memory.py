@@ -15,7 +15,7 @@ _SCALARS_BYTES = 16 * 512
 
 
 @pytest.mark.parametrize(
-    "number", [*range(3), *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 43))]
+    "number", [*range(3), 99, *(pytest.param(n, marks=pytest.mark.slow) for n in (*range(3, 43), 54))]
 )
 def test_estimate_is_that_of_the_engine(number):
     drawn = case(number)

@@ -29,6 +29,8 @@ CASES = {
     "several_chunks_of_plain_modules": ["mixers", 1, 4, 2, 2, 1, True, "auto"],
     "zero3_and_tuples_between_layers": ["perceptrons", 0, 2, 1, 1, 3, False, "auto"],
     "zero3_in_a_pipeline": ["perceptrons", 0, 4, 2, 1, 3, False, "auto"],
+    "zero3_torchs_attention": ["encoders", 1, 2, 1, 1, 3, False, "gpipe"],
+    "zero3_parameters_that_another_module_uses": ["readers", 1, 2, 1, 1, 3, False, "gpipe"],
     "the_recipe": ["recipe", 0, 2, 2, 2, 1, True, "auto"],
     "transformers_layers": ["llama", 2, 4, 2, 1, 2, True, "gpipe"],
 }
@@ -128,7 +130,6 @@ def unbuilt(): return listed(LayerSpec(Unbuilt))
 def convolution(): return listed(nn.Conv1d(16, 16, 3, padding=1))
 def convolves(): return listed(nn.Linear(32, 32), Convolves())
 def recurrent(): return listed(nn.LSTM(32, 32, batch_first=True))
-def encoder(): return listed(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True))
 def vector(): return listed(nn.Linear(32, 32), loss_fn=lambda y: y.mean(-1))
 def no_loss(): return listed(nn.Linear(32, 32), loss_fn=None)
 def four(): return listed(*(nn.Linear(32, 32) for _ in range(4)))
@@ -151,7 +152,6 @@ WRONG = {
     "convolution": "the kernels of Conv1d",
     "convolves": "the kernels of convolutions",
     "recurrent": "the kernels of LSTM",
-    "encoder": "nn.MultiheadAttention reads another module's parameters",
     "vector": "its loss gives 2 x 16 float32",
     "no_loss": "its last layer gives 2 x 16 x 32 float32",
     "shared": "a parameter of it is layer 0's, too",

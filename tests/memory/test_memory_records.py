@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -121,6 +122,19 @@ def test_a_layer_of_several_tensors():
     (gradients,) = [event[1] for event in record.backward if event[0] == "in"]
     assert gradients[2] is None
     assert None not in gradients[:2]
+
+
+def test_what_fails_is_said_by_its_error_alone(caplog):
+    """Torch would print its traceback beside."""
+    form = TensorForm((4, 8), "float32", 4, differentiable=True)
+    torchs = logging.getLogger("torch._subclasses.fake_tensor")
+    torchs.addHandler(caplog.handler)
+    try:
+        with fake_build("cpu"), pytest.raises(RuntimeError, match="dim"):
+            record_layer(lambda x: torch.mm(x, x), [form], device="cpu")
+    finally:
+        torchs.removeHandler(caplog.handler)
+    assert not caplog.records
 
 
 def named(record: LayerRecord, phase: str) -> list[tuple[object, ...]] | None:

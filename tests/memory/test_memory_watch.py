@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from dsx.config.resolve import resolve
 from dsx.errors import ConfigError
 from dsx.memory import job
 from dsx.memory import watch as module
-from dsx.memory.estimate import estimate_run
+from dsx.memory.estimate import Phase, Role, RunMemory, estimate_run
 from dsx.memory.job import job_of
 from dsx.memory.watch import COUNTED_STEP, PeakMemory, beside, check_memory, describe
 
@@ -86,6 +87,40 @@ def test_the_peak_stands_beside_its_estimate():
     assert beside({}, memory) is None
     assert beside(peaks, memory).endswith("(-50.0%)")
     assert " reserved; estimated " in beside(peaks, memory)
+
+
+def of_ranks(peaks):
+    """An estimate of pipeline ranks with these peaks."""
+    peak = lambda size: SimpleNamespace(peak=Phase(name="step 2", peak_bytes=size, lines=(), place=""))  # noqa: E731
+    roles = [Role(pp_rank=at, ranks=(at,), estimate=peak(size)) for at, size in enumerate(peaks)]
+    return RunMemory(roles=tuple(roles))
+
+
+def test_each_pipeline_rank_is_named_while_they_are_few():
+    mib = 1 << 20
+    told = beside({"peak_allocated_bytes": 100 * mib}, of_ranks([99 * mib, 40 * mib]), [100 * mib, 50 * mib])
+    assert told == (
+        "peak on pipeline rank 0: 100.00 MiB (estimated 99.00 MiB, -1.0%), "
+        "1: 50.00 MiB (estimated 40.00 MiB, -20.0%)"
+    )
+    peaks = {"peak_allocated_bytes": 100 * mib, "peak_reserved_bytes": 120 * mib}
+    assert beside(peaks, of_ranks([99 * mib] * 2), [mib, mib]).endswith("), 120.00 MiB reserved")
+
+
+def test_of_many_those_are_named_that_are_further_off_than_usual():
+    estimated, reached = [100 << 20] * 16, [100 << 20] * 16
+    peaks = {"peak_allocated_bytes": 101 << 20}
+    reached[3] = 101 << 20
+    told = beside(peaks, of_ranks(estimated), reached)
+    assert told.startswith("peak 100.00 MiB to 101.00 MiB on 16 pipeline ranks; estimates -1.0% to +0.0%; ")
+    assert told.endswith("fullest 3: 101.00 MiB (estimated 100.00 MiB, -1.0%)")
+    reached[5] = 80 << 20
+    for place in (8, 9, 10, 11, 12):
+        reached[place] = (110 + place) << 20
+    told = beside({"peak_allocated_bytes": 122 << 20}, of_ranks(estimated), reached)
+    far = told.partition("further off than 2%: ")[2]
+    assert far.startswith("12: 122.00 MiB (estimated 100.00 MiB, -18.0%), 11: ")
+    assert far.endswith(" and 2 more")
 
 
 def test_rounds_between_islands_are_not_counted_on_a_cpu():

@@ -53,7 +53,7 @@ class Run:
         data = self.config.dsx.data
         corpus = Text.open(prepare_text(data, folder / "data", held_out_tokens=999), data)
         self.engine = SimpleNamespace(
-            groups=SimpleNamespace(rank=0),
+            groups=SimpleNamespace(rank=0, pp_rank=0, mesh=SimpleNamespace(pp=1)),
             global_steps=done,
             get_lr=lambda: [0.5],
             get_global_grad_norm=lambda: 2.0,
