@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint as torch_checkpoint
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -20,6 +22,7 @@ from torch.utils.backend_registration import (
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dsx.hub import values
+from dsx.launch.spared import compilers_late
 from dsx.nn import dropout, parameters
 
 Device = Literal["paper", "cpu"]
@@ -308,3 +311,29 @@ def _fits_flash(query: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 _LARGEST_FLASH_HEAD = 256
+
+
+@contextmanager
+def fake_build(device: str) -> Iterator[None]:
+    """Inside the block, layers can be built without storage, and recorded."""
+    if device == "paper":
+        install()
+    # What torch raises it prints too, with its traceback (fake_tensor.py); callers say it in a line.
+    quiet = swapped(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
+    with compilers_late(), quiet, without_storage(device), without_values(), _forms_unchecked():
+        yield
+
+
+@contextmanager
+def _forms_unchecked() -> Iterator[None]:
+    """Inside, torch does not compare the forms of what is recomputed with those of the first forward.
+
+    Of a frozen parameter it keeps the parameter itself, which is empty again by the time it compares, and is
+    gathered for the backward (torch/utils/checkpoint.py, pack_hook).
+    """
+    checks = torch_checkpoint._allowed_determinism_checks_to_fns  # noqa: SLF001 (set by each call otherwise)
+    plain, checks["default"] = checks["default"], checks["none"]
+    try:
+        yield
+    finally:
+        checks["default"] = plain

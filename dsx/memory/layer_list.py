@@ -17,11 +17,11 @@ from dsx.config.load import raise_all
 from dsx.config.schema import ZeroConfig
 from dsx.config.wording import at
 from dsx.errors import ConfigError, LayoutError, ModelError
-from dsx.memory.device import swapped
+from dsx.memory.device import fake_build, swapped
 from dsx.memory.estimate import Job, RunMemory, enough_micro_batches, estimate_run
 from dsx.memory.job import require_learned, state_settings
 from dsx.memory.layer_record import DeviceKind, LayerRecord, TensorForm
-from dsx.memory.layer_recorder import fake_build, record_layer
+from dsx.memory.layer_recorder import record_layer
 from dsx.models.flops import Precision
 from dsx.models.param import Init, ParamSpec
 from dsx.nn.embedding import TiedUse

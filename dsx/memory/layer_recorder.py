@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +13,6 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves
@@ -22,8 +20,8 @@ from torch.utils.flop_counter import flop_registry
 
 from dsx.errors import ModelError
 from dsx.hub.model_structure import structure_of
-from dsx.launch.spared import compilers_late
 from dsx.memory import device as paper
+from dsx.memory.device import fake_build
 from dsx.memory.layer_record import (
     LOSS,
     Event,
@@ -680,32 +678,6 @@ class _LayerTracing:
                 found.append(RecordedUse(name, (), recorder.with_gradients(finish)))
         # What a use holds on to may go while the next one's communication begins.
         return tuple(replace(use, begin=tuple(begin)) for use, begin in zip(found, begins, strict=True))
-
-
-@contextmanager
-def fake_build(device: str) -> Iterator[None]:
-    """Inside the block, layers can be built without storage, and recorded."""
-    if device == "paper":
-        paper.install()
-    # What torch raises it prints too, with its traceback (fake_tensor.py); callers say it in a line.
-    quiet = paper.swapped(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
-    with compilers_late(), quiet, paper.without_storage(device), paper.without_values(), _forms_unchecked():
-        yield
-
-
-@contextmanager
-def _forms_unchecked() -> Iterator[None]:
-    """Inside, torch does not compare the forms of what is recomputed with those of the first forward.
-
-    Of a frozen parameter it keeps the parameter itself, which is empty again by the time it compares, and is
-    gathered for the backward (torch/utils/checkpoint.py, pack_hook).
-    """
-    checks = torch_checkpoint._allowed_determinism_checks_to_fns  # noqa: SLF001 (set by each call otherwise)
-    plain, checks["default"] = checks["default"], checks["none"]
-    try:
-        yield
-    finally:
-        checks["default"] = plain
 
 
 def record_layer(

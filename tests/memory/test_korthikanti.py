@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from dsx.memory.device import fake_build
 from dsx.memory.layer_record import TensorForm
-from dsx.memory.layer_recorder import fake_build, record_layer
+from dsx.memory.layer_recorder import record_layer
 from dsx.schedules.builders import build
 from dsx.schedules.simulate import peak_activations
 

@@ -13,10 +13,11 @@ import torch
 from dsx.checkpoint.claims import model_of
 from dsx.config.resolve import resolve
 from dsx.memory import record_cache as records
+from dsx.memory.device import fake_build
 from dsx.memory.estimate import estimate
 from dsx.memory.job import job_of
 from dsx.memory.layer_record import LOSS, LayerRecord, LayerRequest, Shape, TensorForm
-from dsx.memory.layer_recorder import fake_build, record_layer, record_request
+from dsx.memory.layer_recorder import record_layer, record_request
 from dsx.memory.record_cache import ModelRecords, alone
 from dsx.models.hf_config import FAMILIES
 from dsx.models.params import layer_kinds

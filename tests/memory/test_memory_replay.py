@@ -7,8 +7,9 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
+from dsx.memory.device import fake_build
 from dsx.memory.layer_record import LayerRecord, TensorForm
-from dsx.memory.layer_recorder import fake_build, record_layer
+from dsx.memory.layer_recorder import record_layer
 from dsx.memory.ledger import Label, Leaf, Ledger, Storage, Tensor, dropped
 from dsx.memory.meter import StorageMeter
 from dsx.memory.walk import RecordedChunk, RecordedLayer
