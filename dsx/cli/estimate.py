@@ -122,7 +122,7 @@ def estimate(
     elif kind == "json":
         deliver(json.dumps({**found.facts, **_figures(memory, room)}, indent=2) + "\n", output)
     else:
-        deliver(_text(found.heading, memory, room), output)
+        deliver(_text(found, room), output)
     if room is not None and found.memory.peak_bytes > room.usable_bytes:
         if found.advice is not None:
             say(found.advice(room.usable_bytes), err=True)
@@ -130,11 +130,12 @@ def estimate(
 
 
 class _Found(NamedTuple):
-    """An estimate: what it is of, in words and as JSON, and what would help a run that does not fit."""
+    """An estimate: what it is of, in words and as JSON, what it leaves out, and what would make it fit."""
 
     heading: Sequence[str]
     facts: Mapping[str, Any]
     memory: RunMemory
+    beyond: str
     advice: Callable[[int], str] | None = None
 
 
@@ -147,7 +148,9 @@ def _of_layers(
     cluster: Cluster | None,
     room: GpuMemory | None,
 ) -> _Found:
+    from dsx.config.deepspeed import precision
     from dsx.memory.layer_list import estimate_layers
+    from dsx.memory.table import beyond_tensors
     from dsx.waiting import Waiting
 
     name, make, content = own
@@ -163,7 +166,8 @@ def _of_layers(
             capacity_bytes=None if room is None else room.usable_bytes,
         )
     title = f"{name} on {gpus} rank{'s' if gpus > 1 else ''}: pipeline {pipeline} x data {gpus // pipeline}"
-    return _Found([title], {"layers": name}, memory)
+    beyond = beyond_tensors(_device(cluster), precision(content))
+    return _Found([title], {"layers": name}, memory, beyond)
 
 
 def _of_model(
@@ -179,6 +183,7 @@ def _of_model(
     from dsx.config.resolve import resolve
     from dsx.memory.estimate import estimate_run
     from dsx.memory.job import job_of
+    from dsx.memory.table import beyond_tensors
     from dsx.waiting import Waiting
 
     whole = complete({} if config is None else read(config), model, overrides=items, where=str(config))
@@ -201,7 +206,8 @@ def _of_model(
         *(["assumed, unless --set says otherwise:", *(f"  {each}" for each in told)] if told else []),
     ]
     facts = {"run": run.summary(), "assumed": {each.key: each.value for each in whole.assumed}}
-    return _Found(heading, facts, memory, lambda most: _advice(source, items, run, most, where))
+    beyond = beyond_tensors(_device(where), run.precision)
+    return _Found(heading, facts, memory, beyond, lambda most: _advice(source, items, run, most, where))
 
 
 def _on_sites(cluster: Cluster, run: RunConfig, gpus: int) -> Cluster:
@@ -239,17 +245,16 @@ def _title(run: RunConfig) -> str:
     return ", ".join(words)
 
 
-def _text(heading: Sequence[str], memory: RunMemory, room: GpuMemory | None) -> str:
+def _text(found: _Found, room: GpuMemory | None) -> str:
     from dsx.memory.table import details, table
     from dsx.terminal import columns, unit_of, wrapped
 
-    width = columns()
+    memory, width = found.memory, columns()
     highest = memory.highest
     peak = highest.estimate.peak
     name, unit = unit_of(memory.peak_bytes)
-    beyond = "what CUDA, NCCL and cuBLAS take outside of tensors, and the allocator's gaps"
     lines = [
-        *heading,
+        *found.heading,
         "",
         f"{name} at each rank's peak",
         table(memory, width=width),
@@ -258,7 +263,8 @@ def _text(heading: Sequence[str], memory: RunMemory, room: GpuMemory | None) -> 
         details(highest, width=width),
         "",
         wrapped(
-            f"between steps: {highest.estimate.steady_bytes / unit:.2f} {name}. Not counted: {beyond}.", width
+            f"between steps: {highest.estimate.steady_bytes / unit:.2f} {name}. Not counted: {found.beyond}.",
+            width,
         ),
     ]
     fullest = max((role.estimate for role in memory.roles), key=lambda estimate: estimate.host_bytes)

@@ -18,6 +18,19 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from dsx.config.deepspeed import Precision
+    from dsx.memory.layer_record import DeviceKind
+
+
+def beyond_tensors(device: DeviceKind, precision: Precision) -> str:
+    """What a process takes besides, in words; of oneDNN's as a test measures it."""
+    if device == "cuda":
+        return "what CUDA, NCCL and cuBLAS take outside of tensors, and the allocator's gaps"
+    kernels = (
+        "oneDNN's kernels, about 0.5 MiB for each shape of a bf16 product, " if precision == "bf16" else ""
+    )
+    return f"{kernels}what Python and its libraries take, and the allocator's gaps"
+
 
 CATEGORIES = (
     "parameters",

@@ -21,6 +21,7 @@ from dsx.waiting import Waiting
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from dsx.config.deepspeed import Precision
     from dsx.memory.estimate import RunMemory
     from dsx.memory.layer_record import DeviceKind
     from dsx.parallel.groups import Groups
@@ -90,12 +91,17 @@ def capacity_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_world_size()
 
 
-def describe(memory: RunMemory | Exception) -> str:
-    """The estimate in a line of a run's start."""
+def describe(memory: RunMemory | Exception, precision: Precision = "fp32") -> str:
+    """The estimate in a line of a run's start; in bf16 on a CPU with what a process holds besides."""
     if isinstance(memory, Exception):
         return f"not estimated: {str(memory).partition(chr(10))[0]}"
     where = f"pipeline rank {memory.highest.pp_rank}"
-    return f"estimated peak {amount(memory.peak_bytes)} on {where} ({memory.highest.estimate.peak.when})"
+    told = f"estimated peak {amount(memory.peak_bytes)} on {where} ({memory.highest.estimate.peak.when})"
+    if device_kind() == "cuda" or precision != "bf16":
+        return told
+    from dsx.memory.table import beyond_tensors  # here: other runs need none of it
+
+    return f"{told}; not counted: {beyond_tensors('cpu', precision)}"
 
 
 def beside(peaks: Mapping[str, int], memory: RunMemory, by_pp_rank: Sequence[int] = ()) -> str | None:

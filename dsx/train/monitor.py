@@ -78,7 +78,7 @@ class Monitor:
         self._estimate: RunMemory | None = None
         if engine.groups.rank == 0:
             memory = estimated(config)
-            more.append(("memory", describe(memory)))
+            more.append(("memory", describe(memory, config.precision)))
             self._estimate = None if isinstance(memory, Exception) else memory
         if self._last_step >= last:
             more.append(("complete", _complete(self._last_step, config)))

@@ -169,6 +169,10 @@ def test_memory_and_the_cluster_that_has_it_are_one_answer(dsx, cluster):
     named, out = dsx(*run, "--cluster", cluster), f"{gib} GiB"
     assert out in named[1]
     assert dsx(*run, "--cluster", cluster, "--gpu-memory", gib) == named
+    assert ("NCCL" in named[1], "oneDNN's kernels" in " ".join(named[1].split())) == (
+        cluster != "CPU",
+        cluster == "CPU",
+    )
     if cluster != "CPU":
         assert dsx(*run, "--gpu-memory", gib)[:2] == named[:2]
         assert f"{gib} GiB less {2 + gib / 25:.2f} for context, libraries and gaps: " in named[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -131,6 +132,34 @@ def test_rounds_between_islands_are_not_counted_on_a_cpu():
     peaks = {"peak_allocated_bytes": 1 << 20}
     assert beside(peaks, memory).startswith("peak 1.00 MiB without rounds between islands; estimated ")
     assert beside(peaks | {"peak_reserved_bytes": 1 << 21}, memory).endswith("%)")
+
+
+def test_what_onednn_keeps_in_bf16_is_said():
+    """Of each shape of a product its compiled kernel, whose size hangs on the processor alone."""
+    memory, said = (
+        estimate_run(job_of(resolved())),
+        "oneDNN's kernels, about 0.5 MiB for each shape of a bf16 product",
+    )
+    assert said not in describe(memory)
+    assert said in describe(memory, "bf16")
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported() or not hasattr(ctypes.CDLL(None), "mallinfo2"):
+        pytest.skip("torch's own kernels compute these products here, or nobody says what is in use")
+    factor = torch.randn(64, 64).bfloat16()
+    taken = []
+    for rows in range(100, 156, 7):
+        x, before = torch.randn(rows, 64).bfloat16(), in_use()
+        y = x @ factor
+        taken.append(in_use() - before - y.nbytes)
+    assert 1 << 17 < sum(taken) / len(taken) < 1 << 21
+
+
+def in_use():
+    """Bytes that the process has of its allocator."""
+    figures = (ctypes.c_size_t * 10)()
+    call = ctypes.CDLL(None).mallinfo2
+    call.restype = type("Figures", (ctypes.Structure,), {"_fields_": [("of", type(figures))]})
+    of = call().of
+    return of[7] + of[4]
 
 
 def test_a_run_whose_memory_is_not_known_goes_on(monkeypatch, capsys):
