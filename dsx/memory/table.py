@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from dsx.config.deepspeed import Precision
     from dsx.memory.layer_record import DeviceKind
+    from dsx.models.flops import Precision
 
 
 def beyond_tensors(device: DeviceKind, precision: Precision) -> str:

@@ -21,9 +21,9 @@ from dsx.waiting import Waiting
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from dsx.config.deepspeed import Precision
     from dsx.memory.estimate import RunMemory
     from dsx.memory.layer_record import DeviceKind
+    from dsx.models.flops import Precision
     from dsx.parallel.groups import Groups
 
 COUNTED_STEP = 2
