@@ -358,5 +358,6 @@ def state_settings(
         reduce=settings.reduce,
         offload=offload_of(zero, deepspeed["optimizer"], declared_bytes, device),
         fused=chosen.fused,
+        gloo=device == "cpu",
         gathering=gathering_of(zero, settings.keep_gathered_bytes) if zero_stage(deepspeed) == 3 else None,
     )

@@ -24,23 +24,23 @@ class _Slice:
 
 
 def _sent_together(
-    leaves: Iterable[Leaf], owners: Mapping[str, Sequence[tuple[int, int]]], own: int | None, limit: int
+    leaves: Iterable[Leaf], owners: Mapping[str, Sequence[tuple[int, int, int]]], own: int | None, limit: int
 ) -> Iterator[list[_Slice]]:
     """average_tensor, allreduce_and_scatter: slices of a bucket as they are flattened together and reduced.
 
     Args:
         leaves: What is in the bucket, in order.
-        owners: Ranks of each parameter, with the elements that each keeps.
+        owners: Ranks of each parameter, with the interval that each keeps.
         own: This rank, if it adds its slices in another precision; None if no slice is treated apart.
         limit: Elements of a bucket.
     """
     slices: list[_Slice] = []
     for leaf in leaves:
-        for owner, numel in owners[leaf.name]:
+        for owner, start, stop in owners[leaf.name]:
             if slices and owner != own and not slices[-1].own and slices[-1].owner == owner:
-                slices[-1].numel += numel
+                slices[-1].numel += stop - start
             else:
-                slices.append(_Slice(owner, numel, owner == own))
+                slices.append(_Slice(owner, stop - start, owner == own))
     together: list[_Slice] = []
     for part in slices:
         together.append(part)
@@ -364,7 +364,7 @@ class PartitionedOffload(Bucketed):
 
     def _to_host(self, leaf: Leaf) -> None:
         """set_norm_for_param_grad_in_gpu, async_inplace_copy_grad_to_fp32_buffer_from_gpu."""
-        numel = sum(numel for owner, numel in self.owners[leaf.name] if owner == self.dp_rank)
+        numel = sum(stop - start for owner, start, stop in self.owners[leaf.name] if owner == self.dp_rank)
         self.passing("gradient in float64", numel, 8)
         if self.settings.accumulate != 4:
             self.passing("gradient in float32", numel, 4)

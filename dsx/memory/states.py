@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from dsx.memory.ledger import Leaf, Ledger, Tensor
-from dsx.parallel.reduction import ChunkReduction, GradientPiece
+from dsx.parallel.reduction import ChunkReduction, GradientPiece, by_owner
 from dsx.parallel.zero import ZeroPlan
 
 
@@ -156,6 +156,7 @@ class StateSettings:
         communication: Bytes of a gradient on its way (``communication_data_type``); None as a parameter's.
         reduce: ``dsx.zero.reduce``.
         fused: Whether the update is DeepSpeed's FusedAdam or the like.
+        gloo: Whether the ranks are CPUs, which send an owner its gradients whole.
     """
 
     width: int
@@ -167,7 +168,16 @@ class StateSettings:
     reduce: Literal["step", "micro_batch"] = "step"
     offload: Offload | None = None
     fused: bool = False
+    gloo: bool = False
     gathering: Gathering | None = None
+
+
+class Bucket(NamedTuple):
+    """Gradients under way: the pieces that this rank gets, all end to end, what comes from other ranks."""
+
+    pieces: Sequence[GradientPiece[Leaf]]
+    flat: Tensor
+    received: Tensor | None = None
 
 
 class CountedBuckets:
@@ -181,27 +191,32 @@ class CountedBuckets:
         self._states = states
         self._width = states.settings.communication or states.settings.width
         self.in_place, self.alone = states.in_place, states.plan.dp == 1
+        owners = states.plan.owners() if states.plan.stage else {}
+        self._owners = {states.leaves[name]: intervals for name, intervals in owners.items()}
 
     def leave(self, parameter: Leaf) -> None:
         """The gradient stays where it is."""
 
-    def send(self, pieces: Sequence[GradientPiece[Leaf]]) -> tuple[Sequence[GradientPiece[Leaf]], Tensor]:
+    def send(self, pieces: Sequence[GradientPiece[Leaf]]) -> Bucket:
         """A flat copy, or of one gradient alone that needs no sum, itself."""
         states = self._states
         if self.alone:
             gradient = states.take(pieces[0].parameter)
-            return pieces, gradient or self._flat(0)
+            return Bucket(pieces, gradient or self._flat(0))
         flat = self._flat(sum(piece.length for piece in pieces))
         for piece in pieces:
             free(states.take(piece.parameter))
-        return pieces, flat
+        if not self._owners:
+            return Bucket(pieces, flat)
+        mine = by_owner(pieces, self._owners, states.plan.dp)[states.dp_rank]
+        others = states.plan.dp - 1 if states.settings.gloo else 0
+        return Bucket(mine, flat, self._flat(others * sum(piece.length for piece in mine)))
 
-    def land(self, bucket: tuple[Sequence[GradientPiece[Leaf]], Tensor]) -> None:
+    def land(self, bucket: Bucket) -> None:
         """The averages go to the states."""
-        pieces, flat = bucket
-        for piece in pieces:
-            self._states.put(piece.parameter, flat)
-        free(flat)
+        for piece in bucket.pieces:
+            self._states.put(piece.parameter, bucket.flat)
+        free(bucket.flat, bucket.received)
 
     def all_left(self) -> None:
         """No gradient comes late in a plan."""
@@ -247,7 +262,7 @@ class States:
         self.replicated: frozenset[str] = frozenset()
         self.order = [leaves[name] for group in plan.groups for name, _ in group]
         self.trained = {leaf.name for leaf in self.order}
-        self.reduction: ChunkReduction[Leaf, tuple[Sequence[GradientPiece[Leaf]], Tensor]] | None = None
+        self.reduction: ChunkReduction[Leaf, Bucket] | None = None
         self.capacity_bytes: int | None = None
         self.parameters: list[Tensor] = []
         self.frozen_parameters: list[Tensor] = []

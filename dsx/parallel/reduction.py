@@ -38,6 +38,23 @@ class GradientPiece(Generic[P]):
     length: int
 
 
+Interval = tuple[int, int, int]
+"""A data-parallel rank, the first element that it keeps of a flattened parameter, the one after its last."""
+
+
+def by_owner(
+    pieces: Iterable[GradientPiece[P]], owners: Mapping[P, Iterable[Interval]], ranks: int
+) -> list[list[GradientPiece[P]]]:
+    """What each of ``ranks`` data-parallel ranks keeps of ``pieces``, in their order."""
+    found: list[list[GradientPiece[P]]] = [[] for _ in range(ranks)]
+    for piece in pieces:
+        for rank, start, stop in owners[piece.parameter]:
+            first, last = max(start, piece.start), min(stop, piece.start + piece.length)
+            if first < last:
+                found[rank].append(GradientPiece(piece.parameter, first, last - first))
+    return found
+
+
 class Transport(Protocol[P, B]):
     """What carries gradients of parameters ``P`` in buckets ``B``.
 

@@ -110,13 +110,13 @@ class ZeroPlan:
             return self.state(dp_rank)
         return {name: (0, numel) for group in self.groups for name, numel in group}
 
-    def owners(self) -> dict[str, list[tuple[int, int]]]:
-        """Ranks that keep optimizer state of each parameter, in order, with how many elements each keeps."""
-        found: dict[str, list[tuple[int, int]]] = {}
+    def owners(self) -> dict[str, list[tuple[int, int, int]]]:
+        """Ranks that keep optimizer state of each parameter, in order, each with its interval of elements."""
+        found: dict[str, list[tuple[int, int, int]]] = {}
         for rank in range(self.dp):
             for buffer in self.buffers(rank):
                 for piece in buffer.pieces:
-                    found.setdefault(piece.name, []).append((rank, piece.stop - piece.start))
+                    found.setdefault(piece.name, []).append((rank, piece.start, piece.stop))
         return found
 
     def part(self, numel: int) -> int:

@@ -22,7 +22,7 @@ from engine.toy_pipeline import Case
 
 PP, DP, MICRO_BATCHES = 2, 2, 4
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}  # with bf16 and ZeRO-1: BF16_Optimizer
-REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter_tensor", "reduce_scatter_single", "reduce_scatter")
+REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter_tensor", "reduce_scatter", "all_to_all_single")
 
 
 @contextmanager
@@ -44,7 +44,9 @@ def recorded(engine: Any, log: list[Any]) -> Iterator[None]:
 
             def call(tensor: Any, *args: Any, real: Any = real, **kwargs: Any) -> Any:
                 if kwargs.get("group") is data:
-                    log.append(tensor.numel())
+                    # To their owners: what comes in is as large as this rank's own part, which stays.
+                    scattered = real.__name__ == "all_to_all_single"
+                    log.append(tensor.numel() + args[0].numel() if scattered else tensor.numel())
                 return real(tensor, *args, **kwargs)
 
             mp.setattr(dist, name, call)
@@ -175,23 +177,21 @@ def _buckets(rank: int, world_size: int, case: Case) -> tuple[list[Any], int, in
     gradients = [0]
     log: list[Any] = []
     with recorded(made, log), pytest.MonkeyPatch.context() as mp:
-        real, before_action = dist.all_reduce, made._adapter.hooks.before_action
+        real, before_action = dist.all_to_all_single, made._adapter.hooks.before_action
 
-        def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("group") is not made.groups.data:
-                return real(tensor, *args, **kwargs)
-            alive.append(weakref.ref(tensor))
+        def all_to_all_single(received: torch.Tensor, sent: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            alive.append(weakref.ref(received))
             most[0] = max(most[0], sum(ref() is not None for ref in alive))
-            summed = tensor.clone()  # gloo's thread may hold what it was given a little beyond wait()
-            real(summed, *args, **kwargs | {"async_op": False})
-            tensor.copy_(summed)
+            came = received.clone()  # gloo's thread may hold what it was given a little beyond wait()
+            real(came, sent.clone(), *args, **kwargs | {"async_op": False})
+            received.copy_(came)
             return SimpleNamespace(wait=lambda: None)
 
         def look(position: int) -> None:
             gradients[0] += sum(p.grad is not None for p in made.module.parameters())
             before_action(position)
 
-        mp.setattr(dist, "all_reduce", all_reduce)
+        mp.setattr(dist, "all_to_all_single", all_to_all_single)
         mp.setattr(made._adapter.hooks, "before_action", look)
         made.train_batch(toy.batches(0, MICRO_BATCHES, DP, made.groups.dp_rank, dtype=case.dtype))
     return log, most[0], gradients[0], sum(p.numel() for p in made.pipeline.parameters())

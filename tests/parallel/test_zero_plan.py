@@ -119,8 +119,8 @@ def test_ranks_cover_every_element_once(plan):
         held = [span for span in spans if span != (0, 0)]
         assert [start for start, _ in held] == [0, *(stop for _, stop in held[:-1])]
         assert held[-1][1] == numel
-        owned = {rank: stop - start for rank in range(plan.dp) for start, stop in [plan.state(rank)[name]]}
-        assert plan.owners()[name] == [(rank, size) for rank, size in owned.items() if size]
+        owned = [(rank, *plan.state(rank)[name]) for rank in range(plan.dp)]
+        assert plan.owners()[name] == [interval for interval in owned if interval[1] < interval[2]]
     for rank in range(plan.dp):
         for buffer in plan.buffers(rank):
             end = 0

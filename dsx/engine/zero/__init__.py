@@ -23,6 +23,7 @@ from dsx.config.schema import ZeroConfig
 from dsx.engine.chunks import Tie
 from dsx.engine.zero.adapter import ZeroAdapter
 from dsx.engine.zero.loss_scale import LossScale
+from dsx.engine.zero.master_shards import owners
 from dsx.engine.zero.norm import NormScope
 from dsx.engine.zero.partitioned import PartitionedAdapter
 from dsx.engine.zero.reduction import (
@@ -183,6 +184,7 @@ def _reduction(
             engine, groups.mesh.num_replicas, always_before=partitioned and optimizer.reduce_scatter
         ),
         wire_dtype=wire_dtype,
+        owners=owners(engine) if stage else None,
     )
     return ChunkReduction(
         transport,

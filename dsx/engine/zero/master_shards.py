@@ -145,12 +145,26 @@ def _refresh_partitions(wrapper: Any) -> None:
         wrapper.persistent_parameters[0].all_gather(wrapper.persistent_parameters)
 
 
-def _spans(
-    groups: Sequence[Sequence[nn.Parameter]], stage: int, process_group: Any = None, **options: Any
-) -> list[tuple[ParameterSpan, ...]]:
-    """What this rank keeps of each group (stage 0: of each parameter), as :class:`ZeroPlan` cuts them.
+def owners(engine: Any) -> dict[nn.Parameter, list[tuple[int, int, int]]]:
+    """ZeRO-1 and 2: the data-parallel ranks that update a parameter, each with its interval, in order.
 
-    Without a process group it keeps all.
+    An interval is its first element of the flattened parameter, and the one after its last.
+    """
+    wrapper = engine.optimizer
+    cut = _bf16_cut if type(wrapper).__name__ == "BF16_Optimizer" else _zero_1_and_2_cut
+    plan, parameters = cut(wrapper)
+    return {parameters[name]: intervals for name, intervals in plan.owners().items()}
+
+
+_Cut = tuple[ZeroPlan, dict[str, nn.Parameter]]
+
+
+def _cut(
+    groups: Sequence[Sequence[nn.Parameter]], stage: int, process_group: Any = None, **options: Any
+) -> _Cut:
+    """How :class:`ZeroPlan` cuts groups (stage 0: parameters), and its names for parameters.
+
+    Without a process group one rank keeps all.
     """
     names = {f"{at}.{index}": p for at, group in enumerate(groups) for index, p in enumerate(group)}
     plan = ZeroPlan(
@@ -162,6 +176,12 @@ def _spans(
         ),
         **options,
     )
+    return plan, names
+
+
+def _spans(cut: _Cut, process_group: Any = None) -> list[tuple[ParameterSpan, ...]]:
+    """What this rank keeps of each group (stage 0: of each parameter)."""
+    plan, names = cut
     return [
         tuple(
             ParameterSpan(names[piece.name], piece.start, piece.stop, piece.offset)
@@ -172,52 +192,61 @@ def _spans(
     ]
 
 
-def _zero_1_and_2(wrapper: Any) -> Iterator[MasterShard]:
+def _zero_1_and_2_cut(wrapper: Any) -> _Cut:
     groups = wrapper.bit16_groups
     element_bytes = groups[0][0].element_size()
     alignment = max(1, 16 // element_bytes) if wrapper.parameter_alignment else 1
-    spans = _spans(
+    return _cut(
         groups,
         1,
         wrapper.real_dp_process_group[0],
         alignment=alignment,
         round_robin=bool(wrapper.round_robin_gradients),
     )
+
+
+def _zero_1_and_2(wrapper: Any) -> Iterator[MasterShard]:
+    spans = _spans(_zero_1_and_2_cut(wrapper), wrapper.real_dp_process_group[0])
     masters = wrapper.single_partition_of_fp32_groups
     for group, (master, its) in enumerate(zip(masters, spans, strict=True)):
         yield MasterShard(master=master, group=group, spans=its, optimizer=wrapper.optimizer)
 
 
+def _bf16_cut(wrapper: Any) -> _Cut:
+    return _cut(wrapper.bf16_groups, 1, wrapper.real_dp_process_group[0])
+
+
 def _bf16(wrapper: Any) -> Iterator[MasterShard]:
-    spans = _spans(wrapper.bf16_groups, 1, wrapper.real_dp_process_group[0])
+    spans = _spans(_bf16_cut(wrapper), wrapper.real_dp_process_group[0])
     for group, (master, its) in enumerate(zip(wrapper.fp32_groups_flat_partition, spans, strict=True)):
         yield MasterShard(master=master, group=group, spans=its, optimizer=wrapper.optimizer)
 
 
 def _zero_3(wrapper: Any) -> Iterator[MasterShard]:
     """Sub-groups are cut parameter by parameter, as a group that nothing closes."""
-    spans = _spans(wrapper.fp16_groups, 3, wrapper.dp_process_group, sub_group_size=sys.maxsize)
+    ranks = wrapper.dp_process_group
+    spans = _spans(_cut(wrapper.fp16_groups, 3, ranks, sub_group_size=sys.maxsize), ranks)
     for index, (master, its) in enumerate(zip(wrapper.fp32_partitioned_groups_flat, spans, strict=True)):
         group = wrapper.sub_group_to_group_id[index]
         yield MasterShard(master=master, group=group, spans=its, optimizer=wrapper.optimizer)
 
 
 def _flat_groups(wrapper: Any) -> Iterator[MasterShard]:
-    spans = _spans(wrapper.fp16_groups, 1)
+    spans = _spans(_cut(wrapper.fp16_groups, 1))
     for group, (master, its) in enumerate(zip(wrapper.fp32_groups_flat, spans, strict=True)):
         yield MasterShard(master=master, group=group, spans=its, optimizer=wrapper.optimizer)
 
 
 def _copies(wrapper: Any) -> Iterator[MasterShard]:
     for group, (parameters, masters) in enumerate(zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True)):
-        for master, its in zip(masters, _spans([parameters], 0), strict=True):
+        for master, its in zip(masters, _spans(_cut([parameters], 0)), strict=True):
             yield MasterShard(master=master, group=group, spans=its, optimizer=wrapper.optimizer)
 
 
 def _plain(optimizer: torch.optim.Optimizer) -> Iterator[MasterShard]:
     for group, settings in enumerate(optimizer.param_groups):
         trained = list(filter(_is_trained(optimizer), settings["params"]))
-        for parameter, its in zip(trained, _spans([trained], 0), strict=True):
+        for parameter, its in zip(trained, _spans(_cut([trained], 0)), strict=True):
             yield MasterShard(master=parameter, group=group, spans=its, optimizer=optimizer)
 
 

@@ -80,12 +80,11 @@ class PartitionedAdapter(ZeroAdapter):
         return found
 
     def put(self, parameter: nn.Parameter, gradient: torch.Tensor, start: int = 0) -> None:
-        """Keep this rank's interval of an average, if it has one."""
-        assert start == 0
+        """Keep an average of this rank's interval."""
         if place := self._places.get(id(parameter)):
             group, span = place
-            part = gradient[span.start : span.stop]
-            self._buffer(group).narrow(0, span.offset, part.numel()).copy_(part)
+            at = span.offset + start - span.start
+            self._buffer(group).narrow(0, at, gradient.numel()).copy_(gradient)
 
     def complete(self) -> None:
         """Have a buffer for every group before the step, of zeros where no parameter is this rank's."""

@@ -12,7 +12,7 @@ from torch import nn
 
 from dsx.engine.executor import StepHooks
 from dsx.errors import ModelError
-from dsx.parallel.reduction import GradientPiece
+from dsx.parallel.reduction import GradientPiece, Interval, by_owner
 from dsx.schedules.schedule import Schedule
 
 
@@ -34,7 +34,7 @@ class GradientStore(Protocol):
 
         Args:
             parameter: The parameter.
-            gradient: The whole average or, in place, some elements of it.
+            gradient: The whole average, or some elements of it: in place, or those of an owner.
             start: The first of these elements.
         """
 
@@ -102,15 +102,35 @@ class LeftToDeepSpeed:
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """Gradients that are being reduced, end to end in one tensor."""
+    """Gradients that are being summed, end to end in one tensor.
+
+    Attributes:
+        pieces: Those whose averages this rank gets, as they lie in ``mine``.
+        mine: Their sum, once ``works`` are done and ``received`` is added.
+        received: The same elements of the other ranks, one rank's after another's, where they are sent whole.
+        works: What is under way.
+    """
 
     pieces: Sequence[GradientPiece[nn.Parameter]]
-    flat: torch.Tensor
-    work: dist.Work | None
+    mine: torch.Tensor
+    works: Sequence[dist.Work]
+    received: torch.Tensor | None = None
 
 
 class GradientTransport:
-    """All-reduces buckets of gradients."""
+    """Sums buckets of gradients over the data-parallel ranks.
+
+    Without owners every rank gets every sum (an all-reduce). With them a rank gets those of its own
+    intervals, for half of the bytes: each rank sends (N - 1) / N of a bucket (arXiv:1910.02054, section 7.1).
+
+    Args:
+        store: Has the gradients, and gets the averages.
+        names: What errors call parameters.
+        group: The data-parallel ranks.
+        scale: Makes sums averages.
+        wire_dtype: The data type in which a parameter's gradient is sent.
+        owners: The intervals of each parameter that a rank keeps the optimizer's state of; None without ZeRO.
+    """
 
     def __init__(
         self,
@@ -120,10 +140,12 @@ class GradientTransport:
         group: dist.ProcessGroup,
         scale: Scale,
         wire_dtype: Callable[[nn.Parameter], torch.dtype],
+        owners: Mapping[nn.Parameter, Sequence[Interval]] | None = None,
     ) -> None:
         self._store, self._names, self._group, self._scale = store, names, group, scale
-        self._wire_dtype = wire_dtype
-        self.in_place, self.alone = store.in_place, dist.get_world_size(group) == 1
+        self._wire_dtype, self._owners = wire_dtype, owners
+        self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.in_place, self.alone = store.in_place, self._ranks == 1
 
     def leave(self, parameter: nn.Parameter) -> None:
         """The gradient stays where it is until it is sent; the store notes what comes after this."""
@@ -133,35 +155,69 @@ class GradientTransport:
         """Send a flat copy of a bucket; a single gradient that needs no sum is sent itself."""
         first = pieces[0].parameter
         dtype = self._wire_dtype(first)
+        gradients = {piece.parameter: self._store.take(piece.parameter) for piece in pieces}
         if self.alone:
-            gradient = self._store.take(first)
+            gradient = gradients[first]
             if gradient is None:
                 gradient = torch.zeros(first.numel(), dtype=dtype, device=first.device)
-            return _Bucket(pieces, gradient.reshape(-1), None)
+            return _Bucket(pieces, gradient.reshape(-1), ())
         flat = torch.empty(sum(piece.length for piece in pieces), dtype=dtype, device=first.device)
-        start = 0
-        for piece in pieces:
-            part = flat.narrow(0, start, piece.length)
-            gradient = self._store.take(piece.parameter)
+        if self._owners is None:
+            self._fill(flat, pieces, gradients)
+            return _Bucket(pieces, flat, [dist.all_reduce(flat, group=self._group, async_op=True)])
+        parts = by_owner(pieces, self._owners, self._ranks)
+        sizes = [sum(piece.length for piece in part) for part in parts]
+        mine = parts.pop(self._rank)
+        self._fill(flat, [piece for part in (*parts, mine) for piece in part], gradients)
+        return self._send_to_owners(mine, flat, sizes)
+
+    def _fill(
+        self,
+        flat: torch.Tensor,
+        pieces: Sequence[GradientPiece[nn.Parameter]],
+        gradients: Mapping[nn.Parameter, torch.Tensor | None],
+    ) -> None:
+        for piece, part in zip(pieces, flat.split([piece.length for piece in pieces]), strict=True):
+            gradient = gradients[piece.parameter]
             if gradient is None:
                 part.zero_()
             else:
                 part.copy_(gradient.reshape(-1).narrow(0, piece.start, piece.length))
-            start += piece.length
         if self._scale.before != 1.0:
             flat.mul_(self._scale.before)
-        return _Bucket(pieces, flat, dist.all_reduce(flat, group=self._group, async_op=True))
+
+    def _send_to_owners(
+        self, pieces: Sequence[GradientPiece[nn.Parameter]], flat: torch.Tensor, sizes: Sequence[int]
+    ) -> _Bucket:
+        """Start to sum a bucket that has ``sizes`` elements of each rank, those of this rank at the end."""
+        others = [0 if rank == self._rank else size for rank, size in enumerate(sizes)]
+        sent, mine = flat.split([sum(others), sizes[self._rank]])
+        if flat.device.type != "cpu":
+            works = []
+            for rank, part in enumerate(sent.split(others)):
+                if sizes[rank]:
+                    part = mine if rank == self._rank else part  # noqa: PLW2901
+                    root = dist.get_global_rank(self._group, rank)
+                    works.append(dist.reduce(part, root, group=self._group, async_op=True))
+            return _Bucket(pieces, mine, works)
+        # gloo sums all of a bucket on every rank to scatter it: twice the bytes, as many as an all-reduce.
+        counts = [0 if rank == self._rank else len(mine) for rank in range(self._ranks)]
+        received = mine.new_empty(sum(counts))
+        work = dist.all_to_all_single(received, sent, counts, others, group=self._group, async_op=True)
+        return _Bucket(pieces, mine, [work], received)
 
     def land(self, bucket: _Bucket) -> None:
         """Put the averages into the store."""
-        if bucket.work is not None:
-            bucket.work.wait()
-            if self._scale.after != 1.0:
-                bucket.flat.mul_(self._scale.after)
-        start = 0
-        for piece in bucket.pieces:
-            self._store.put(piece.parameter, bucket.flat.narrow(0, start, piece.length), piece.start)
-            start += piece.length
+        for work in bucket.works:
+            work.wait()
+        mine = bucket.mine
+        if bucket.received is not None and len(mine):
+            for part in bucket.received.split(len(mine)):
+                mine.add_(part)
+        if bucket.works and self._scale.after != 1.0:
+            mine.mul_(self._scale.after)
+        for piece, part in zip(bucket.pieces, mine.split([p.length for p in bucket.pieces]), strict=True):
+            self._store.put(piece.parameter, part, piece.start)
 
     def all_left(self) -> None:
         """Raises ModelError if a parameter got a gradient after its reduction had begun."""

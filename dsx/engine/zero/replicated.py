@@ -16,6 +16,7 @@ from torch import nn
 
 from dsx.engine.chunks import Tie
 from dsx.engine.zero.adapter import ZeroAdapter
+from dsx.engine.zero.master_shards import master_shards
 from dsx.engine.zero.norm import Refuses
 from dsx.engine.zero.replica_check import GradientPart
 
@@ -150,16 +151,14 @@ class Bf16Adapter(ZeroAdapter):
     (``immediate_grad_update``), with a copy in fp32; by default the bf16 gradients of all parameters stay
     until the step, 2 unread bytes a parameter.
 
-    DeepSpeed's norm is right as it is: one sum over pipe x tensor of whole fp32 gradients, with tied copies
-    and tensor-parallel replicas left out (deepspeed/runtime/bf16_optimizer.py, get_grads_for_norm), but for a
-    rank on which that leaves nothing, where it fails: there a zero counts.
+    Only this rank's intervals of the sums are averages, and are clipped, counted in the norm and used.
     """
 
     in_place = True
 
     def attach(self) -> None:
-        """Gradients reach the buffers without DeepSpeed; the norm has a zero where there is no gradient."""
-        optimizer, original = self._optimizer, self._optimizer.get_grads_for_norm
+        """Gradients reach the buffers without DeepSpeed, which is given the norm."""
+        optimizer = self._optimizer
         self._places = {
             id(parameter): (group, index)
             for group, parameters in enumerate(optimizer.bf16_groups)
@@ -174,16 +173,15 @@ class Bf16Adapter(ZeroAdapter):
             for parameter in parameters:
                 parameter.register_post_accumulate_grad_hook(self._accumulate)
 
-        def never_empty(*args: Any, for_clipping: bool = False, **kwargs: Any) -> Any:
-            if self.loss_scale.refused and not for_clipping:
-                # A norm that is none makes DeepSpeed skip the step (bf16_optimizer.py, step).
-                return [torch.full((1,), torch.nan, device=self._device)], {}
-            found = original(*args, for_clipping=for_clipping, **kwargs)
-            if for_clipping or found[0]:
-                return found
-            return [torch.zeros(1, device=self._device)], found[1]
+        def to_clip_or_norm(*, for_clipping: bool = False) -> Any:
+            if for_clipping:
+                return optimizer.fp32_groups_gradient_flat_partition
+            # A norm that is none makes DeepSpeed skip the step (bf16_optimizer.py, step).
+            norm = torch.tensor(torch.nan) if self.loss_scale.refused else self._norm
+            return [norm.reshape(1)], {}
 
-        optimizer.get_grads_for_norm = never_empty
+        optimizer.get_grads_for_norm, optimizer.mpu = to_clip_or_norm, None  # which sums no more
+        self._spans = [span for each in master_shards(self._engine) for span in each.spans]
 
     @torch.no_grad()
     def _accumulate(self, parameter: nn.Parameter) -> None:
@@ -192,7 +190,6 @@ class Bf16Adapter(ZeroAdapter):
         if gradient is None:
             return
         self.of(parameter).add_(gradient.reshape(-1))
-        self.mark(parameter)
         if parameter in self._taken:
             self._late.add(parameter)
 
@@ -202,16 +199,6 @@ class Bf16Adapter(ZeroAdapter):
         buffer: torch.Tensor = self._optimizer.fp32_groups_gradients[group][index]
         return buffer.view(-1)
 
-    def mark(self, parameter: nn.Parameter) -> None:
-        """Make a gradient count in the norm."""
-        group, index = self._places[id(parameter)]
-        self._optimizer.fp32_groups_has_gradients[group][index] = True
-
-    def has(self, parameter: nn.Parameter) -> bool:
-        """Whether a gradient has come since the last step."""
-        group, index = self._places[id(parameter)]
-        return bool(self._optimizer.fp32_groups_has_gradients[group][index])
-
     def take(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """The buffer's part: zeros if no gradient has come. It stays in place: the caller copies it."""
         self._taken.add(parameter)
@@ -220,7 +207,6 @@ class Bf16Adapter(ZeroAdapter):
     def put(self, parameter: nn.Parameter, gradient: torch.Tensor, start: int = 0) -> None:
         """Overwrite the buffer's part."""
         self.of(parameter).narrow(0, start, gradient.numel()).copy_(gradient)
-        self.mark(parameter)
 
     def came_late(self, parameter: nn.Parameter) -> bool:
         """Whether the buffer has been added to since."""
@@ -232,26 +218,14 @@ class Bf16Adapter(ZeroAdapter):
         self._late.clear()
 
     def before_step(self, refuses: Refuses | None = None) -> None:
-        """Sum ties, and take the norm where somebody wants it before DeepSpeed does."""
+        """Sum ties, and take the norm."""
         super().before_step(refuses)
-        self.sum_ties(self._tied())
-        if refuses is not None or self._scope.replicas.exist:
-            self.take_norm(self._parts(), partitioned=False)
-
-    @property
-    def norm(self) -> torch.Tensor | float:
-        """DeepSpeed's own, unless it had to be known before."""
-        known = self._refuses is not None
-        return self._norm if known else float(self._engine.get_global_grad_norm() or 0.0)
-
-    def _tied(self) -> Iterator[tuple[Tie, torch.Tensor]]:
-        for tie in self._ties:
-            for parameter in filter(lambda p: p.requires_grad, tie.parameters):
-                self.mark(parameter)
-                yield tie, self.of(parameter)
-
-    def _parts(self) -> Iterator[GradientPart]:
-        for parameters in self._optimizer.bf16_groups:
-            for parameter in parameters:
-                if self.has(parameter):
-                    yield GradientPart(parameter, self.of(parameter))
+        parts = {
+            id(span.parameter): GradientPart(
+                span.parameter, self.of(span.parameter)[span.start : span.stop], span.start
+            )
+            for span in self._spans
+        }
+        tied = ((tie, id(parameter)) for tie in self._ties for parameter in tie.parameters)
+        self.sum_ties((tie, parts[key].gradient) for tie, key in tied if key in parts)
+        self.take_norm(parts.values(), partitioned=True)
