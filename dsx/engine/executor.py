@@ -17,7 +17,7 @@ from dsx.errors import ModelError
 from dsx.nn.split import WeightGradients
 from dsx.parallel.groups import Groups
 from dsx.schedules.receives import Channel, ReceivePlan
-from dsx.schedules.schedule import Action, Kind, Op, Schedule
+from dsx.schedules.schedule import BACKWARDS, Action, Kind, Op, Schedule
 
 Key = tuple[int, int]
 """(virtual stage, micro-batch)."""
@@ -390,8 +390,7 @@ class StepRun:
     @property
     def _is_boundary(self) -> bool:
         """No later backward on this rank has anything to do."""
-        backwards = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
-        later = (a for a in self._row[self._position + 1 :] if a.op in backwards)
+        later = (a for a in self._row[self._position + 1 :] if a.op in BACKWARDS)
         return all(self._frozen.get(a.stage, False) for a in later)
 
 

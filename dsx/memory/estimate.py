@@ -275,7 +275,7 @@ def _rank(
         states.layers, states.ties = built(layout, pp_rank, leaves)
         states.plan_gathers(job.schedule.rows[pp_rank], used)
     else:
-        states.plan_reduction(used)
+        states.plan_reduction(used, job.schedule, pp_rank)
     states.replicated = frozenset(
         spec.name for spec in layout.params_of(pp_rank) if layout.owners(spec)[0] != pp_rank
     )

@@ -263,9 +263,10 @@ class Leaf(Tensor):
     Attributes:
         grad: What backwards have summed up.
         accumulate: Takes each gradient over as it comes; None sums them in :attr:`grad`, as torch does.
+        came: Called after each, as a hook of torch's is; None for nobody.
     """
 
-    __slots__ = ("accumulate", "grad", "name")
+    __slots__ = ("accumulate", "came", "grad", "name")
 
     def __init__(
         self,
@@ -279,6 +280,7 @@ class Leaf(Tensor):
         super().__init__(shape, width, storage)
         self.name, self.accumulate = name, accumulate
         self.grad: Tensor | None = None
+        self.came: Callable[[Leaf], None] | None = None
 
     def receive(self, gradient: Tensor) -> None:
         """Take over a gradient, or add and release it (torch/csrc/autograd/functions/accumulate_grad.h)."""
@@ -288,6 +290,8 @@ class Leaf(Tensor):
             self.grad = gradient
         else:
             gradient.release()
+        if self.came is not None:
+            self.came(self)
 
 
 Message = list[Storage]

@@ -16,13 +16,15 @@ Tensors are freed by name (:func:`free`, :meth:`Ledger.aside`) at the moment whe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 from dsx.memory.ledger import Leaf, Ledger, Tensor
 from dsx.parallel.reduction import ChunkReduction, GradientPiece, by_owner
 from dsx.parallel.zero import ZeroPlan
+from dsx.schedules.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,9 +192,20 @@ class CountedBuckets:
     def __init__(self, states: States) -> None:
         self._states = states
         self._width = states.settings.communication or states.settings.width
-        self.in_place, self.alone = states.in_place, states.plan.dp == 1
+        self.in_place, self.apart = states.in_place, states.plan.stage > 0
+        self.alone = states.plan.dp == 1
         owners = states.plan.owners() if states.plan.stage else {}
         self._owners = {states.leaves[name]: intervals for name, intervals in owners.items()}
+
+    def watch(self, parameters: Sequence[Leaf], came: Callable[[Leaf], None]) -> Callable[[], None]:
+        """As a hook of torch's."""
+
+        def tell(watcher: Callable[[Leaf], None] | None) -> None:
+            for leaf in parameters:
+                leaf.came = watcher
+
+        tell(came)
+        return partial(tell, None)
 
     def leave(self, parameter: Leaf) -> None:
         """The gradient stays where it is."""
@@ -290,13 +303,15 @@ class States:
 
     def begin(self) -> None:
         """Before each step."""
+        if self.reduction is not None:
+            self.reduction.begin(self._schedule)
 
     def before_action(self, position: int) -> None:
         """Before the action at ``position`` of the rank's row: go on with the reductions."""
         if self.reduction is not None:
             self.reduction.before_action(position)
 
-    def plan_reduction(self, uses: Mapping[int, Sequence[Leaf]]) -> None:
+    def plan_reduction(self, uses: Mapping[int, Sequence[Leaf]], schedule: Schedule, pp_rank: int) -> None:
         """Have dsx reduce gradients of what each virtual stage uses, where it does so at all."""
         if not self.reduces_itself:
             self.reduction = ChunkReduction(
@@ -305,7 +320,9 @@ class States:
                 uses=uses,
                 kinds=dict.fromkeys(self.leaves.values()),
                 bucket_elements=self.settings.bucket,
+                rank=pp_rank,
             )
+            self._schedule = schedule
 
     def take(self, leaf: Leaf) -> Tensor | None:
         """The step's gradient, which the states forget: ``p.grad`` (engine/zero/replicated.py)."""

@@ -16,7 +16,7 @@ from dsx.memory.record_cache import LayerRecords
 from dsx.memory.states import States
 from dsx.parallel.stages import StageMap
 from dsx.schedules.receives import Channel, ReceivePlan, receive_plan
-from dsx.schedules.schedule import TRANSFERS, Action, Kind, Op, Schedule
+from dsx.schedules.schedule import BACKWARDS, TRANSFERS, Action, Kind, Op, Schedule
 
 
 class Hooks(Protocol):
@@ -280,8 +280,6 @@ _GONE = Label("transfers", "sent output's place", "one element", "engine/executo
 _CHECK = Label("transfers", "check of a cut message", "4, 8 and 8 B s H", "engine/p2p.py _alike")
 _LOSSES = Label("logits", "losses", "4 m", "engine/executor.py losses")
 _SEED = Label("temporaries", "loss gradient", "4", "deepspeed engine.py backward")
-
-BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

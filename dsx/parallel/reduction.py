@@ -2,12 +2,13 @@
 
 DeepSpeed reduces in the backward that ends the step: the whole rank's gradients at once (ZeRO-0, 1) when
 nothing is left to hide the communication behind, or after every micro-batch (ZeRO-2), m times the traffic.
-Here a chunk's gradients leave as one asynchronous all-reduce (a few, if they are large) right after the last
-action of that chunk, while the rank goes on with its other chunks. They are waited for before the step.
+Here a chunk's gradients leave during its last backward, bucket after bucket as they come, asynchronously.
+What does not come one by one leaves after the last action of the chunk, while the rank goes on with its other
+chunks: a split backward's, and whatever stands in the order behind a parameter without a gradient. All are
+waited for before the step.
 
-A bucket takes the place of the gradients that it was filled from, so that all buckets may be under way at
-once. Where gradients stay in place, buckets come on top of them: then they are cut to size, and
-:data:`AT_ONCE` of them are under way at most; the next leaves before one of the actions that follow.
+A bucket takes the place of the gradients that it was filled from. Where averages have memory of their own,
+and where gradients stay in theirs, :data:`AT_ONCE` buckets are under way at most.
 
 One class decides all of that for the engine, which sends tensors (dsx/engine/zero/reduction.py), and for the
 memory estimate, which counts their bytes (dsx/memory/states.py).
@@ -16,14 +17,26 @@ memory estimate, which counts their bytes (dsx/memory/states.py).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from dsx.schedules.schedule import Schedule
+from dsx.schedules.schedule import BACKWARDS, Op, Schedule
 
 AT_ONCE = 2
-"""Buckets under way where gradients stay in place: one is summed while the next is filled."""
+"""Buckets under way where they need not stay until the step: one is summed while the next is filled."""
+
+PARTS = 8
+"""Buckets of a chunk, or more: its last backward hides the communication of all but the last."""
+
+LEAST = 1 << 23
+"""Elements that are worth a bucket of their own: about those of torch's DistributedDataParallel (25 MB)."""
+
+
+def elements_of_a_bucket(chunk: int, limit: int) -> int:
+    """At how many elements a chunk of so many closes a bucket; ``limit`` is ``reduce_bucket_size``."""
+    return min(limit, max(-(-chunk // PARTS), LEAST))
+
 
 P = TypeVar("P", bound=Hashable)
 B = TypeVar("B")
@@ -55,22 +68,31 @@ def by_owner(
     return found
 
 
+Bucket = list[GradientPiece[P]]
+
+
 class Transport(Protocol[P, B]):
     """What carries gradients of parameters ``P`` in buckets ``B``.
 
     Attributes:
         in_place: Gradients stay in memory of their own while they are under way, and averages go back there.
-            Else a bucket takes the gradients' place, and nothing lands before all has been sent.
+            Else a bucket takes the gradients' place.
+        apart: Averages go to memory of their own. Where they take the place of gradients that were let go of,
+            nothing lands before all has been sent.
         alone: Whether there is no other rank to sum with: each gradient is a bucket, and averages itself.
     """
 
     in_place: bool
+    apart: bool
     alone: bool
+
+    def watch(self, parameters: Sequence[P], came: Callable[[P], None]) -> Callable[[], None]:
+        """Have ``came`` called after a backward adds to the gradient of one of these, until the result is."""
 
     def leave(self, parameter: P) -> None:
         """Mark the gradient complete, where it is reduced in place: later ones are refused."""
 
-    def send(self, pieces: Sequence[GradientPiece[P]]) -> B:
+    def send(self, pieces: Bucket[P]) -> B:
         """Fill a bucket, in the order of ``pieces``, and start summing it."""
 
     def land(self, bucket: B) -> None:
@@ -88,14 +110,17 @@ class ChunkReduction(Generic[P, B]):
 
     A parameter that several chunks of this rank use (a tied weight) leaves after the last of them; one that
     no chunk claims (of the loss function) at the end. One without a gradient counts as zero, so that ranks
-    agree on what they send whatever their micro-batches used.
+    agree on what they send whatever their micro-batches used. A chunk's buckets leave in the same order on
+    every rank: the reverse of the module's, in which gradients come.
 
     Args:
         transport: Carries the buckets.
         sizes: Everything to reduce, in the order of the module, with its number of elements.
         uses: Virtual stage -> parameters that its layers use.
         kinds: What a parameter shares a bucket by: its data type on the wire.
-        bucket_elements: A bucket is closed once it has as many elements; 0 for the largest parameter's.
+        bucket_elements: A bucket is closed once it has as many elements, or fewer
+            (:func:`elements_of_a_bucket`); 0 for the largest parameter's.
+        rank: The pipeline rank.
     """
 
     by_dsx = True
@@ -108,22 +133,45 @@ class ChunkReduction(Generic[P, B]):
         uses: Mapping[int, Iterable[P]],
         kinds: Mapping[P, Hashable],
         bucket_elements: int,
+        rank: int,
     ) -> None:
-        self._transport, self._kinds = transport, kinds
+        self._transport, self._kinds, self._rank = transport, kinds, rank
         self._sizes = {parameter: size for parameter, size in sizes.items() if size}
         self._bucket_elements = bucket_elements or max(self._sizes.values(), default=1)
-        self._users: dict[P, set[int]] = {parameter: set() for parameter in self._sizes}
+        users: dict[P, list[int]] = {parameter: [] for parameter in self._sizes}
         for stage, used in uses.items():
             for parameter in used:
-                if parameter in self._users:
-                    self._users[parameter].add(stage)
+                if parameter in users:
+                    users[parameter].append(stage)
+        self._shared = {parameter: set(stages) for parameter, stages in users.items() if len(stages) != 1}
+        own: dict[int, list[P]] = {}
+        for parameter in reversed(users):
+            if parameter not in self._shared:
+                own.setdefault(users[parameter][0], []).append(parameter)
+        self._buckets = {
+            stage: self._cut(
+                mine,
+                elements_of_a_bucket(
+                    sum(self._sizes[parameter] for parameter in mine), self._bucket_elements
+                ),
+            )
+            for stage, mine in own.items()
+        }
+        self._row: tuple[Schedule, dict[int, int]] | None = None
+        self._due: dict[int, deque[Bucket[P]]] = {}
+        self._unwatch: Callable[[], None] | None = None
         self._done: set[int] = set()
         self._left: set[P] = set()
-        self._waiting: deque[list[GradientPiece[P]]] = deque()
+        self._waiting: deque[Bucket[P]] = deque()
         self._flying: deque[B] = deque()
 
     def begin(self, schedule: Schedule) -> None:
-        """Before a step: :meth:`finish` has left nothing of the last one."""
+        """Before a step: find each chunk's last backward, unless it is split."""
+        if self._row is None or self._row[0] is not schedule:
+            row = schedule.rows[self._rank]
+            last = {action.stage: position for position, action in enumerate(row) if action.op in BACKWARDS}
+            whole = {position: stage for stage, position in last.items() if row[position].op is Op.BACKWARD}
+            self._row = schedule, whole
 
     def before_action(self, position: int) -> None:
         """Before an action: end the oldest reduction if others wait for its place, and send the next.
@@ -131,14 +179,38 @@ class ChunkReduction(Generic[P, B]):
         On every data-parallel rank before the same action, whatever has arrived: collectives of one rank
         then come in one order.
         """
-        del position
         if self._waiting:
             self._advance()
+        self._end_watch()
+        stage = self._row and self._row[1].get(position)
+        if stage in self._buckets and not (self._transport.in_place and self._transport.alone):
+            self._watch(self._due.setdefault(stage, deque(self._buckets[stage])))
+
+    def _watch(self, due: deque[Bucket[P]]) -> None:
+        """Send each of ``due`` as soon as it and those before it are complete."""
+        missing = {piece.parameter for bucket in due for piece in bucket}
+
+        def came(parameter: P) -> None:
+            missing.discard(parameter)
+            while due and not any(piece.parameter in missing for piece in reversed(due[0])):
+                self._start([due.popleft()])
+                if self._waiting:
+                    self._advance()
+
+        self._unwatch = self._transport.watch(tuple(missing), came)
+
+    def _end_watch(self) -> None:
+        if self._unwatch is not None:
+            self._unwatch()
+            self._unwatch = None
 
     def chunk_done(self, stage: int) -> None:
         """All backwards of virtual stage ``stage`` in this step are done: start what is complete now."""
+        self._end_watch()
         self._done.add(stage)
-        self._start([p for p, users in self._users.items() if users and users <= self._done])
+        self._start(self._due.pop(stage, self._buckets.get(stage, ())))
+        shared = (p for p, users in self._shared.items() if users and users <= self._done)
+        self._start(self._cut(p for p in shared if p not in self._left))
 
     def finish(self) -> None:
         """Before the update: start the rest, wait, and hand the averages over.
@@ -146,52 +218,62 @@ class ChunkReduction(Generic[P, B]):
         Raises:
             ModelError: A parameter got a gradient after its reduction had begun.
         """
-        self._start(list(self._users))
-        self._transport.all_left()
+        for stage, buckets in self._buckets.items():
+            if stage not in self._done:
+                self._start(self._due.pop(stage, buckets))
+        self._start(self._cut(p for p in self._shared if p not in self._left))
         while self._waiting:
             self._advance()
+        self._transport.all_left()
         while self._flying:
             self._transport.land(self._flying.popleft())
         self._transport.complete()
         self._done.clear()
         self._left.clear()
 
-    def _start(self, parameters: Sequence[P]) -> None:
-        """Those of ``parameters`` that have not left: fill buckets, and send as many as may be under way."""
+    def _start(self, buckets: Iterable[Bucket[P]]) -> None:
+        """Send as many of ``buckets`` as may be under way; the others wait."""
         transport = self._transport
-        filling: dict[Hashable, list[GradientPiece[P]]] = {}
-        room: dict[Hashable, int] = {}
-        for parameter in parameters:
-            if parameter in self._left:
-                continue
-            self._left.add(parameter)
-            if transport.in_place:
-                transport.leave(parameter)
-                if transport.alone:
-                    continue
-            kind = self._kinds[parameter]
-            for piece in self._cut(parameter, room.get(kind, self._bucket_elements)):
-                filling.setdefault(kind, []).append(piece)
-                room[kind] = room.get(kind, self._bucket_elements) - piece.length
-                if transport.alone or room[kind] <= 0:
-                    self._waiting.append(filling.pop(kind))
-                    room[kind] = self._bucket_elements
-        self._waiting.extend(filling.values())
+        for bucket in buckets:
+            for piece in bucket:
+                if piece.parameter not in self._left:
+                    self._left.add(piece.parameter)
+                    if transport.in_place:
+                        transport.leave(piece.parameter)
+            if not (transport.in_place and transport.alone):
+                self._waiting.append(bucket)
         while self._waiting and not self._is_full:
             self._advance()
 
-    def _cut(self, parameter: P, room: int) -> Iterator[GradientPiece[P]]:
+    def _cut(self, parameters: Iterable[P], limit: int | None = None) -> list[Bucket[P]]:
+        """Buckets of ``parameters``, each of one kind; alone, one for each parameter."""
+        limit = limit or self._bucket_elements
+        found: list[Bucket[P]] = []
+        filling: dict[Hashable, Bucket[P]] = {}
+        room: dict[Hashable, int] = {}
+        for parameter in parameters:
+            kind = self._kinds[parameter]
+            for piece in self._pieces(parameter, room.get(kind, limit), limit):
+                filling.setdefault(kind, []).append(piece)
+                room[kind] = room.get(kind, limit) - piece.length
+                if self._transport.alone or room[kind] <= 0:
+                    found.append(filling.pop(kind))
+                    room[kind] = limit
+        return [*found, *filling.values()]
+
+    def _pieces(self, parameter: P, room: int, limit: int) -> Iterator[GradientPiece[P]]:
         """All of ``parameter``; in place, as much as the bucket has room for, then buckets full of it."""
         start, numel = 0, self._sizes[parameter]
         while start < numel:
             length = min(room, numel - start) if self._transport.in_place else numel
             yield GradientPiece(parameter, start, length)
-            start, room = start + length, self._bucket_elements
+            start, room = start + length, limit
 
     @property
     def _is_full(self) -> bool:
         """Whether no more buckets may be under way."""
-        return self._transport.in_place and len(self._flying) >= AT_ONCE
+        transport = self._transport
+        return (transport.in_place or transport.apart) and len(self._flying) >= AT_ONCE
 
     def _advance(self) -> None:
         if self._is_full:

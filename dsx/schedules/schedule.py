@@ -36,6 +36,9 @@ class Op(StrEnum):
 TRANSFERS = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
 """Ops that move data between ranks; the others compute."""
 
+BACKWARDS = frozenset({Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
+"""A backward, and the two parts of a split one."""
+
 _TOKEN = re.compile(r"(\d{1,15})(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d{1,15})")
 
 

@@ -7,7 +7,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from dsx.errors import ScheduleError
-from dsx.schedules.schedule import TRANSFERS, Action, Op, Schedule, crosses, has_transfers, lower
+from dsx.schedules.schedule import (
+    BACKWARDS,
+    TRANSFERS,
+    Action,
+    Op,
+    Schedule,
+    crosses,
+    has_transfers,
+    lower,
+)
 
 Seconds = float | tuple[float, ...]
 """The same for every virtual stage, or one per stage."""
@@ -257,8 +266,6 @@ def _deadlock(schedule: Schedule, heads: list[int], waiting: dict[Action, list[i
 RELEASES = frozenset({Op.BACKWARD, Op.BACKWARD_WEIGHT})
 """Ops after which a stage's activation is no longer needed."""
 
-_BACKWARDS = RELEASES | {Op.BACKWARD_INPUT}
-
 
 def validate(schedule: Schedule) -> None:
     """Check a schedule, lowered or not, for training or forward-only.
@@ -276,7 +283,7 @@ def validate(schedule: Schedule) -> None:
             f"{len(schedule.rows)} rows for {schedule.num_ranks} ranks",
             "give one row per pipeline rank",
         )
-    training = any(a.op in _BACKWARDS for row in schedule.rows for a in row)
+    training = any(a.op in BACKWARDS for row in schedule.rows for a in row)
     rows = tuple(tuple(_of_rank(schedule, rank, training)) for rank in range(schedule.num_ranks))
     complete = replace(schedule, rows=rows)
     expected = lower(complete) if has_transfers(schedule) else complete

@@ -17,6 +17,7 @@ from torch import nn
 import ranks
 from dsx.config.schema import ZeroConfig
 from dsx.errors import ModelError
+from dsx.schedules.schedule import BACKWARDS, Op
 from engine import toy_pipeline as toy
 from engine.toy_pipeline import Case
 
@@ -66,14 +67,21 @@ def _logs(
             made.train_batch(toy.batches(0, MICRO_BATCHES, DP, made.groups.dp_rank))
         row = made.programs.step(MICRO_BATCHES, training=True)[0].rows[made.groups.pp_rank]
         ends = {action.stage: position for position, action in enumerate(row)}
-        users: dict[nn.Parameter, int] = {}
+        last = {a.stage: position for position, a in enumerate(row) if a.op in BACKWARDS}
+        users: dict[nn.Parameter, list[int]] = {}
         for stage in sorted(ends, key=ends.get):
-            users |= dict.fromkeys(made.pipeline.chunks.used_parameters()[stage], stage)
+            for parameter in filter(lambda p: p.requires_grad, made.pipeline.chunks.used_parameters()[stage]):
+                users.setdefault(parameter, []).append(stage)
+        ready: dict[tuple[int, str], int] = {}
+        for parameter, stages in users.items():
+            whole = row[last[stages[0]]].op is Op.BACKWARD
+            kind = "shared" if len(stages) > 1 else "whole" if whole else "split"
+            place = last[stages[0]] if kind == "whole" else ends[stages[-1]], kind
+            ready[place] = ready.get(place, 0) + parameter.numel()
         expected: list[Any] = []
         for position, action in enumerate(row):
-            expected.append(str(action))
-            ready = [p for p, stage in users.items() if p.requires_grad and ends[stage] == position]
-            expected += [sum(p.numel() for p in ready)] if ready else []
+            whole, *after = (ready.get((position, kind)) for kind in ("whole", "split", "shared"))
+            expected += [each for each in (whole, str(action), *after) if each]
         total = sum(p.numel() for p in made.pipeline.parameters() if p.requires_grad)
         found.append((log, expected, total))
     return found
@@ -91,8 +99,8 @@ ONCE = [
 ALWAYS = Case(zero=2, pp=PP, chunks=2, micro_batches=MICRO_BATCHES, steps=1)
 
 
-def test_each_chunk_is_reduced_once_right_after_its_last_action() -> None:
-    """Between the actions of the other chunks; a weight that two chunks share after the second of them."""
+def test_each_chunk_is_reduced_once_in_its_last_backward() -> None:
+    """A weight that two chunks share after the second of them; after the last action, if it is split."""
     for results in ranks.run(_logs, PP * DP, ONCE):
         for (case, _), (log, expected, total) in zip(ONCE, results, strict=True):
             assert log == expected, case

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsx.parallel.reduction import AT_ONCE, ChunkReduction
 from dsx.schedules.gathers import ChunkHolds, StepTrace
+from dsx.schedules.schedule import Action
 
 
 class Notes:
     """Stands in for a transport: buckets are their pieces."""
 
-    def __init__(self, *, in_place, alone=False):
-        self.in_place, self.alone = in_place, alone
+    def __init__(self, *, in_place=False, apart=False, alone=False):
+        self.in_place, self.apart, self.alone = in_place, apart, alone
+        self.watched = None
         self.flying, self.landed, self.sent, self.most, self.ended = [], [], [], 0, []
+
+    def watch(self, parameters, came):
+        assert self.watched is None
+        self.watched = set(parameters), came
+
+        def end():
+            self.watched = None
+
+        return end
 
     def leave(self, parameter):
         assert self.in_place
@@ -36,9 +49,13 @@ class Notes:
         self.ended.append("complete")
 
 
+def of_actions(*row):
+    return SimpleNamespace(rows=[[Action.parse(action) for action in row]])
+
+
 def reduction(transport, sizes, uses, bucket, kinds=None):
     kinds = dict.fromkeys(sizes) if kinds is None else kinds
-    return ChunkReduction(transport, sizes=sizes, uses=uses, kinds=kinds, bucket_elements=bucket)
+    return ChunkReduction(transport, sizes=sizes, uses=uses, kinds=kinds, bucket_elements=bucket, rank=0)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
@@ -46,25 +63,65 @@ def reduction(transport, sizes, uses, bucket, kinds=None):
     sizes=st.lists(st.integers(0, 9), min_size=1, max_size=8),
     users=st.lists(st.sets(st.integers(0, 2)), min_size=8, max_size=8),
     bucket=st.integers(0, 12),
-    in_place=st.booleans(),
+    kind=st.sampled_from(["in place", "apart", "neither"]),
+    alone=st.booleans(),
     order=st.permutations([0, 1, 2]),
+    ops=st.lists(st.sampled_from("BW"), min_size=3, max_size=3),
+    come=st.lists(st.permutations(range(8)), min_size=3, max_size=3),
+    silent=st.sets(st.integers(0, 7)),
 )
-def test_every_element_is_reduced_once_in_a_step(sizes, users, bucket, in_place, order):
+def test_every_element_is_reduced_once_in_a_step(sizes, users, bucket, kind, alone, order, ops, come, silent):
     names = {f"p{i}": size for i, size in enumerate(sizes)}
     uses = {stage: [f"p{i}" for i in range(len(sizes)) if stage in users[i]] for stage in range(3)}
-    transport = Notes(in_place=in_place)
+    in_place = kind == "in place"
+    transport = Notes(in_place=in_place, apart=kind == "apart", alone=alone)
     reduced = reduction(transport, names, uses, bucket)
+    step = of_actions(*(f"{stage}{ops[stage]}0" for stage in order))
     for _ in range(2):
         transport.landed.clear()
-        for stage in order:
-            reduced.before_action(stage)
+        reduced.begin(step)
+        for position, stage in enumerate(order):
+            reduced.before_action(position)
+            assert ops[stage] == "B" or transport.watched is None
+            for place in come[stage]:
+                if transport.watched is not None and place not in silent:
+                    parameters, came = transport.watched
+                    if f"p{place}" in parameters:
+                        came(f"p{place}")
             reduced.chunk_done(stage)
         reduced.finish()
         expected = [(name, at) for name, size in names.items() for at in range(size)]
+        if alone and in_place:
+            expected = []
         assert sorted(transport.landed) == sorted(expected)
         assert transport.flying == []
     assert transport.ended == ["left", "complete"] * 2
-    assert not in_place or transport.most <= AT_ONCE
+    assert kind == "neither" or transport.most <= AT_ONCE
+
+
+def test_a_bucket_leaves_in_the_last_backward_as_soon_as_it_and_those_before_it_are_complete():
+    transport = Notes(apart=True)
+    names = dict.fromkeys("abcd", 4)
+    reduced = reduction(transport, names, {0: ["a", "b", "c"], 1: ["d", "a"]}, 4)
+    reduced.begin(of_actions("0B0", "1B0", "0B1", "1B1"))
+    for position in (0, 1):
+        reduced.before_action(position)
+        assert transport.watched is None
+    reduced.before_action(2)
+    parameters, came = transport.watched
+    assert parameters == {"b", "c"}, "a belongs to two chunks"
+    came("b")
+    assert transport.sent == [], "it would overtake c on a rank where c comes first"
+    came("c")
+    assert transport.sent == [["c"], ["b"]]
+    reduced.chunk_done(0)
+    reduced.before_action(3)
+    transport.watched[1]("d")
+    assert transport.sent[2:] == [["d"]]
+    assert len(transport.flying) == AT_ONCE
+    reduced.chunk_done(1)
+    reduced.finish()
+    assert transport.sent[3:] == [["a"]]
 
 
 def test_a_shared_parameter_leaves_after_its_last_chunk_and_an_unused_one_at_the_end():
@@ -82,9 +139,9 @@ def test_in_place_a_bucket_is_cut_to_size_and_the_next_leaves_before_an_action()
     transport = Notes(in_place=True)
     reduced = reduction(transport, {"a": 25, "b": 5}, {0: ["a", "b"]}, 10)
     reduced.chunk_done(0)
-    assert transport.sent == [["a"], ["a"]]
+    assert transport.sent == [["b", "a"], ["a"]]
     reduced.before_action(7)
-    assert transport.sent == [["a"], ["a"], ["a", "b"]]
+    assert transport.sent == [["b", "a"], ["a"], ["a"]]
     assert len(transport.flying) == AT_ONCE
 
 
@@ -92,10 +149,10 @@ def test_kinds_do_not_share_a_bucket_and_a_rank_alone_sends_each_gradient_by_its
     transport = Notes(in_place=False)
     kinds = {"a": "bf16", "b": "fp32", "c": "bf16"}
     reduction(transport, dict.fromkeys("abc", 2), {0: list("abc")}, 100, kinds).chunk_done(0)
-    assert transport.sent == [["a", "c"], ["b"]]
+    assert transport.sent == [["c", "a"], ["b"]]
     alone = Notes(in_place=False, alone=True)
     reduction(alone, dict.fromkeys("abc", 2), {0: list("abc")}, 100).chunk_done(0)
-    assert alone.sent == [["a"], ["b"], ["c"]]
+    assert alone.sent == [["c"], ["b"], ["a"]]
 
 
 def test_chunks_are_held_and_let_go_of_as_the_plan_changes():

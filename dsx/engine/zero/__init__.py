@@ -192,4 +192,5 @@ def _reduction(
         uses=uses,
         kinds={parameter: wire_dtype(parameter) for parameter in parameters.values()},
         bucket_elements=engine.zero_reduce_bucket_size(),
+        rank=groups.pp_rank,
     )

@@ -21,7 +21,7 @@ class GradientStore(Protocol):
 
     Attributes:
         in_place: Whether gradients stay in the store's memory and averages go back there. Otherwise the store
-            lets go of what is taken, and nothing is put before all has been taken.
+            lets go of what is taken, and, without owners, nothing is put before all has been taken.
     """
 
     in_place: bool
@@ -145,7 +145,20 @@ class GradientTransport:
         self._store, self._names, self._group, self._scale = store, names, group, scale
         self._wire_dtype, self._owners = wire_dtype, owners
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.in_place, self.alone = store.in_place, self._ranks == 1
+        self.in_place, self.apart, self.alone = store.in_place, owners is not None, self._ranks == 1
+
+    def watch(
+        self, parameters: Sequence[nn.Parameter], came: Callable[[nn.Parameter], None]
+    ) -> Callable[[], None]:
+        """By hooks that come after those of the store."""
+        trained = (parameter for parameter in parameters if parameter.requires_grad)  # not frozen since
+        handles = [parameter.register_post_accumulate_grad_hook(came) for parameter in trained]
+
+        def end() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return end
 
     def leave(self, parameter: nn.Parameter) -> None:
         """The gradient stays where it is until it is sent; the store notes what comes after this."""
