@@ -12,7 +12,7 @@ holds it, whatever the micro-batch; that is followed one by one (:class:`Replay`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from math import inf, prod
 from typing import NamedTuple
@@ -318,10 +318,16 @@ def walked(row: Sequence[Action]) -> frozenset[int]:
 
 
 class Replay:
-    """What is known of a rank's actions."""
+    """What is known of a rank's actions.
 
-    def __init__(self, ledger: Ledger, row: Sequence[Action]) -> None:
-        self.ledger, self.walked = ledger, walked(row)
+    Args:
+        ledger: Where memory is counted.
+        row: The actions.
+        besides: Micro-batches that are walked as well.
+    """
+
+    def __init__(self, ledger: Ledger, row: Sequence[Action], besides: Collection[int]) -> None:
+        self.ledger, self.walked = ledger, walked(row).union(besides)
         self._deltas: dict[Kind, Delta] = {}
         self._seen: dict[Kind, int] = {}
         self._sent: dict[tuple[str, int], list[tuple[Label, int]]] = {}

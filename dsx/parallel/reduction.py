@@ -21,7 +21,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from dsx.schedules.schedule import BACKWARDS, Op, Schedule
+from dsx.schedules.schedule import BACKWARDS, Action, Op, Schedule
 
 AT_ONCE = 2
 """Buckets under way where they need not stay until the step: one is summed while the next is filled."""
@@ -49,6 +49,12 @@ class GradientPiece(Generic[P]):
     parameter: P
     start: int
     length: int
+
+
+def last_backwards(row: Sequence[Action]) -> dict[int, int]:
+    """Position of each virtual stage's last backward in a rank's row -> the stage, unless it is split."""
+    last = {action.stage: position for position, action in enumerate(row) if action.op in BACKWARDS}
+    return {position: stage for stage, position in last.items() if row[position].op is Op.BACKWARD}
 
 
 Interval = tuple[int, int, int]
@@ -168,10 +174,7 @@ class ChunkReduction(Generic[P, B]):
     def begin(self, schedule: Schedule) -> None:
         """Before a step: find each chunk's last backward, unless it is split."""
         if self._row is None or self._row[0] is not schedule:
-            row = schedule.rows[self._rank]
-            last = {action.stage: position for position, action in enumerate(row) if action.op in BACKWARDS}
-            whole = {position: stage for stage, position in last.items() if row[position].op is Op.BACKWARD}
-            self._row = schedule, whole
+            self._row = schedule, last_backwards(schedule.rows[self._rank])
 
     def before_action(self, position: int) -> None:
         """Before an action: end the oldest reduction if others wait for its place, and send the next.

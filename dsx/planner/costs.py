@@ -168,7 +168,7 @@ class Software:
         hides_transfers: Whether a rank computes while its messages are under way.
         shards_transfers: Whether tensor-parallel ranks send 1/tp each of what all of them hold alike
             (arXiv:2104.04473, section 4.1; docs/adr/0010).
-        gradients: When gradients are reduced: ``chunk``, each chunk's at its last backward (docs/adr/0008);
+        gradients: When gradients are reduced: ``chunk``, each chunk's in its last backward (docs/adr/0008);
             ``backward``, during the last backward (torch's DistributedDataParallel); ``end``, after it all.
         gather_share: What ZeRO-3's gathers and reductions get of the rate that other collectives reach.
         attention_share: What its fused attention gets of the rate that torch's kernel reaches.

@@ -18,6 +18,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from dsx.parallel.partition import balanced
+from dsx.parallel.reduction import elements_of_a_bucket
 from dsx.parallel.stages import StageMap
 from dsx.planner.cluster import Group
 from dsx.planner.costs import Kind
@@ -239,7 +240,7 @@ class ZeroActions:
     def _reduce_after(self, elements: int) -> float:
         if not self._each or self._stage != 2:
             return 0.0
-        return self._machine.network.seconds("all_reduce", elements * self._width, self._group)
+        return self._machine.network.seconds("reduce_scatter", elements * self._width, self._group)
 
     def _collective(self, kind: Kind, elements: int) -> float:
         return self._machine.network.seconds(kind, elements * self._width, self._group, self._share)
@@ -411,11 +412,9 @@ class Predictor:
             gathers = network.seconds("all_gather", held + trained, group, share)
             reduction = network.seconds("reduce_scatter", trained, group, share)
             return max(beside, count * (gathers + reduction)), after
-        reduction = network.seconds("all_reduce", trained, group)
+        reduction = network.seconds(_reduces(layout), trained, group)
         if layout.reduces_micro_batches:
             after += count * reduction
-        elif layout.pipeline == 1 and self.task.machine.software.gradients == "chunk":
-            after += reduction  # nothing is left to compute once its only chunk's gradients are there
         else:
             beside = max(beside, reduction)
         if layout.zero_stage:
@@ -477,19 +476,20 @@ class Predictor:
     ) -> tuple[float, float, float]:
         """After the schedule, on one pipeline rank: reduction, update, gathering."""
         elements, task = self.elements(layout.tensor, trained=True), self.task
+        backwards = self.costs(layout).by_op(stages.num_stages)[Op.BACKWARD]
+        whole = not layout.program.divides
         chunks = [
-            (ran.left_seconds[s], sum(elements[layer] for layer in stages.layers(s)))
+            (ran.left_seconds[s], backwards[s] * whole, sum(elements[layer] for layer in stages.layers(s)))
             for s in stages.stages_of(rank)
         ]
-        number = sum(count for _, count in chunks)
+        number = sum(count for *_, count in chunks)
         network, software = task.machine.network, task.machine.software
         group = Group(layout.data, layout.tensor)
         reduction = 0.0
         if layout.zero_stage < 3 and not layout.reduces_micro_batches:
-            reduction = self._reduction(chunks, group)
+            reduction = self._reduction(chunks, _reduces(layout), group)
             if software.gradients == "backward":
-                last = max(self.costs(layout).by_op(stages.num_stages)[Op.BACKWARD])
-                reduction = max(0.0, reduction - last)
+                reduction = max(0.0, reduction - max(backwards))
         if layout.pipeline > 1:
             reduction += self._tied_seconds(layout)
         own = number / (layout.data if layout.zero_stage else 1)
@@ -506,17 +506,33 @@ class Predictor:
         network = self.task.machine.network
         return network.seconds("all_reduce", shared * self.task.width, pair) if shared else 0.0
 
-    def _reduction(self, chunks: list[tuple[float, int]], group: Group) -> float:
-        """What of an all-reduce of all gradients is left after the schedule has ended."""
-        network, software = self.task.machine.network, self.task.machine.software
+    def _reduction(self, chunks: list[tuple[float, float, int]], kind: Kind, group: Group) -> float:
+        """What is left of the reduction of all gradients after the schedule has ended.
+
+        Args:
+            chunks: For each, what is left after its last action, how long the last backward is in which its
+                gradients leave (0 if it is split), and their number of elements.
+            kind: The collective.
+            group: The data-parallel ranks.
+        """
+        network, software, width = self.task.machine.network, self.task.machine.software, self.task.width
         if software.gradients != "chunk":
-            whole = sum(count for _, count in chunks)
-            started = -min(left for left, _ in chunks) if software.gradients == "end" else 0.0
-            return max(0.0, started + network.seconds("all_reduce", whole * self.task.width, group))
-        now = -max(left for left, _ in chunks)
-        for left, count in sorted(chunks, reverse=True):
-            now = max(now, -left) + network.seconds("all_reduce", count * self.task.width, group)
+            whole = sum(count for *_, count in chunks)
+            started = -min(left for left, *_ in chunks) if software.gradients == "end" else 0.0
+            return max(0.0, started + network.seconds(kind, whole * width, group))
+        now = -max(left + backward for left, backward, _ in chunks)
+        for left, backward, count in sorted(chunks, reverse=True):
+            # Bucket after bucket as gradients come, the last of them when the backward is over.
+            buckets = -(-count // elements_of_a_bucket(count, count)) if count else 1
+            first = -left - backward * (buckets - 1) / buckets
+            now = max(now, first) + network.seconds(kind, count * width, group)
+            now = max(now, -left + network.seconds(kind, count * width / buckets, group))
         return max(0.0, now)
+
+
+def _reduces(layout: Candidate) -> Kind:
+    """How gradients are summed: for the rank that updates them alone, or for all."""
+    return "reduce_scatter" if layout.zero_stage else "all_reduce"
 
 
 def _timing(layout: Candidate) -> object:
