@@ -359,7 +359,7 @@ def counted(rank: int, world_size: int, zero: int, micro_batches: int) -> dict[s
     count("all_reduce", "all-reduced", lambda _, tensor: 2 * tensor.numel())
     count("all_gather_into_tensor", "gathered", lambda _, whole, part: whole.numel())
     count("reduce_scatter_tensor", "reduced to owners", lambda _, part, whole: whole.numel())
-    count("all_to_all_single", "reduced to owners", lambda n, _, sent: sent.numel() * n / (n - 1))
+    count("isend", "reduced to owners", lambda n, message: message.numel() * n / (n - 1))
     # DeepSpeed would otherwise have kept the functions as they were.
     backend = importlib.import_module("deepspeed.comm.torch").TorchBackend
     backend.get_all_gather_function = classmethod(lambda _: dist.all_gather_into_tensor)

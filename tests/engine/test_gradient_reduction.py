@@ -6,7 +6,6 @@ import re
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from torch import nn
 
 import ranks
 from dsx.config.schema import ZeroConfig
+from dsx.engine.zero.reduction import GradientTransport
 from dsx.errors import ModelError
 from dsx.schedules.schedule import BACKWARDS, Op
 from engine import toy_pipeline as toy
@@ -23,7 +23,7 @@ from engine.toy_pipeline import Case
 
 PP, DP, MICRO_BATCHES = 2, 2, 4
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}  # with bf16 and ZeRO-1: BF16_Optimizer
-REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter_tensor", "reduce_scatter", "all_to_all_single")
+REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter_tensor", "reduce_scatter")
 
 
 @contextmanager
@@ -45,12 +45,17 @@ def recorded(engine: Any, log: list[Any]) -> Iterator[None]:
 
             def call(tensor: Any, *args: Any, real: Any = real, **kwargs: Any) -> Any:
                 if kwargs.get("group") is data:
-                    # To their owners: what comes in is as large as this rank's own part, which stays.
-                    scattered = real.__name__ == "all_to_all_single"
-                    log.append(tensor.numel() + args[0].numel() if scattered else tensor.numel())
+                    log.append(tensor.numel())
                 return real(tensor, *args, **kwargs)
 
             mp.setattr(dist, name, call)
+        to_owners = GradientTransport._send_to_owners
+
+        def send(self: Any, pieces: Any, flat: torch.Tensor, sizes: Any) -> Any:
+            log.append(flat.numel())
+            return to_owners(self, pieces, flat, sizes)
+
+        mp.setattr(GradientTransport, "_send_to_owners", send)
         yield
 
 
@@ -185,21 +190,19 @@ def _buckets(rank: int, world_size: int, case: Case) -> tuple[list[Any], int, in
     gradients = [0]
     log: list[Any] = []
     with recorded(made, log), pytest.MonkeyPatch.context() as mp:
-        real, before_action = dist.all_to_all_single, made._adapter.hooks.before_action
+        real, before_action = GradientTransport._send_to_owners, made._adapter.hooks.before_action
 
-        def all_to_all_single(received: torch.Tensor, sent: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            alive.append(weakref.ref(received))
+        def send(*args: Any) -> Any:
+            bucket = real(*args)
+            alive.append(weakref.ref(bucket.mine))
             most[0] = max(most[0], sum(ref() is not None for ref in alive))
-            came = received.clone()  # gloo's thread may hold what it was given a little beyond wait()
-            real(came, sent.clone(), *args, **kwargs | {"async_op": False})
-            received.copy_(came)
-            return SimpleNamespace(wait=lambda: None)
+            return bucket
 
         def look(position: int) -> None:
             gradients[0] += sum(p.grad is not None for p in made.module.parameters())
             before_action(position)
 
-        mp.setattr(dist, "all_to_all_single", all_to_all_single)
+        mp.setattr(GradientTransport, "_send_to_owners", send)
         mp.setattr(made._adapter.hooks, "before_action", look)
         made.train_batch(toy.batches(0, MICRO_BATCHES, DP, made.groups.dp_rank, dtype=case.dtype))
     return log, most[0], gradients[0], sum(p.numel() for p in made.pipeline.parameters())

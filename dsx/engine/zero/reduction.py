@@ -107,14 +107,18 @@ class _Bucket:
     Attributes:
         pieces: Those whose averages this rank gets, as they lie in ``mine``.
         mine: Their sum, once ``works`` are done and ``received`` is added.
-        received: The same elements of the other ranks, one rank's after another's, where they are sent whole.
+        received: The same elements of the other ranks, a row for each, where they are sent whole.
         works: What is under way.
     """
 
     pieces: Sequence[GradientPiece[nn.Parameter]]
     mine: torch.Tensor
-    works: Sequence[dist.Work]
+    works: Sequence[Any]
     received: torch.Tensor | None = None
+
+
+_MESSAGE = 1 << 20
+"""Elements of a message between CPUs at most."""
 
 
 class GradientTransport:
@@ -203,30 +207,32 @@ class GradientTransport:
         self, pieces: Sequence[GradientPiece[nn.Parameter]], flat: torch.Tensor, sizes: Sequence[int]
     ) -> _Bucket:
         """Start to sum a bucket that has ``sizes`` elements of each rank, those of this rank at the end."""
-        others = [0 if rank == self._rank else size for rank, size in enumerate(sizes)]
-        sent, mine = flat.split([sum(others), sizes[self._rank]])
+        sent, mine = flat.split([len(flat) - sizes[self._rank], sizes[self._rank]])
+        others = [rank for rank in range(self._ranks) if rank != self._rank]
+        theirs = dict(zip(others, sent.split([sizes[rank] for rank in others]), strict=True))
+        works: list[Any] = []
         if flat.device.type != "cpu":
-            works = []
-            for rank, part in enumerate(sent.split(others)):
-                if sizes[rank]:
-                    part = mine if rank == self._rank else part  # noqa: PLW2901
-                    root = dist.get_global_rank(self._group, rank)
+            for rank, size in enumerate(sizes):
+                if size:
+                    part, root = theirs.get(rank, mine), dist.get_global_rank(self._group, rank)
                     works.append(dist.reduce(part, root, group=self._group, async_op=True))
             return _Bucket(pieces, mine, works)
-        # gloo sums all of a bucket on every rank to scatter it: twice the bytes, as many as an all-reduce.
-        counts = [0 if rank == self._rank else len(mine) for rank in range(self._ranks)]
-        received = mine.new_empty(sum(counts))
-        work = dist.all_to_all_single(received, sent, counts, others, group=self._group, async_op=True)
-        return _Bucket(pieces, mine, [work], received)
+        # To scatter a bucket, gloo sums all of it on every rank, for twice the bytes. Messages to and from a
+        # rank go one after the other, unless they are cut.
+        received = mine.new_empty((len(others), len(mine)))
+        for came, (rank, part) in zip(received, theirs.items(), strict=True):
+            incoming, outgoing = came.split(_MESSAGE), part.split(_MESSAGE)
+            works += (dist.irecv(m, group=self._group, group_src=rank) for m in incoming if len(m))
+            works += (dist.isend(m, group=self._group, group_dst=rank) for m in outgoing if len(m))
+        return _Bucket(pieces, mine, works, received)
 
     def land(self, bucket: _Bucket) -> None:
         """Put the averages into the store."""
         for work in bucket.works:
             work.wait()
         mine = bucket.mine
-        if bucket.received is not None and len(mine):
-            for part in bucket.received.split(len(mine)):
-                mine.add_(part)
+        for part in () if bucket.received is None else bucket.received:
+            mine.add_(part)
         if bucket.works and self._scale.after != 1.0:
             mine.mul_(self._scale.after)
         for piece, part in zip(bucket.pieces, mine.split([p.length for p in bucket.pieces]), strict=True):
