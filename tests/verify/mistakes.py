@@ -254,9 +254,12 @@ def _not_reduced(original: Any) -> Any:
         import torch
 
         from dsx.engine.zero.reduction import _Bucket
+        from dsx.parallel.reduction import by_owner
 
-        gradients = [self._store.take(piece.parameter).reshape(-1) for piece in pieces]
-        return _Bucket(pieces, torch.cat(gradients), None)
+        mine = pieces if self._owners is None else by_owner(pieces, self._owners, self._ranks)[self._rank]
+        gradients = {piece.parameter: self._store.take(piece.parameter).reshape(-1) for piece in pieces}
+        parts = [gradients[piece.parameter].narrow(0, piece.start, piece.length) for piece in mine]
+        return _Bucket(mine, torch.cat([torch.empty(0), *parts]), ())
 
     return send
 
