@@ -126,6 +126,7 @@ CASES = [
     ("ZeRO-3", "weights not gathered", diagnosis.NOT_GATHERED, "", 1),
     ("tensor x data", "dropout by rank", diagnosis.DROPOUT_TENSOR, "", 1),
     ("data x pipeline, ZeRO-0", "not reduced over data", diagnosis.DATA_NOT_AVERAGED, "4.word.weight", 1),
+    ("GPT-2, data x pipeline", "not reduced over data", diagnosis.DATA_NOT_AVERAGED, "", 1),
     ("data x pipeline, ZeRO-0", "padding token trained", diagnosis.UNKNOWN, "0.word.weight", 1),
     ("data x pipeline, ZeRO-0", "gradients not cleared", diagnosis.STALE, "4.word.weight", 2),
     ("data x pipeline, ZeRO-0", "replica moved", diagnosis.REPLICAS_DRIFT, "0.word.weight", 2),
