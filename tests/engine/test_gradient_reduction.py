@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.comm.torch import TorchBackend
 from torch import nn
 
 import ranks
@@ -177,6 +178,65 @@ def test_zero2_sums_micro_batches_in_the_precision_that_is_asked_for() -> None:
         # Weights are rounded to bf16 after every step, which turns the last bit now and then.
         assert toy.flat(ours)[:2] == pytest.approx(toy.flat(theirs)[:2], rel=1e-6), case
         assert toy.flat(ours) == pytest.approx(toy.flat(theirs), rel=1e-3 if case.bf16 else 1e-6), case
+
+
+def _sent(rank: int, world_size: int, micro_batches: int) -> dict[str, float]:
+    """Elements that a rank sends in a step, in (N - 1) / N of all parameters: ZeRO-1, ZeRO-2, FSDP2."""
+    from torch.distributed.fsdp import fully_shard
+
+    counts = [0.0]
+    units = {
+        "all_reduce": lambda tensor: 2 * tensor.numel(),
+        "all_gather_into_tensor": lambda whole, _: whole.numel(),
+        "reduce_scatter_tensor": lambda _, whole: whole.numel(),
+        "isend": lambda message: message.numel() * world_size / (world_size - 1),
+    }
+    for name in ("all_gather", "reduce_scatter"):  # torch 2.13 has another name for them
+        if hasattr(dist, f"{name}_single"):
+            old = "all_gather_into_tensor" if name == "all_gather" else "reduce_scatter_tensor"
+            units[f"{name}_single"] = units[old]
+
+    def count(name: str) -> None:
+        original = getattr(dist, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
+            counts[0] += units[name](*tensors) if max(t.numel() for t in tensors) > 4 else 0  # norms, losses
+            return original(*args, **kwargs)
+
+        mp.setattr(dist, name, call)
+
+    found = {}
+    with pytest.MonkeyPatch.context() as mp:
+        for name in units:
+            count(name)
+        mp.setattr(
+            TorchBackend, "get_all_gather_function", classmethod(lambda _: dist.all_gather_into_tensor)
+        )
+        for zero in (1, 2):
+            case = Case(zero=zero, micro_batches=micro_batches)
+            made = toy.engine(case)
+            counts[0] = 0.0
+            made.train_batch(toy.batches(0, micro_batches, world_size, rank))
+            found[f"ZeRO-{zero}"] = counts[0] / sum(p.numel() for p in made.module.parameters())
+        model = nn.Sequential(*(nn.Linear(toy.WIDTH, toy.WIDTH) for _ in range(8)))
+        numel = sum(p.numel() for p in model.parameters())
+        fully_shard(model, reshard_after_forward=False)
+        counts[0] = 0.0
+        for number in range(micro_batches):
+            model.set_requires_gradient_sync(number == micro_batches - 1)
+            model.set_reshard_after_backward(number == micro_batches - 1)
+            model(torch.ones(1, toy.WIDTH)).sum().backward()
+        found["FSDP2"] = counts[0] / numel
+    return found
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_as_many_bytes_as_fsdp2_whatever_the_micro_batches(micro_batches: int) -> None:
+    """Each gradient once, to be summed where it is used, and each parameter once."""
+    every = ranks.run(_sent, 2, micro_batches)
+    for name in every[0]:
+        assert sum(sent[name] for sent in every) / 2 == pytest.approx(2.0, rel=0.01), name
 
 
 BUCKET = 50
