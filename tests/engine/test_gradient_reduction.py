@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.comm.torch import TorchBackend
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ranks
 from dsx.config.schema import ZeroConfig
@@ -327,6 +328,38 @@ def test_a_weight_shared_in_secret_is_an_error() -> None:
     for messages in ranks.run(_borrow, 2):
         assert len(messages) == 4
         assert all("parameter '1.weight'" in message and "TiedLayerSpec" in message for message in messages)
+
+
+class Again(nn.Module):
+    """Recomputes within a backward by backwards of their own, and uses a weight in two of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(toy.WIDTH, toy.WIDTH), nn.Linear(toy.WIDTH, toy.WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (self.a, self.b, self.a):
+            x = checkpoint(layer, x, use_reentrant=True).tanh()
+        return x
+
+
+def _again(rank: int, world_size: int) -> list[list[float]]:
+    import dsx
+
+    found = []
+    for zero, keys in ((0, {}), (0, {"reduce_bucket_size": 30}), (1, {"reduce_bucket_size": 30})):
+        torch.manual_seed(0)
+        module = dsx.PipelineModule([nn.Linear(toy.WIDTH, toy.WIDTH), Again()], 1, loss_fn=toy.loss_fn)
+        engine = dsx.initialize(model=module, config=toy.config(Case(zero=zero, zero_keys=keys)))[0]
+        losses = [float(engine.train_batch(toy.batches(step, 2, world_size, rank))) for step in range(2)]
+        found.append([*losses, float(engine.get_global_grad_norm())])
+    return found
+
+
+def test_a_gradient_that_comes_in_parts_leaves_when_it_is_whole() -> None:
+    whole, *cut = ranks.run(_again, 2)[0]
+    for other in cut:
+        assert other == pytest.approx(whole, rel=1e-6)
 
 
 class Unused(nn.Module):

@@ -154,9 +154,18 @@ class GradientTransport:
     def watch(
         self, parameters: Sequence[nn.Parameter], came: Callable[[nn.Parameter], None]
     ) -> Callable[[], None]:
-        """By hooks that come after those of the store."""
+        """By hooks that come after those of the store.
+
+        A backward within one, as reentrant checkpointing runs it, may give a parameter part of its gradient.
+        """
+        backward = _next_backward()
+
+        def told(parameter: nn.Parameter) -> None:
+            if torch._C._current_graph_task_id() == backward:  # noqa: SLF001 (as torch.autograd.graph does)
+                came(parameter)
+
         trained = (parameter for parameter in parameters if parameter.requires_grad)  # not frozen since
-        handles = [parameter.register_post_accumulate_grad_hook(came) for parameter in trained]
+        handles = [parameter.register_post_accumulate_grad_hook(told) for parameter in trained]
 
         def end() -> None:
             for handle in handles:
@@ -251,6 +260,16 @@ class GradientTransport:
     def complete(self) -> None:
         """Tell the store that it has all averages."""
         self._store.complete()
+
+
+def _next_backward() -> int:
+    """The number that torch will give to the next backward that is no part of another."""
+    numbers: list[int] = []
+    with torch.enable_grad():
+        root = torch.zeros((), requires_grad=True)
+        root.register_hook(lambda _: numbers.append(torch._C._current_graph_task_id()))  # noqa: SLF001
+        root.backward()
+    return numbers[0] + 1
 
 
 def reducible(engine: Any) -> bool:
