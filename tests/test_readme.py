@@ -459,6 +459,7 @@ def test_metrics_are_those_that_are_reported():
         skipped_steps=0,
         bubble=0.1,
         simulated_bubble=0.1,
+        save_seconds=1.0,
     )
     evaluation = EvaluationReport(step=1, steps=1, loss=1.0, bits_per_byte=1.0)
     outer = OuterReport(step=1, share=0, moved=(0,), version=1, seconds=1.0, waited_seconds=1.0, drift=0.0)

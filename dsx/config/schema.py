@@ -441,7 +441,7 @@ class ZeroConfig(SchemaBlock):
 
     reduce: Literal["step", "micro_batch"] = Field(
         default="step",
-        description="ZeRO-2: reduce gradients once per step, each chunk's after its last backward, keeping "
+        description="ZeRO-2: reduce gradients once per step, each chunk's in its last backward, keeping "
         "them whole until then; or after every backward, keeping this rank's part alone, for as many times "
         "the traffic as there are micro-batches.",
     )

@@ -230,22 +230,21 @@ def _is_own(dsx: DsxConfig, family: object, place: str) -> bool:
 
 def _of_hub(config: Mapping[str, Any], plan: Mapping[str, str | None]) -> tuple[dict[str, Any], Model]:
     """The config as its family wants it, and the model that transformers makes of it."""
-    text, model = _checked_hub(json.dumps(config), tuple(plan.items()))
-    return json.loads(text), model
+    from dsx.hub.model_structure import with_family_floats  # here: dsx's own families need no transformers
+
+    config = with_family_floats(config)
+    return config, _hub_model(json.dumps(config), tuple(plan.items()))
 
 
 @lru_cache(maxsize=8)
-def _checked_hub(text: str, plan: tuple[tuple[str, str | None], ...]) -> tuple[str, Model]:
-    """The same; a plan asks it of one config hundreds of times."""
-    from dsx.hub.model_structure import (
-        check_keys,
-        with_family_floats,
-    )  # here: dsx's own families need no transformers
+def _hub_model(text: str, plan: tuple[tuple[str, str | None], ...]) -> Model:
+    """Of a config as JSON, which a plan asks for hundreds of times."""
+    from dsx.hub.model_structure import check_keys
     from dsx.hub.read import hub_model
 
-    config = with_family_floats(json.loads(text))
+    config = json.loads(text)
     check_keys(config)
-    return json.dumps(config), hub_model(config, dict(plan))
+    return hub_model(config, dict(plan))
 
 
 def _keys_of(config: Mapping[str, Any], place: str) -> set[str]:

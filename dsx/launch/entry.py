@@ -233,7 +233,6 @@ def run(main: Callable[[], int | None]) -> None:
     open_streams()
     quiet()
     say_loading()
-    spare_the_end()
     program = Path(sys.argv[0])
     if rank() == 0 and program.is_file() and not {"-h", "--help"} & set(sys.argv):
         size = world_size()
@@ -338,7 +337,10 @@ def say_loading() -> None:
 
 
 def spare_the_end() -> None:
-    """Let Python end without looking once more through all that torch and others have made: half a second."""
+    """Let Python end without looking once more through all that torch and others have made: half a second.
+
+    Not where programs of others run: what they leave in cycles is finished in that last look.
+    """
     atexit.register(gc.freeze)
 
 

@@ -263,7 +263,7 @@ class Leaf(Tensor):
     Attributes:
         grad: What backwards have summed up.
         accumulate: Takes each gradient over as it comes; None sums them in :attr:`grad`, as torch does.
-        came: Called after each, as a hook of torch's is; None for nobody.
+        came: Called after each, once nobody else has it, as a hook of torch's is; None for nobody.
     """
 
     __slots__ = ("accumulate", "came", "grad", "name")
@@ -290,8 +290,6 @@ class Leaf(Tensor):
             self.grad = gradient
         else:
             gradient.release()
-        if self.came is not None:
-            self.came(self)
 
 
 Message = list[Storage]

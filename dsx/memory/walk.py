@@ -6,7 +6,7 @@ Chunks of recorded layers (:mod:`dsx.memory.layer_record`) go forward and backwa
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -98,13 +98,17 @@ class RecordedLayer:
             if storage is not None:
                 self._held[f"d{place}"] = storage
         found: Message = []
+        given: dict[str, Leaf] = {}
         for event in self.record.memory(phase):
             if event[0] == "in":
                 found = [self._handed(self._held[n], copies=copies) for n in event[1] if n is not None]
             elif event[0] == "grad":
-                self._give(event[1], self._held[event[2]], shared)
+                if self._give(event[1], self._held[event[2]], shared):
+                    given[event[2]] = self.leaves[event[1]]
             else:
                 self._do(event)
+                _tell([given.pop(name) for name in [*given] if name not in self._held])
+        _tell(given.values())
         for place, form in enumerate(self.record.inputs[1:], start=1):
             # Positions, which the recorder gives to every pass and does not let go of.
             if not form.differentiable and f"x{place}" in self._held:
@@ -132,7 +136,8 @@ class RecordedLayer:
             return Storage(self._ledger, _COPY, storage.size_bytes).hold()
         return storage.hold()
 
-    def _give(self, name: str, gradient: Storage, shared: _Shared) -> None:
+    def _give(self, name: str, gradient: Storage, shared: _Shared) -> bool:
+        """Hand a gradient over; whether it is the last that the parameter gets in this backward."""
         leaf = self.leaves[name]
         shared.waits[leaf.name] -= 1
         before = shared.sums.pop(leaf.name, None)
@@ -141,12 +146,14 @@ class RecordedLayer:
             gradient = (
                 before if before.holders == 1 else Storage(self._ledger, gradient.label, before.size_bytes)
             )
-        if shared.waits[leaf.name]:
+        waits = bool(shared.waits[leaf.name])
+        if waits:
             shared.sums[leaf.name] = gradient.hold()
         else:
             leaf.receive(Tensor(leaf.shape, leaf.width, gradient))
         if before is not None:
             before.drop()
+        return not waits
 
     def _do(self, event: Event) -> None:
         kind, held = event[0], self._held  # comparisons, because this runs millions of times
@@ -270,6 +277,12 @@ class RecordedChunk:
                 total.drop()
                 total = None
         token.drop()
+
+
+def _tell(leaves: Iterable[Leaf]) -> None:
+    for leaf in leaves:
+        if leaf.came is not None:
+            leaf.came(leaf)
 
 
 Key = tuple[int, int]

@@ -21,7 +21,7 @@ from dsx.waiting import Waiting
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from dsx.memory.estimate import RunMemory
+    from dsx.memory.estimate import Estimate, RunMemory
     from dsx.memory.layer_record import DeviceKind
     from dsx.models.flops import Precision
     from dsx.parallel.groups import Groups
@@ -123,17 +123,19 @@ def beside(peaks: Mapping[str, int], memory: RunMemory, by_pp_rank: Sequence[int
         # On a CPU one step is counted, in which no round is, and a round's thread would not be.
         what = f"peak {amount(reached)} without rounds between islands"
         return f"{what}; estimated {amount(memory.peak_bytes)} with them"
+    estimated = {role.pp_rank: _peak(role.estimate, steps_alone=reserved is None) for role in memory.roles}
     found = [
-        (role.pp_rank, got, role.estimate.peak.peak_bytes)
+        (role.pp_rank, got, estimated[role.pp_rank])
         for role, got in zip(memory.roles, by_pp_rank, strict=False)
         if got
     ]
     if len(found) < 2:
-        off = memory.peak_bytes / reached - 1
-        return f"peak {amount(reached)}{room}; estimated {amount(memory.peak_bytes)} ({off:+.1%})"
+        most = max(estimated.values())
+        return f"peak {amount(reached)}{room}; estimated {amount(most)} ({most / reached - 1:+.1%})"
+    room = "" if reserved is None else f"; {amount(reserved)} reserved at most"
     if len(found) <= _FEW:
         return f"peak on pipeline rank {', '.join(map(_of_rank, found))}{room}"
-    offs = [estimated / got - 1 for _, got, estimated in found]
+    offs = [due / got - 1 for _, got, due in found]
     least = min(got for _, got, _ in found)
     told = f"peak {amount(least)} to {amount(reached)} on {len(found)} pipeline ranks{room}"
     told += f"; estimates {min(offs):+.1%} to {max(offs):+.1%}; "
@@ -142,6 +144,12 @@ def beside(peaks: Mapping[str, int], memory: RunMemory, by_pp_rank: Sequence[int
         return f"{told}fullest {_of_rank(max(found, key=lambda one: one[1]))}"
     more = f" and {len(far) - _FEW} more" if len(far) > _FEW else ""
     return f"{told}further off than {_USUAL:.0%}: {', '.join(map(_of_rank, far[:_FEW]))}{more}"
+
+
+def _peak(estimate: Estimate, *, steps_alone: bool) -> int:
+    """On a CPU a step is counted, and not the building before it."""
+    steps = [phase.peak_bytes for phase in estimate.phases if phase.name.startswith("step")]
+    return max(steps) if steps_alone and steps else estimate.peak.peak_bytes
 
 
 def _of_rank(one: tuple[int, int, int]) -> str:

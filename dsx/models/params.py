@@ -42,7 +42,10 @@ def param_specs(model: Model, *, pad_multiple: int = 64) -> tuple[ParamSpec, ...
     """
     if isinstance(model, HubModel):
         return _settled(_padded(model.params, pad_multiple), model)
-    return _own_specs(model, pad_multiple)
+    try:
+        return _own_specs(model, pad_multiple)
+    except TypeError:  # read from a checkpoint, it has dictionaries, which nothing is kept by
+        return _own_specs.__wrapped__(model, pad_multiple)
 
 
 @lru_cache(maxsize=16)

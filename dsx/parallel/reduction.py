@@ -26,11 +26,12 @@ from dsx.schedules.schedule import BACKWARDS, Action, Op, Schedule
 AT_ONCE = 2
 """Buckets under way where they need not stay until the step: one is summed while the next is filled."""
 
-PARTS = 8
-"""Buckets of a chunk, or more: its last backward hides the communication of all but the last."""
+PARTS = 32
+"""Buckets of a chunk, or more: its last backward hides the communication of all but the last, and a bucket is
+a copy of what it is filled from while it is filled."""
 
-LEAST = 1 << 23
-"""Elements that are worth a bucket of their own: about those of torch's DistributedDataParallel (25 MB)."""
+LEAST = 1 << 22
+"""Elements that are worth a bucket of their own; torch's DistributedDataParallel has 25 MB."""
 
 
 def elements_of_a_bucket(chunk: int, limit: int) -> int:
@@ -86,14 +87,20 @@ class Transport(Protocol[P, B]):
         apart: Averages go to memory of their own. Where they take the place of gradients that were let go of,
             nothing lands before all has been sent.
         alone: Whether there is no other rank to sum with: each gradient is a bucket, and averages itself.
+        waits: Whether landing holds the caller up until the other ranks have sent. Then nothing lands within
+            a backward, in which those may wait for this rank.
     """
 
     in_place: bool
     apart: bool
     alone: bool
+    waits: bool
 
     def watch(self, parameters: Sequence[P], came: Callable[[P], None]) -> Callable[[], None]:
-        """Have ``came`` called after a backward adds to the gradient of one of these, until the result is."""
+        """Have ``came`` called after a backward adds to the gradient of one of these, until the result is.
+
+        It is called at once with those that are not trained any more.
+        """
 
     def leave(self, parameter: P) -> None:
         """Mark the gradient complete, where it is reduced in place: later ones are refused."""
@@ -172,7 +179,13 @@ class ChunkReduction(Generic[P, B]):
         self._flying: deque[B] = deque()
 
     def begin(self, schedule: Schedule) -> None:
-        """Before a step: find each chunk's last backward, unless it is split."""
+        """Before a step: find each chunk's last backward, unless it is split; forget one that was cut off."""
+        if self._done or self._left or self._due:
+            self._end_watch()
+            self._forget()
+            self._waiting.clear()
+            self._flying.clear()
+            self._transport.complete()
         if self._row is None or self._row[0] is not schedule:
             self._row = schedule, last_backwards(schedule.rows[self._rank])
 
@@ -197,7 +210,7 @@ class ChunkReduction(Generic[P, B]):
             missing.discard(parameter)
             while due and not any(piece.parameter in missing for piece in reversed(due[0])):
                 self._start([due.popleft()])
-                if self._waiting:
+                if self._waiting and not self._transport.waits:
                     self._advance()
 
         self._unwatch = self._transport.watch(tuple(missing), came)
@@ -231,6 +244,10 @@ class ChunkReduction(Generic[P, B]):
         while self._flying:
             self._transport.land(self._flying.popleft())
         self._transport.complete()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._due.clear()
         self._done.clear()
         self._left.clear()
 

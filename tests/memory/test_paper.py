@@ -63,6 +63,10 @@ SCALARS = 2048
 """Bytes of sums of losses and the like, and of the batch that is used again, which an estimate leaves out."""
 
 
+MESSAGE = 2 * 64 * 128 * 4
+"""Bytes of a micro-batch's hidden states."""
+
+
 def measured(rank, world, sets):
     """A real rank under the same meter."""
     import deepspeed
@@ -81,9 +85,10 @@ def test_steps_are_those_of_a_real_rank(name):
     job = job_of(resolve(CONFIG, world_size=2, overrides=sets), device="cpu")
     estimated = {phase.name: phase.peak_bytes for phase in estimate(job, 1).phases}
     for step in ("step 1", "step 2"):
-        # gloo's thread may still hold a scalar of the step before.
-        assert paper.phases[step] == pytest.approx(real[1].phases[step], abs=16)
-        assert estimated[step] == pytest.approx(real[1].phases[step], abs=SCALARS)
+        # gloo's thread may still hold a scalar of the step before, or a message between tensor ranks.
+        held = 16 + (MESSAGE if "dsx.parallel.tensor=2" in sets else 0)
+        assert 0 <= real[1].phases[step] - paper.phases[step] + 16 <= held + 16
+        assert estimated[step] == pytest.approx(paper.phases[step], abs=SCALARS)
     # A scalar or two are kept on one side alone.
     assert paper.steady_bytes == pytest.approx(real[1].steady_bytes, abs=16)
 
@@ -100,6 +105,17 @@ def test_ranks_that_receive_hold_what_is_estimated(name, world, cut):
     for rank, real in enumerate(ranks.run(measured, world, sets)):
         estimated = estimate(job, rank).phases[-1].peak_bytes
         assert estimated == pytest.approx(real.phases["step 2"], abs=SCALARS + 8 * 64 * 8)  # the batch
+
+
+@pytest.mark.parametrize(("zero", "micro_batches"), [(1, 1), (2, 4)])
+def test_buckets_of_the_default_size_over_four_ranks(zero, micro_batches):
+    sets = [f"zero_optimization.stage={zero}", f"gradient_accumulation_steps={micro_batches}"]
+    sets += ["dsx.parallel.pipeline=1", "dsx.parallel.tensor=1"]
+    paper = programs.traced(CONFIG, 1, 4, sets, device="cpu")
+    estimated = estimate(job_of(resolve(CONFIG, world_size=4, overrides=sets), device="cpu"), 1).phases
+    for phase in estimated:
+        if phase.name.startswith("step"):
+            assert phase.peak_bytes == pytest.approx(paper.phases[phase.name], abs=SCALARS)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

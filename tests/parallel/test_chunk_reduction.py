@@ -15,8 +15,8 @@ from dsx.schedules.schedule import Action
 class Notes:
     """Stands in for a transport: buckets are their pieces."""
 
-    def __init__(self, *, in_place=False, apart=False, alone=False):
-        self.in_place, self.apart, self.alone = in_place, apart, alone
+    def __init__(self, *, in_place=False, apart=False, alone=False, waits=False):
+        self.in_place, self.apart, self.alone, self.waits = in_place, apart, alone, waits
         self.watched = None
         self.flying, self.landed, self.sent, self.most, self.ended = [], [], [], 0, []
 
@@ -65,16 +65,19 @@ def reduction(transport, sizes, uses, bucket, kinds=None):
     bucket=st.integers(0, 12),
     kind=st.sampled_from(["in place", "apart", "neither"]),
     alone=st.booleans(),
+    waits=st.booleans(),
     order=st.permutations([0, 1, 2]),
     ops=st.lists(st.sampled_from("BW"), min_size=3, max_size=3),
     come=st.lists(st.permutations(range(8)), min_size=3, max_size=3),
     silent=st.sets(st.integers(0, 7)),
 )
-def test_every_element_is_reduced_once_in_a_step(sizes, users, bucket, kind, alone, order, ops, come, silent):
+def test_every_element_is_reduced_once_in_a_step(
+    sizes, users, bucket, kind, alone, waits, order, ops, come, silent
+):
     names = {f"p{i}": size for i, size in enumerate(sizes)}
     uses = {stage: [f"p{i}" for i in range(len(sizes)) if stage in users[i]] for stage in range(3)}
     in_place = kind == "in place"
-    transport = Notes(in_place=in_place, apart=kind == "apart", alone=alone)
+    transport = Notes(in_place=in_place, apart=kind == "apart", alone=alone, waits=waits)
     reduced = reduction(transport, names, uses, bucket)
     step = of_actions(*(f"{stage}{ops[stage]}0" for stage in order))
     for _ in range(2):
@@ -133,6 +136,25 @@ def test_a_shared_parameter_leaves_after_its_last_chunk_and_an_unused_one_at_the
     assert transport.sent == [["own"], ["tied"]]
     reduced.finish()
     assert transport.sent == [["own"], ["tied"], ["loss"]]
+
+
+def test_a_step_that_was_cut_off_is_forgotten():
+    transport = Notes(apart=True, waits=True)
+    reduced = reduction(transport, dict.fromkeys("abc", 4), {0: list("abc")}, 4)
+    step = of_actions("0B0")
+    reduced.begin(step)
+    reduced.before_action(0)
+    for parameter in "cba":
+        transport.watched[1](parameter)
+    assert transport.sent == [["c"], ["b"]], "nothing lands within a backward"
+    transport.flying.clear()
+    transport.sent.clear()
+    reduced.begin(step)
+    assert transport.watched is None
+    reduced.before_action(0)
+    reduced.chunk_done(0)
+    reduced.finish()
+    assert transport.sent == [["c"], ["b"], ["a"]]
 
 
 def test_in_place_a_bucket_is_cut_to_size_and_the_next_leaves_before_an_action():

@@ -60,7 +60,7 @@ def test_links_are_slow(pace):
 
 @needs_namespaces
 def test_islands_send_less(tmp_path):
-    """By more than `every`, since ZeRO-1 sends gradients and weights, and int8 a quarter of them."""
+    """By more than `every`: each of two ranks sends half of gradients and weights, and in int8 a quarter."""
     file = tmp_path / "figures.json"
     command = [sys.executable, str(TOOLS / "bench_islands.py"), "links", "--size=tiny", f"--json={file}"]
     command += ["--sequence-length=16", "--steps=6", "--synchronous-steps=2", "--mbit=1000"]
@@ -73,7 +73,7 @@ def test_islands_send_less(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     synchronous, islands = json.loads(file.read_text())
-    assert synchronous["bytes"] > 4 * 3 * islands["bytes"]
+    assert synchronous["bytes"] > 3.5 * 3 * islands["bytes"]
     assert islands["tokens_per_second"] > 0
     assert len(islands["rounds"]) == 2 + 1  # and the one that it waits for before the first step that counts
     # What the engine counts is what the kernel counts, but for headers and what islands tell each other.

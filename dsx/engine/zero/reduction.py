@@ -150,6 +150,7 @@ class GradientTransport:
         self._wire_dtype, self._owners = wire_dtype, owners
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         self.in_place, self.apart, self.alone = store.in_place, owners is not None, self._ranks == 1
+        self.waits = dist.get_backend(group) == "gloo"  # on GPUs the stream waits
 
     def watch(
         self, parameters: Sequence[nn.Parameter], came: Callable[[nn.Parameter], None]
@@ -164,8 +165,12 @@ class GradientTransport:
             if torch._C._current_graph_task_id() == backward:  # noqa: SLF001 (as torch.autograd.graph does)
                 came(parameter)
 
-        trained = (parameter for parameter in parameters if parameter.requires_grad)  # not frozen since
-        handles = [parameter.register_post_accumulate_grad_hook(told) for parameter in trained]
+        handles = []
+        for parameter in parameters:
+            if parameter.requires_grad:
+                handles.append(parameter.register_post_accumulate_grad_hook(told))
+            else:
+                came(parameter)
 
         def end() -> None:
             for handle in handles:
@@ -195,6 +200,7 @@ class GradientTransport:
         sizes = [sum(piece.length for piece in part) for part in parts]
         mine = parts.pop(self._rank)
         self._fill(flat, [piece for part in (*parts, mine) for piece in part], gradients)
+        del gradients  # before what comes in has memory
         return self._send_to_owners(mine, flat, sizes)
 
     def _fill(

@@ -229,3 +229,8 @@ class Bf16Adapter(ZeroAdapter):
         tied = ((tie, id(parameter)) for tie in self._ties for parameter in tie.parameters)
         self.sum_ties((tie, parts[key].gradient) for tie, key in tied if key in parts)
         self.take_norm(parts.values(), partitioned=True)
+
+    @property
+    def norm(self) -> torch.Tensor | float:
+        """Infinite where there is none, as DeepSpeed has it, which then skips the step."""
+        return self._norm if self._norm.isfinite() else math.inf
