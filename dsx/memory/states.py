@@ -193,7 +193,8 @@ class CountedBuckets:
         self._states = states
         self._width = states.settings.communication or states.settings.width
         self.in_place, self.apart = states.in_place, states.plan.stage > 0
-        self.alone, self.waits = states.plan.dp == 1, states.settings.gloo
+        self.alone = states.plan.dp == 1
+        self.waits = states.settings.gloo and not self.alone
         owners = states.plan.owners() if states.plan.stage else {}
         self._owners = {states.leaves[name]: intervals for name, intervals in owners.items()}
 

@@ -92,8 +92,10 @@ def test_the_peak_stands_beside_its_estimate():
 
 def of_ranks(peaks):
     """An estimate of pipeline ranks with these peaks."""
-    peak = lambda size: SimpleNamespace(peak=Phase(name="step 2", peak_bytes=size, lines=(), place=""))  # noqa: E731
-    roles = [Role(pp_rank=at, ranks=(at,), estimate=peak(size)) for at, size in enumerate(peaks)]
+    phases = [Phase(name="step 2", peak_bytes=size, lines=(), place="") for size in peaks]
+    built = Phase(name="engine", peak_bytes=1 << 40, lines=(), place="")  # of which a CPU sees nothing
+    estimates = [SimpleNamespace(peak=phase, phases=(built, phase)) for phase in phases]
+    roles = [Role(pp_rank=at, ranks=(at,), estimate=each) for at, each in enumerate(estimates)]
     return RunMemory(roles=tuple(roles))
 
 
@@ -105,7 +107,7 @@ def test_each_pipeline_rank_is_named_while_they_are_few():
         "1: 50.00 MiB (estimated 40.00 MiB, -20.0%)"
     )
     peaks = {"peak_allocated_bytes": 100 * mib, "peak_reserved_bytes": 120 * mib}
-    assert beside(peaks, of_ranks([99 * mib] * 2), [mib, mib]).endswith("), 120.00 MiB reserved")
+    assert beside(peaks, of_ranks([99 * mib] * 2), [mib, mib]).endswith("); 120.00 MiB reserved at most")
 
 
 def test_of_many_those_are_named_that_are_further_off_than_usual():

@@ -150,7 +150,8 @@ class GradientTransport:
         self._wire_dtype, self._owners = wire_dtype, owners
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         self.in_place, self.apart, self.alone = store.in_place, owners is not None, self._ranks == 1
-        self.waits = dist.get_backend(group) == "gloo"  # on GPUs the stream waits
+        # On GPUs the stream waits.
+        self.waits = not self.alone and any(parameter.device.type == "cpu" for parameter in names)
 
     def watch(
         self, parameters: Sequence[nn.Parameter], came: Callable[[nn.Parameter], None]
