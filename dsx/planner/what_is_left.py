@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -9,6 +10,9 @@ from importlib.resources import files
 from math import ceil, inf, isfinite
 from typing import Any, NamedTuple
 
+from pydantic import ValidationError
+
+from dsx.config.load import explain, raise_all
 from dsx.config.schema import FaultsConfig
 from dsx.config.wording import at
 from dsx.errors import ConfigError, DsxError
@@ -52,7 +56,7 @@ def figures(
     storage = _USUAL["storage_gigabytes_per_second_and_node"]
     usual["storage_gigabytes_per_second"] = storage._replace(value=storage.value * _nodes(inputs))
     if "notice_seconds" not in known:
-        faults = FaultsConfig.model_validate(inputs.content.get("dsx", {}).get("faults", {}))
+        faults = _faults(inputs.content)
         if not faults.hang_seconds:
             raise ConfigError(
                 at("dsx.faults.hang_seconds", faults.hang_seconds),
@@ -63,6 +67,18 @@ def figures(
         mean = (1 - hangs.value) * soon + hangs.value * faults.hang_seconds
         usual["notice_seconds"] = hangs._replace(value=mean)
     return usual | known
+
+
+def _faults(content: Mapping[str, Any]) -> FaultsConfig:
+    """``dsx.faults``, which nothing has checked yet where a layer list is planned."""
+    given, path = content.get("dsx") or {}, ["dsx"]
+    if isinstance(given, Mapping):
+        given, path = given.get("faults") or {}, ["dsx", "faults"]
+    try:
+        return FaultsConfig.model_validate_json(json.dumps(given))
+    except ValidationError as error:
+        raise_all("config", explain(error, given, FaultsConfig, tuple(path)))
+        raise
 
 
 def _nodes(inputs: PlanInputs) -> int:

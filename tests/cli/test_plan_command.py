@@ -462,6 +462,30 @@ def test_a_layer_list_is_planned_for_one_site(dsx, offices, tmp_path):
     assert "cluster two offices: sites = 2: a layer list is planned for one of them. Fix: " in err
 
 
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        (None, "planning: it began"),
+        ({"faults": None}, "planning: it began"),
+        (3, "dsx = 3: "),
+        ({"faults": [1]}, "dsx.faults = [1]"),
+        ({"faults": {"hang_seconds": "a"}}, 'dsx.faults.hang_seconds = "a"'),
+    ],
+)
+def test_faults_in_a_layer_lists_config_are_judged(dsx, tmp_path, monkeypatch, block, words):
+    def planned(*_, **__):
+        raise ConfigError("planning", "it began", "stop")
+
+    monkeypatch.setattr("dsx.planner.inputs.plan_search", planned)
+    layers, config = tmp_path / "mine.py", tmp_path / "ds.json"
+    layers.write_text("def make():\n    raise AssertionError('not asked')\n")
+    content = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "dsx": block}
+    config.write_text(json.dumps(content))
+    more = ("--cluster", "CPU", "--gpus", 4, "--goodput")
+    code, _, err = dsx(config, "--layers", f"{layers}:make", *more)
+    assert (code, words in err) == (2, True), err
+
+
 def test_an_elastic_run_is_compared_on_one_site(offices, config):
     file = config(BLOCK | {"elastic": {"cluster": str(offices())}})
     with pytest.raises(
