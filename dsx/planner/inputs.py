@@ -512,12 +512,8 @@ def update_bytes(content: Mapping[str, Any]) -> int:
     """The least that the optimizer of a config keeps on the device for a parameter that it updates."""
     if lowest_stage(content):
         return 0
-    return moment_bytes(content) + (0 if precision(content) == "fp32" else 4)
-
-
-def moment_bytes(content: Mapping[str, Any]) -> int:
-    """The least that the optimizer of a config remembers of a parameter that it updates."""
-    return {"adam": 8, "adamw": 8, "lion": 4}.get(content["optimizer"]["type"].lower(), 0)
+    moments = {"adam": 8, "adamw": 8, "lion": 4}.get(content["optimizer"]["type"].lower(), 0)
+    return moments + (0 if precision(content) == "fp32" else 4)
 
 
 _ALL = 4

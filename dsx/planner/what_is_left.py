@@ -16,12 +16,13 @@ from dsx.config.load import explain, raise_all
 from dsx.config.schema import FaultsConfig
 from dsx.config.wording import at
 from dsx.errors import ConfigError, DsxError
+from dsx.memory.job import offload_of, optimizer_of
 from dsx.parallel.limits import divisors
 from dsx.parallel.mesh import Mesh
 from dsx.planner import goodput
 from dsx.planner.cluster import FailuresConfig
 from dsx.planner.goodput import DAY_SECONDS, Hazards, Rung, SaveCost
-from dsx.planner.inputs import BestLayout, LayoutMemory, PlanInputs, moment_bytes
+from dsx.planner.inputs import BestLayout, LayoutMemory, PlanInputs
 from dsx.planner.sites import SiteComparison
 from dsx.terminal import aligned, amount, seconds
 
@@ -107,6 +108,17 @@ def hazards_of(
     return hazards, SaveCost(pause_seconds=pause, write_seconds=moved)
 
 
+def _state_bytes(inputs: PlanInputs) -> int:
+    """What the optimizer keeps of a parameter that it updates, as the memory estimate has it."""
+    content = inputs.content
+    optimizer, zero = content["optimizer"], content.get("zero_optimization") or {}
+    declared = (content.get("dsx") or {}).get("optimizer_bytes")
+    offload = offload_of(zero, optimizer, declared, inputs.device)
+    if offload is not None and offload.optimizer:
+        return offload.state_bytes
+    return optimizer_of(optimizer, inputs.device, declared).rule.state_bytes
+
+
 def time_left(
     found: BestLayout, known: Mapping[str, KnownFigure], *, islands: int = 1, between: float = 0.0
 ) -> dict[str, Any]:
@@ -122,7 +134,7 @@ def time_left(
     inputs, step, nodes = found.inputs, found.best.time.seconds, _nodes(found.inputs)
     trained = sum(found.predictor.elements(1, trained=True))
     trained -= found.predictor.task.layers.shared_elements(1)
-    num_bytes = trained * (4 + moment_bytes(inputs.content))  # the fp32 weight and its moments
+    num_bytes = trained * (4 + _state_bytes(inputs))  # with the fp32 weight
     one, saving = hazards_of(known, inputs.gpus, nodes, num_bytes)
     mttf, pause = one.mttf_seconds, saving.pause_seconds
     every, near, interval = None, None, inf

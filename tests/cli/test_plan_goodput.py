@@ -49,6 +49,19 @@ def test_rests_on_what_is_given_and_says_so(plan):
     assert found["ways"]["wait for the repair"]["waiting"] > found["ways"]["spare nodes"]["waiting"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "params", "declared", "num_bytes"),
+    [("SGD", {"momentum": 0.9}, None, 8), ("SGD", {}, None, 4), ("Adagrad", {}, 6, 10)],
+)
+def test_a_save_has_what_the_optimizer_keeps(plan, tmp_path, kind, params, declared, num_bytes):
+    content = json.loads(CONFIG.read_text())
+    content["optimizer"] = {"type": kind, "params": {"lr": 0.1} | params}
+    content["dsx"]["optimizer_bytes"] = declared
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    found = plan(tmp_path / "config.json", "--goodput", "--tensor", 1, "--pipeline", 1)["goodput"]
+    assert found["checkpoint_bytes"] == pytest.approx(num_bytes * 804e3, rel=0.03)
+
+
 def test_a_smaller_layout_is_what_elastic_takes(plan):
     found = plan("--tensor", 1, "--pipeline", 1, "--goodput")
     content = found["config"]
