@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.resources import files
-from math import ceil
+from math import ceil, gcd
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -43,6 +43,7 @@ class Cluster:
     Attributes:
         name: The name, for people.
         gpus_per_node: GPUs that the inner links join.
+        gpus_per_host: GPUs of a node's part that fails by itself; 0 for all of them.
         nodes: Number of nodes; None for as many as a run asks for.
         memory_bytes: Memory of a GPU.
         memory_bytes_per_second: Nominal rate of a GPU's memory.
@@ -65,6 +66,7 @@ class Cluster:
 
     name: str
     gpus_per_node: int
+    gpus_per_host: int = 0
     nodes: int | None = None
     memory_bytes: int
     memory_bytes_per_second: float
@@ -127,17 +129,36 @@ class Cluster:
             )
         return self.flops[precision]
 
+    def hosts(self, gpus: int) -> int:
+        """How many that can fail by themselves ``gpus`` GPUs are on."""
+        return ceil(gpus / min(self.gpus_per_host or self.gpus_per_node, self.gpus_per_node))
+
+    def _step(self, gpus: int) -> int:
+        """What the GPUs of a run must be a multiple of: of each node it has all, or as many whole hosts."""
+        node = self.gpus_per_node
+        return gcd(self.gpus_per_host or node, node) * ceil(gpus / node)
+
+    def holding(self, gpus: int) -> Cluster:
+        """It with nodes of as many GPUs as a run of ``gpus`` has of each. Raises like :meth:`check_gpus`."""
+        self.check_gpus(gpus)
+        count = ceil(gpus / self.gpus_per_node)
+        return self if count == 1 else replace(self, gpus_per_node=gpus // count)
+
     def check_gpus(self, gpus: int) -> None:
-        """Raise a ConfigError that names ``--gpus``, unless the cluster has so many, in whole nodes."""
-        key, node = f"--gpus {gpus}", self.gpus_per_node
+        """Raise a ConfigError that names ``--gpus``, unless the cluster has so many, in whole nodes.
+
+        Of nodes with several hosts (GB200) a run may have some of each, as many of one as of another.
+        """
+        key, node, step = f"--gpus {gpus}", self.gpus_per_node, self._step(gpus)
         if gpus < 1:
             raise ConfigError(key, "not a number of GPUs", "use 1 or more")
-        if gpus > node and gpus % node:
-            near = gpus // node * node
+        if gpus > node and gpus % step:
+            near, above = max(gpus // step * step, gpus // node * node), (gpus // step + 1) * step
+            which, parts = "whole nodes: ", ""
+            if gcd(self.gpus_per_host, node) != node:
+                which, parts = "", f", in hosts of {self.gpus_per_host}; a run has as many of each node"
             raise ConfigError(
-                key,
-                f"nodes of {self.name} have {node} GPUs each",
-                f"use whole nodes: {near} or {near + node}",
+                key, f"nodes of {self.name} have {node} GPUs each{parts}", f"use {which}{near} or {above}"
             )
         if self.nodes is not None and gpus > self.sites * self.nodes * node:
             most = self.sites * self.nodes * node
@@ -149,19 +170,19 @@ class Cluster:
     def site(self, gpus: int) -> Cluster:
         """One of its sites, with its part of ``gpus``."""
         each, node = gpus // self.sites, self.gpus_per_node
-        if gpus < 1 or gpus % self.sites or (each > node and each % node):
+        if gpus < 1 or gpus % self.sites or (each > node and each % self._step(each)):
             raise ConfigError(
                 f"--gpus {gpus}",
                 f"each of the {self.sites} sites of {self.name} has as many, in whole nodes of {node}",
                 f"use a multiple of {self.sites * (node if each > node else 1)}",
             )
         self.joined(gpus).check_gpus(gpus)
-        return replace(self, sites=1, across=None)
+        return replace(self, sites=1, across=None).holding(each)
 
     def joined(self, gpus: int) -> Cluster:
         """All of its sites for one run of ``gpus`` GPUs, as :meth:`site` allows them."""
         each = gpus // self.sites
-        return replace(self, gpus_per_site=each, gpus_per_node=min(self.gpus_per_node, each))
+        return replace(self, gpus_per_site=each, gpus_per_node=each // ceil(each / self.gpus_per_node))
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,6 +336,9 @@ class ClusterConfig(SchemaBlock):
         description="Whose shares of their rates the GPUs reach. Left out: those of gpu, else the H100's.",
     )
     gpus_per_node: Positive | None = Field(default=None, description="GPUs that the inner links join.")
+    gpus_per_host: Positive | None = Field(
+        default=None, description="GPUs that fail with one host, where the inner links join several."
+    )
     nodes: Positive | None = Field(default=None, description="How many; left out: as many as are asked for.")
     memory_gib: PositiveNumber | None = Field(default=None, description="Memory of a GPU.")
     reserved_gib: Annotated[float, Field(ge=0)] | None = Field(
@@ -443,6 +467,7 @@ def _cluster(file: str, name: str, config: ClusterConfig) -> Cluster:
     return Cluster(
         name=config.name or name,
         gpus_per_node=config.gpus_per_node or 1,
+        gpus_per_host=config.gpus_per_host or 0,
         nodes=config.nodes,
         memory_bytes=memory_bytes,
         memory_bytes_per_second=(config.memory_gigabytes_per_second or 0) * _GIGA,

@@ -267,7 +267,7 @@ def plan_inputs(
         ConfigError: Something is missing, unknown or cannot be.
         ModelError: A Hugging Face config that dsx cannot build.
     """
-    cluster.check_gpus(gpus)
+    cluster = cluster.holding(gpus)
     for name, size in (("--global-batch", global_batch), ("--sequence-length", sequence_length)):
         if size is not None and size < 1:
             raise ConfigError(f"{name} {size}", "not a size", "use 1 or more")

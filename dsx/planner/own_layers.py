@@ -52,7 +52,7 @@ class OwnInputs(PlanInputs):
                 "a layer list is planned for one of them",
                 "remove sites and across, and plan for the GPUs of one site",
             )
-        cluster.check_gpus(gpus)
+        cluster = cluster.holding(gpus)
         batch = global_batch or config.get(TRAIN)
         if not isinstance(batch, int):
             raise ConfigError("--global-batch", "it is needed", f"give it, or {TRAIN} in CONFIG")

@@ -83,7 +83,7 @@ def _faults(content: Mapping[str, Any]) -> FaultsConfig:
 
 
 def _nodes(inputs: PlanInputs) -> int:
-    return ceil(inputs.gpus / inputs.cluster.gpus_per_node)
+    return inputs.cluster.hosts(inputs.gpus)
 
 
 def hazards_of(
@@ -234,7 +234,7 @@ def _smaller(found: BestLayout) -> Iterator[Rung]:
     count, nodes = 0, _nodes(inputs)
     for data in range(layout.data - 1, max(1, layout.data // 2) - 1, -1):
         mesh = Mesh.of(tp=layout.tensor, pp=layout.pipeline, dp=data)
-        needs = ceil(mesh.size / inputs.cluster.gpus_per_node)
+        needs = inputs.cluster.hosts(mesh.size)
         if batch % data or needs >= nodes or count == _MOST_RUNGS:
             continue
         micro = max(size for size in divisors(layout.micro_batch) if batch // data % size == 0)

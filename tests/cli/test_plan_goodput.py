@@ -1,11 +1,13 @@
 """``dsx plan --goodput`` from end to end: what it rests on, what it compares, and what it refuses."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dsx.config.resolve import resolve
+from dsx.planner.cluster import preset
 from dsx.planner.goodput import daly, young
 
 COMMAND = ("plan", "--model", "llama/tiny", "--sequence-length", "128", "--top", "1")
@@ -71,6 +73,16 @@ def test_a_smaller_layout_is_what_elastic_takes(plan):
     for rung in rungs:
         assert resolve(content, world_size=rung["nodes"]).mesh.dp == rung["nodes"]
         assert rung["nodes"] / 4 - 0.1 < rung["speed"] < 1
+
+
+def test_a_rack_of_several_hosts_loses_one_of_them(dsx):
+    more = ("--cluster", "GB200", "--gpus", 128, "--global-batch", 128, "--goodput", "--format", "json")
+    code, out, err = dsx(*more, "--tensor", 1, "--pipeline", 1, "--zero", 1)
+    assert (code, err, json.loads(out)["goodput"]["nodes"]) == (0, "", 32)
+    where = preset("GB200")
+    assert (where.holding(128).gpus_per_node, where.holding(216).gpus_per_node) == (64, 72)
+    two = replace(where, sites=2, across=where.between)
+    assert (two.site(160).gpus_per_node, two.joined(160).gpus_per_node) == (40, 40)
 
 
 def test_text_says_where_failures_leave_nothing_and_where_nothing_fails(dsx, tmp_path):
