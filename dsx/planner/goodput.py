@@ -112,7 +112,7 @@ def simulate(
     """
     horizon = min(days * DAY_SECONDS, _FAILURES * hazards.mttf_seconds)
     each = horizon * hazards.failures_per_second
-    lives = max(1, min(_LIVES, int(_FAILURES / each))) if each else 1
+    lives = max(1, int(min(_LIVES, _FAILURES / each))) if each else 1
     chance, total = Random(seed), dict.fromkeys(PARTS, 0.0)  # noqa: S311
     for _ in range(lives):
         _live(hazards, saving, interval_seconds, horizon, chance, total)

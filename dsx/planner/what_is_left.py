@@ -95,6 +95,7 @@ def hazards_of(
     copied = checkpoint_bytes / gpus / (_GIGA * value["host_gigabytes_per_second"])
     rate = value["per_thousand_gpu_days"] * gpus + value["per_thousand_node_days"] * nodes
     rate, repair = rate / (1000 * DAY_SECONDS), 3600 * value["repair_hours"]
+    rate = rate if rate > 1e-100 else 0.0  # reckoned with, it would give times that are not finite
     enough = goodput.enough_spares(rate * value["lost_share"] * repair, nodes)
     hazards = Hazards(
         rungs=(Rung(nodes=nodes),),

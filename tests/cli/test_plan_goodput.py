@@ -87,15 +87,16 @@ def test_a_rack_of_several_hosts_loses_one_of_them(dsx):
 
 def test_text_says_where_failures_leave_nothing_and_where_nothing_fails(dsx, tmp_path):
     file, words = tmp_path / "cluster.json", []
-    for rate in (0, 1e9):
+    for rate in (0, 1e-310, 1e9):
         failures = {"per_thousand_gpu_days": rate, "per_thousand_node_days": 0}
         file.write_text(json.dumps({"gpu": "CPU", "failures": failures}))
         words.append(" ".join(dsx("--cluster", file, *SIZES)[1].split()))
     said = (
         "nothing fails, so that a save at the end is enough",
+        "nothing fails, so that a save at the end is enough",
         "failures come faster than a start after one",
     )
-    assert [each in text for each, text in zip(said, words, strict=True)] == [True, True]
+    assert [each in text for each, text in zip(said, words, strict=True)] == [True, True, True]
 
 
 def test_islands_stop_one_by_one(plan):

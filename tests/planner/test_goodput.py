@@ -111,3 +111,8 @@ def test_a_smaller_layout_instead_of_waiting():
 def test_the_same_seed_gives_the_same():
     happens, saving = hazards(lost_share=0.5, repair_seconds=3600.0, spares=1), SaveCost(pause_seconds=1.0)
     assert simulate(happens, saving, 200.0) == simulate(happens, saving, 200.0)
+
+
+@pytest.mark.parametrize("rate", [5e-324, 1e-310, 6e-309, 1e-300])
+def test_failures_that_no_run_lives_to_see(rate):
+    assert simulate(hazards(failures_per_second=rate), SaveCost(0.0), 100.0)["goodput"] == pytest.approx(1.0)
