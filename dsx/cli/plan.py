@@ -167,6 +167,7 @@ def _rests_on(
     inputs: PlanInputs, where: Cluster, saves_of: Path | None, *, asked: bool
 ) -> dict[str, KnownFigure] | None:
     """What the answer to ``--goodput`` rests on; None if nobody asks. A run's own saves are a mean."""
+    from math import isfinite
     from statistics import fmean
 
     from dsx.planner.what_is_left import KnownFigure, figures
@@ -178,10 +179,12 @@ def _rests_on(
     saves = None
     if saves_of is not None:
         found = read_series(saves_of if saves_of.is_file() else saves_of / METRICS_FILE).get(SAVE_SECONDS)
-        if found is None or not all(0 <= each < 1e9 for each in found.values):
+        took = [] if found is None else [each for each in found.values if isfinite(each)]
+        if not took or not all(0 <= each < 1e9 for each in took):
             what = f"it has no {SAVE_SECONDS} that could be: it saved nothing, or only at its end"
             raise ConfigError(f"--saves-of {saves_of}", what, "name a run that trained on after a save")
-        saves = KnownFigure(fmean(found.values), f"mean of {len(found.values)} saves of {saves_of}")
+        count = f"{len(took)} save{'s' * (len(took) > 1)}"
+        saves = KnownFigure(fmean(took), f"mean of {count} of {saves_of}")
     return figures(inputs, where.failures, saves)
 
 

@@ -164,7 +164,9 @@ class Cluster:
             most = self.sites * self.nodes * node
             whole = f"{self.sites} sites of " if self.sites > 1 else ""
             raise ConfigError(
-                key, f"{self.name} has {whole}{self.nodes} nodes of {node}", f"use at most {most}"
+                key,
+                f"{self.name} has {whole}{self.nodes} node{'s' * (self.nodes > 1)} of {node}",
+                f'use at most {most}, or a cluster\'s file with "nodes" and "between" that joins more',
             )
 
     def site(self, gpus: int) -> Cluster:

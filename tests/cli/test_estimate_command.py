@@ -188,7 +188,7 @@ def test_a_reserve_of_the_clusters_own_stays(dsx, tmp_path):
 @pytest.mark.parametrize(
     ("content", "gpus", "words"),
     [
-        ({"gpu": "H100", "nodes": 1}, 64, "--gpus 64: ours has 1 nodes of 8. Fix: use at most 8"),
+        ({"gpu": "H100", "nodes": 1}, 64, "--gpus 64: ours has 1 node of 8. Fix: use at most 8"),
         ({"gpu": "H100"}, 12, "--gpus 12: nodes of ours have 8 GPUs each. Fix: use whole nodes: 8 or 16"),
         (
             {"gpu": "CPU", "gpus_per_node": 4, "nodes": 2},

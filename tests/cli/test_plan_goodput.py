@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from math import nan
 from pathlib import Path
 
 import pytest
@@ -106,11 +107,12 @@ def test_islands_stop_one_by_one(plan):
 
 
 def test_a_runs_own_saves(plan, tmp_path):
-    rows = [{"train/step": step, "perf/save_seconds": step + 1.0} for step in (2, 3)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = plan("--saves-of", tmp_path)["goodput"]
-    assert found["pause_seconds"] == 3.5
-    assert "mean of 2 saves" in found["figures"]["save_seconds"]["source"]
+    for times, mean, words in (((3, 4, nan), 3.5, "mean of 2 saves of "), ((3,), 3, "mean of 1 save of ")):
+        rows = [{"train/step": step, "perf/save_seconds": each} for step, each in enumerate(times)]
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        found = plan("--saves-of", tmp_path)["goodput"]
+        assert found["pause_seconds"] == mean
+        assert words in found["figures"]["save_seconds"]["source"]
 
 
 @pytest.mark.parametrize(
