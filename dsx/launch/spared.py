@@ -127,10 +127,7 @@ class LateDynamo(ModuleType):
 
 @contextmanager
 def compilers_late() -> Iterator[None]:
-    """Inside the block :class:`LateDynamo` stands for torch's compilers, where they are not loaded.
-
-    It does not stay, because torch asks it for more when it makes a process group.
-    """
+    """Inside, :class:`LateDynamo` stands for compilers not loaded; a process group would ask more of it."""
     stand_in = LateDynamo()
     sys.modules.setdefault(DYNAMO, stand_in)
     try:

@@ -369,10 +369,7 @@ class Search:
         return ranked.is_bound and ranked.layout in self._large
 
     def _nearest(self, found: Iterable[Ranked]) -> Ranked | None:
-        """The one that takes least memory, and how much that is.
-
-        Of equals it is the first of those that were walked before, else the one that was soonest compared.
-        """
+        """The one that takes least memory, and how much: of equals the first of those walked before."""
         places = {each.layout: (place, each) for place, each in enumerate(found)}
         opened = {
             layout: each.peak_bytes
