@@ -179,14 +179,26 @@ def time_left(
 
 def time_left_of_sites(sites: SiteComparison, known: Mapping[str, KnownFigure]) -> dict[str, Any]:
     """The same of what a comparison of sites has taken, beside one job; ``known`` is of one site."""
-    one, key, settings = None, "storage_gigabytes_per_second", sites.settings
-    if sites.one is not None:
-        whole = known[key]._replace(value=known[key].value * sites.cluster.sites)
-        one = time_left(sites.one, {**known, key: whole})
-        if sites.taken is sites.one:
-            return one
+    settings, count, whole = sites.settings, sites.cluster.sites, dict(known)
+    for key in ("storage_gigabytes_per_second", "spare_nodes"):
+        if key in known:
+            whole[key] = known[key]._replace(value=known[key].value * count)
+    if sites.one is not None and sites.taken is sites.one:
+        return time_left(sites.one, whole)
     between = settings.every * sites.task.mean_step_seconds(settings) / settings.shares
-    return time_left(sites.site, known, islands=sites.cluster.sites, between=between) | {"one_job": one}
+    found = time_left(sites.site, known, islands=count, between=between)
+    found |= {"tokens_per_second": sites.tokens_per_second * _best(found)["goodput"], "one_job": None}
+    if sites.one is not None:
+        whole["spare_nodes"] = KnownFigure(count * found["spare_nodes"], "as many as all islands have")
+        one = time_left(sites.one, whole)
+        kept = sites.one_tokens_per_second * _best(one)["goodput"]
+        found["one_job"] = one | {"tokens_per_second": kept}
+    return found
+
+
+def _best(found: Mapping[str, Any]) -> dict[str, float]:
+    best: dict[str, float] = found["ways"][found["best"]]
+    return best
 
 
 def words(found: Mapping[str, Any]) -> list[str]:
@@ -219,10 +231,18 @@ def words(found: Mapping[str, Any]) -> list[str]:
     for way, each in found["ways"].items():
         shown = [each[part] for part in ("goodput", "of_all_nodes", *goodput.PARTS[1:])]
         rows.append((way, *(f"{share:.1%}" for share in shown)))
-    lines += ["", *aligned(rows), "", f"most of all nodes: {found['best']}; spare: {found['spare_nodes']}"]
-    if one := found.get("one_job"):
-        kept = one["ways"][one["best"]]["of_all_nodes"]
-        lines.append(f"one job over all sites stops at every failure: {kept:.1%} of all nodes")
+    each = " on each site" * (found["islands"] > 1)
+    lines += [
+        "",
+        *aligned(rows),
+        "",
+        f"most of all nodes: {found['best']}; spare: {found['spare_nodes']}{each}",
+    ]
+    for one, who in ((found, "islands"), (found.get("one_job"), "one job, which stops at every failure")):
+        if one and found.get("one_job"):
+            nodes = one["islands"] * (one["nodes"] + one["spare_nodes"] * (one["best"] == "spare nodes"))
+            left = f"{_best(one)['goodput']:.1%}, {one['tokens_per_second']:,.0f} tokens/s, are left"
+            lines.append(f"{who}: {left} ({one['best']}; nodes: {nodes:,} in all)")
     for rung in rungs:
         lines.append(f"a smaller layout (nodes: {rung['nodes']:,}): {rung['speed']:.1%} of the speed")
     lines.append('it rests on ("failures" in the cluster\'s file gives your own):')

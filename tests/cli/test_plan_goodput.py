@@ -100,10 +100,19 @@ def test_text_says_where_failures_leave_nothing_and_where_nothing_fails(dsx, tmp
     assert [each in text for each, text in zip(said, words, strict=True)] == [True, True, True]
 
 
-def test_islands_stop_one_by_one(plan):
+def test_islands_stop_one_by_one(plan, dsx, tmp_path):
     slow = {"gigabytes_per_second": 0.0125, "latency_microseconds": 25_000}
-    found = plan(failures={"per_thousand_node_days": 500}, sites=2, nodes=2, across=slow)["goodput"]
-    assert found["mean_seconds_to_failure"] == pytest.approx(2 * found["one_job"]["mean_seconds_to_failure"])
+    whole = plan(failures={"per_thousand_node_days": 500}, sites=2, nodes=2, across=slow)
+    found, sites = whole["goodput"], whole["sites"]
+    one = found["one_job"]
+    assert found["mean_seconds_to_failure"] == pytest.approx(2 * one["mean_seconds_to_failure"])
+    assert one["spare_nodes"] == 2 * found["spare_nodes"] > 0
+    for each, speed in ((found, sites["islands"]), (one, sites["one_job"])):
+        share = each["ways"][each["best"]]["goodput"]
+        assert each["tokens_per_second"] == pytest.approx(share * speed["tokens_per_second"])
+    text = " ".join(dsx("--cluster", tmp_path / "cluster.json", *SIZES)[1].split())
+    for words in (f"spare: {found['spare_nodes']} on each site", "one job, which stops at every failure: "):
+        assert words in text
 
 
 def test_a_runs_own_saves(plan, tmp_path):
