@@ -138,12 +138,14 @@ def time_left(
     num_bytes = trained * (4 + _state_bytes(inputs))  # with the fp32 weight
     one, saving = hazards_of(known, inputs.gpus, nodes, num_bytes)
     mttf, pause = one.mttf_seconds, saving.pause_seconds
-    every, near, interval = None, None, inf
+    every, near, interval, run = None, None, inf, known["days"].value * DAY_SECONDS
+    longest = max(1, int(run / step))
     if fails := isfinite(mttf):
         least = max(1, ceil(saving.write_seconds / step))  # a save waits until the one before is complete
-        every = max(least, round(goodput.daly(mttf, pause) / step))
-        few, most = (round(end / step) for end in goodput.as_good(mttf, pause, _POINTS))
-        near, interval = (min(every, max(least, few)), max(every, most)), every * step
+        ends = (goodput.daly(mttf, pause), *goodput.as_good(mttf, pause, _POINTS))
+        every, few, most = (round(min(end, run) / step) for end in ends)
+        every = min(longest, max(least, every))
+        near, interval = (min(every, max(least, few)), min(longest, max(every, most))), every * step
     cost = saving
     if islands > 1 and fails:
         cost, interval = SaveCost(pause * between / interval), between
@@ -166,6 +168,7 @@ def time_left(
         **saving._asdict(),
         "save_every_steps": every,
         "as_good_steps": near,
+        "only_at_the_end": not fails or every == longest,
         "interval_seconds": interval if fails else None,
         "young_seconds": goodput.young(mttf, pause) if fails else None,
         "daly_seconds": goodput.daly(mttf, pause) if fails else None,
@@ -221,7 +224,10 @@ def words(found: Mapping[str, Any]) -> list[str]:
         few, most = found["as_good_steps"]
         rules = f"Young {seconds(found['young_seconds'])}, Daly {seconds(found['daly_seconds'])}"
         more = f"from {few:,} to {most:,} it costs at most {100 * _POINTS:g} points more"
-        lines.append(f"save every {found['save_every_steps']:,} steps ({rules}); {more}")
+        if found["only_at_the_end"]:
+            lines.append(f"save at the end: the run is no longer than what would be between two ({rules})")
+        else:
+            lines.append(f"save every {found['save_every_steps']:,} steps ({rules}); {more}")
         if mttf < down:
             lines.append(
                 "failures come faster than a start after one: few starts get to their first step, and the "

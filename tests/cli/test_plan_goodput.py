@@ -115,6 +115,16 @@ def test_islands_stop_one_by_one(plan, dsx, tmp_path):
         assert words in text
 
 
+def test_no_interval_is_longer_than_the_run(plan, dsx, tmp_path):
+    found = plan(failures={"days": 0.001})
+    step, found = found["best"][0]["step_seconds"], found["goodput"]
+    assert (found["save_every_steps"], found["only_at_the_end"]) == (int(86.4 / step), True)
+    assert found["as_good_steps"][1] == found["save_every_steps"]
+    text = " ".join(dsx("--cluster", tmp_path / "cluster.json", *SIZES)[1].split())
+    assert "save at the end: " in text
+    assert "save every" not in text
+
+
 def test_a_runs_own_saves(plan, tmp_path):
     for times, mean, words in (((3, 4, nan), 3.5, "mean of 2 saves of "), ((3,), 3, "mean of 1 save of ")):
         rows = [{"train/step": step, "perf/save_seconds": each} for step, each in enumerate(times)]
