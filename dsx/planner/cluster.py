@@ -267,9 +267,10 @@ _MEANT: dict[str, Any] = {
     "reserved_gib": ".*(reserve|overhead|headroom).*",
     "memory_gib": f"{_MEMORY}(size|capacity|total|[gm]i?b|bytes|gigabytes|pergpu)*",
     "teraflops": ".*flops.*",
+    "failures": "(gpu|node|host)?(mtbf|mttf|mtti|mttr|fail).*",
     "across": "(wan|dcn|(inter|between|across)(site|region|dc|datacenter|cluster|net)).*",
-    "inside": "(within|intra|inner|inside|local|nvlink|nvswitch|xgmi|pcie|scaleup|innode).*",
-    "between": "(inter|outer|between|net|infiniband|ib|ethernet|roce|rdma|fabric|nic|scaleout|efa).*",
+    "inside": "(within|intra|in(ner|ternal|side)|local|nvlink|nvswitch|xgmi|pcie|scaleup|innode).*",
+    "between": "(inter(?!nal)|outer|between|net|infiniband|ib|ethernet|roce|rdma|fabric|nic|scaleout|efa).*",
     "gpus_per_node": f"{_MANY}(gpu|device|accelerator|proc)s?((per|in)(node|host|machine))?(count)?",
     "nodes": f"{_MANY}(node|host|machine|server)s?(count)?",
     "sites": f"{_MANY}(site|region|datacenter|zone|place|location)s?(count)?",
@@ -279,6 +280,14 @@ _MEANT: dict[str, Any] = {
 """Key -> a pattern of what others call it, without case and punctuation, the narrower ones first."""
 
 
+_MEAN_TIME = "(mtbf|mttf|mtti|(meantime|hours|days)(to|between|perfailure))"
+_MEANT_OF_FAILURES: dict[str, Any] = {
+    "repair_hours": ".*(mttr|timetorepair).*",
+    "per_thousand_gpu_days": f".*gpu.*{_MEAN_TIME}.*|.*{_MEAN_TIME}.*gpu.*",
+    "per_thousand_node_days": f".*{_MEAN_TIME}.*",
+}
+
+
 class LinkConfig(SchemaBlock):
     """What a GPU sends through at one level."""
 
@@ -286,10 +295,12 @@ class LinkConfig(SchemaBlock):
 
     gigabytes_per_second: PositiveNumber | None = Field(
         default=None,
-        description="Nominal rate in one direction, in 10**9 bytes: a GPU's, and of across a whole site's.",
+        description="Nominal rate in one direction, 10**9 bytes a second (8 Gbit/s are 1): a GPU's, and of "
+        "across a whole site's.",
     )
     latency_microseconds: Annotated[float, Field(ge=0)] | None = Field(
-        default=None, description="Of one step of a collective."
+        default=None,
+        description="Of one step of a collective, one way: half a round trip; 1 ms is 1000.",
     )
 
     @property
@@ -297,6 +308,7 @@ class LinkConfig(SchemaBlock):
         return Link((self.gigabytes_per_second or 0) * _GIGA, (self.latency_microseconds or 0) / 1e6)
 
 
+_UNITS = ": gigabytes_per_second (10**9 bytes a second: 8 Gbit/s are 1), latency_microseconds."
 _Some = Annotated[float, Field(ge=0, le=1e9)] | None
 _Rate = Annotated[float, Field(ge=0.001, le=1e9)] | None
 
@@ -304,8 +316,16 @@ _Rate = Annotated[float, Field(ge=0.001, le=1e9)] | None
 class FailuresConfig(SchemaBlock):
     """How nodes fail and what a failure or a save costs; for what is left out there are published figures."""
 
-    per_thousand_gpu_days: _Some = Field(None, description="Failures of GPUs, for each 1,000 GPUs and day.")
-    per_thousand_node_days: _Some = Field(None, description="All others, for each 1,000 nodes and day.")
+    model_config = ConfigDict(json_schema_extra={"meant_by": _MEANT_OF_FAILURES})
+
+    per_thousand_gpu_days: _Some = Field(
+        None,
+        description="Failures of GPUs, for each 1,000 GPUs and day: 24,000 / mean hours of a GPU to one.",
+    )
+    per_thousand_node_days: _Some = Field(
+        None,
+        description="All others, for each 1,000 nodes and day: 24,000 / mean hours of a node to one.",
+    )
     lost_share: Annotated[float, Field(ge=0, le=1)] | None = Field(
         None, description="Share, 0 to 1, of the failures after which a node has to be repaired."
     )
@@ -342,28 +362,32 @@ class ClusterConfig(SchemaBlock):
         default=None, description="GPUs that fail with one host, where the inner links join several."
     )
     nodes: Positive | None = Field(default=None, description="How many; left out: as many as are asked for.")
-    memory_gib: PositiveNumber | None = Field(default=None, description="Memory of a GPU.")
+    memory_gib: PositiveNumber | None = Field(
+        default=None, description="Memory of a GPU, in 2**30 bytes: 1024 MiB are 1."
+    )
     reserved_gib: Annotated[float, Field(ge=0)] | None = Field(
         default=None,
         description="What a run's tensors cannot have of it: context, libraries, gaps. Left out: on GPUs "
         "2 GiB and a twenty-fifth of memory_gib, on CPUs nothing.",
     )
     memory_gigabytes_per_second: PositiveNumber | None = Field(
-        default=None, description="Nominal rate of a GPU's memory."
+        default=None, description="Nominal rate of a GPU's memory, in 10**9 bytes a second: 1 TB/s is 1000."
     )
     teraflops: dict[Precision, PositiveNumber] | None = Field(
-        default=None, description='Dense peak of a GPU, e.g. {"bf16": 989.4}.'
+        default=None,
+        description='Dense peak of a GPU in 10**12 FLOP/s (1 PFLOP/s is 1000), e.g. {"bf16": 989.4}.',
     )
     is_host: bool | None = Field(
         default=None, description="Whether these are CPU processes, which do nothing beside computing."
     )
-    inside: LinkConfig = Field(default=LinkConfig(), description="Between GPUs of a node.")
-    between: LinkConfig = Field(default=LinkConfig(), description="Between nodes, each GPU's share.")
+    inside: LinkConfig = Field(default=LinkConfig(), description=f"Between GPUs of a node{_UNITS}")
+    between: LinkConfig = Field(default=LinkConfig(), description=f"Between nodes, each GPU's share{_UNITS}")
     sites: Positive = Field(
         default=1, description="Places with so many nodes each, and slow links between them."
     )
     across: LinkConfig | None = Field(
-        default=None, description="Of a whole site to the others, which its GPUs share; with several sites."
+        default=None,
+        description=f"Of a whole site to the others, which its GPUs share; with several sites{_UNITS}",
     )
     failures: FailuresConfig | None = Field(
         default=None, description="How its nodes fail; a plan then says how often to save, as with --goodput."

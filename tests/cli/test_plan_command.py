@@ -217,7 +217,7 @@ def test_bad_clusters(dsx, cluster, content, words):
 
 
 MEANT = {
-    "inside": "within intra_node intra_node_bandwidth nvlink NVLink-GBps pcie inner local scale_up",
+    "inside": "within intra_node intra_node_bandwidth nvlink NVLink-GBps pcie local scale_up internal_gbps",
     "between": "inter_node network network_gbps infiniband ib_bandwidth roce ethernet nic scale-out outer",
     "across": "wan inter_site inter_datacenter_gbps between_sites dcn",
     "memory_gib": "memory memory_gb VRAM hbm_gb gpu_memory gpu_memory_gib memory_bytes mem memory_size",
@@ -225,9 +225,16 @@ MEANT = {
     "teraflops": "tflops flops peak_flops bf16_tflops peak_tflops_bf16",
     "gpus_per_node": "gpus devices_per_node num_gpus n_gpus_per_node gpu_count procs_per_node",
     "nodes": "num_nodes node_count hosts max_nodes machines",
+    "failures": "mtbf_hours node_mttf failure_rate",
     "gigabytes_per_second": "bandwidth bw GBps bandwidth_gbps gb_s gigabits_per_second gbit gb_per_sec",
     "latency_microseconds": "latency latency_us latency_ms alpha delay rtt latency_seconds",
 }
+
+
+RATE = "10**9 bytes a second: 8 Gbit/s are 1"
+MEANT_IN = {"inside": RATE, "between": RATE, "across": RATE, "gigabytes_per_second": "8 Gbit/s are 1"}
+MEANT_IN |= {"memory_gigabytes_per_second": "1 TB/s is 1000", "teraflops": "1 PFLOP/s is 1000"}
+MEANT_IN |= {"memory_gib": "1024 MiB are 1", "latency_microseconds": "half a round trip; 1 ms is 1000"}
 
 
 @pytest.mark.parametrize("key", MEANT)
@@ -238,6 +245,7 @@ def test_other_names_of_a_clusters_keys(cluster, key):
         with pytest.raises(ConfigError) as caught:
             read_cluster(str(cluster({"gpu": "H100"} | content)))
         assert f'write "{key}", if that is meant' in caught.value.fix, (word, str(caught.value))
+        assert MEANT_IN.get(key, "") in caught.value.fix
 
 
 @pytest.mark.parametrize(

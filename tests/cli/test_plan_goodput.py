@@ -139,6 +139,9 @@ def test_a_runs_own_saves(plan, tmp_path):
     [
         ({"lost_share": 2}, (), "failures.lost_share = 2"),
         ({"repair_hour": 1}, (), 'write "repair_hours"'),
+        ({"mttr_hours": 1}, (), 'write "repair_hours"'),
+        ({"gpu_mtbf_hours": 1}, (), 'write "per_thousand_gpu_days"'),
+        ({"mttf": 1}, (), "24,000 / mean hours of a node"),
         ({}, ("--saves-of", "nowhere"), "there is no such file"),
         ({}, ("--saves-of", "{}"), "it has no perf/save_seconds that could be"),
         ({}, (CONFIG, "--goodput", "--set", "dsx.faults.hang_seconds=0"), "dsx.faults.hang_seconds = 0"),
