@@ -137,7 +137,12 @@ def test_a_runs_own_saves(plan, tmp_path):
 @pytest.mark.parametrize(
     ("failures", "more", "words"),
     [
-        ({"lost_share": 2}, (), "failures.lost_share = 2"),
+        (
+            {"lost_share": 2},
+            (),
+            "failures.lost_share = 2: not a value for this key. Fix: use a number from 0 to 1",
+        ),
+        ({"spare_nodes": 1 << 21}, (), "a whole number from 0 to 1048576"),
         ({"repair_hour": 1}, (), 'write "repair_hours"'),
         ({"mttr_hours": 1}, (), 'write "repair_hours"'),
         ({"gpu_mtbf_hours": 1}, (), 'write "per_thousand_gpu_days"'),
