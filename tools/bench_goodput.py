@@ -34,7 +34,7 @@ def case(run: dict[str, Any]) -> tuple[Hazards, SaveCost, float]:
     if "usual" in run:
         of = run["usual"]
         inputs: Any = SimpleNamespace(
-            content={}, gpus=of["gpus"], cluster=SimpleNamespace(gpus_per_node=of["gpus"] // run["nodes"])
+            content={}, gpus=of["gpus"], cluster=SimpleNamespace(hosts=lambda _: run["nodes"])
         )
         hazards, saving = hazards_of(
             figures(inputs, None, None), of["gpus"], run["nodes"], 12 * of["parameters"]

@@ -183,8 +183,7 @@ def _rests_on(
         if not took or not all(0 <= each < 1e9 for each in took):
             what = f"it has no {SAVE_SECONDS} that could be: it saved nothing, or only at its end"
             raise ConfigError(f"--saves-of {saves_of}", what, "name a run that trained on after a save")
-        count = f"{len(took)} save{'s' * (len(took) > 1)}"
-        saves = KnownFigure(fmean(took), f"mean of {count} of {saves_of}")
+        saves = KnownFigure(fmean(took), f"mean of {len(took)} save{'s' * (len(took) > 1)} of {saves_of}")
     return figures(inputs, where.failures, saves)
 
 

@@ -224,13 +224,12 @@ def _expected(field: dict[str, Any], schema: dict[str, Any]) -> str:
 
 def _number(field: dict[str, Any], noun: str) -> str:
     low, below, high = (field.get(key) for key in ("minimum", "exclusiveMaximum", "maximum"))
-    above = field.get("exclusiveMinimum")
-    if above is not None:
-        return f"{noun} greater than {above:g}" + ("" if high is None else f", at most {high:.12g}")
+    if field.get("exclusiveMinimum") is not None:
+        return f"{noun} greater than {field['exclusiveMinimum']:g}"
     if low is not None and below is not None:
         return f"{noun} from {low:g} up to, not including, {below:g}"
-    if high is not None:
-        return f"{noun} of at most {high:.12g}" if low is None else f"{noun} from {low:g} to {high:.12g}"
+    if low is not None and high is not None:
+        return f"{noun} from {low:g} to {high:.12g}"
     return noun if low is None else f"{noun} of at least {low:g}"
 
 

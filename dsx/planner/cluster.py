@@ -145,20 +145,15 @@ class Cluster:
         return self if count == 1 else replace(self, gpus_per_node=gpus // count)
 
     def check_gpus(self, gpus: int) -> None:
-        """Raise a ConfigError that names ``--gpus``, unless the cluster has so many, in whole nodes.
-
-        Of nodes with several hosts (GB200) a run may have some of each, as many of one as of another.
-        """
+        """Raise a ConfigError that names ``--gpus``, unless the cluster has so many, in equal nodes."""
         key, node, step = f"--gpus {gpus}", self.gpus_per_node, self._step(gpus)
         if gpus < 1:
             raise ConfigError(key, "not a number of GPUs", "use 1 or more")
         if gpus > node and gpus % step:
             near, above = max(gpus // step * step, gpus // node * node), (gpus // step + 1) * step
-            which, parts = "whole nodes: ", ""
-            if gcd(self.gpus_per_host, node) != node:
-                which, parts = "", f", in hosts of {self.gpus_per_host}; a run has as many of each node"
+            which = "whole nodes" if step % node == 0 else "as many hosts of each node"
             raise ConfigError(
-                key, f"nodes of {self.name} have {node} GPUs each{parts}", f"use {which}{near} or {above}"
+                key, f"nodes of {self.name} have {node} GPUs each", f"use {which}: {near} or {above}"
             )
         if self.nodes is not None and gpus > self.sites * self.nodes * node:
             most = self.sites * self.nodes * node
@@ -280,14 +275,6 @@ _MEANT: dict[str, Any] = {
 """Key -> a pattern of what others call it, without case and punctuation, the narrower ones first."""
 
 
-_MEAN_TIME = "(mtbf|mttf|mtti|(meantime|hours|days)(to|between|perfailure))"
-_MEANT_OF_FAILURES: dict[str, Any] = {
-    "repair_hours": ".*(mttr|timetorepair).*",
-    "per_thousand_gpu_days": f".*gpu.*{_MEAN_TIME}.*|.*{_MEAN_TIME}.*gpu.*",
-    "per_thousand_node_days": f".*{_MEAN_TIME}.*",
-}
-
-
 class LinkConfig(SchemaBlock):
     """What a GPU sends through at one level."""
 
@@ -295,12 +282,10 @@ class LinkConfig(SchemaBlock):
 
     gigabytes_per_second: PositiveNumber | None = Field(
         default=None,
-        description="Nominal rate in one direction, 10**9 bytes a second (8 Gbit/s are 1): a GPU's, and of "
-        "across a whole site's.",
+        description="Nominal, one way, of a GPU (across: a site), 10**9 bytes/s: 8 Gbit/s are 1.",
     )
     latency_microseconds: Annotated[float, Field(ge=0)] | None = Field(
-        default=None,
-        description="Of one step of a collective, one way: half a round trip; 1 ms is 1000.",
+        default=None, description="Of one step of a collective, one way: half a round trip; 1 ms is 1000."
     )
 
     @property
@@ -308,6 +293,10 @@ class LinkConfig(SchemaBlock):
         return Link((self.gigabytes_per_second or 0) * _GIGA, (self.latency_microseconds or 0) / 1e6)
 
 
+_MEANT_OF_FAILURES: dict[str, Any] = {
+    "per_thousand_gpu_days": ".*gpu.*mt(bf|tf|ti).*|.*mt(bf|tf|ti).*gpu.*",
+    "per_thousand_node_days": ".*(mt(bf|tf|ti)|meantime).*",
+}
 _UNITS = ": gigabytes_per_second (10**9 bytes a second: 8 Gbit/s are 1), latency_microseconds."
 _Some = Annotated[float, Field(ge=0, le=1e9)] | None
 _Rate = Annotated[float, Field(ge=0.001, le=1e9)] | None
@@ -318,13 +307,9 @@ class FailuresConfig(SchemaBlock):
 
     model_config = ConfigDict(json_schema_extra={"meant_by": _MEANT_OF_FAILURES})
 
-    per_thousand_gpu_days: _Some = Field(
-        None,
-        description="Failures of GPUs, for each 1,000 GPUs and day: 24,000 / mean hours of a GPU to one.",
-    )
+    per_thousand_gpu_days: _Some = Field(None, description="By 1,000 GPUs a day: 24,000 / hours of one GPU.")
     per_thousand_node_days: _Some = Field(
-        None,
-        description="All others, for each 1,000 nodes and day: 24,000 / mean hours of a node to one.",
+        None, description="All others, by 1,000 nodes a day: 24,000 / the mean hours of one node."
     )
     lost_share: Annotated[float, Field(ge=0, le=1)] | None = Field(
         None, description="Share, 0 to 1, of the failures after which a node has to be repaired."
@@ -358,13 +343,9 @@ class ClusterConfig(SchemaBlock):
         description="Whose shares of their rates the GPUs reach. Left out: those of gpu, else the H100's.",
     )
     gpus_per_node: Positive | None = Field(default=None, description="GPUs that the inner links join.")
-    gpus_per_host: Positive | None = Field(
-        default=None, description="GPUs that fail with one host, where the inner links join several."
-    )
+    gpus_per_host: Positive | None = Field(None, description="Of a host, if inner links join several hosts.")
     nodes: Positive | None = Field(default=None, description="How many; left out: as many as are asked for.")
-    memory_gib: PositiveNumber | None = Field(
-        default=None, description="Memory of a GPU, in 2**30 bytes: 1024 MiB are 1."
-    )
+    memory_gib: PositiveNumber | None = Field(None, description="Memory of a GPU; 1024 MiB are 1 GiB.")
     reserved_gib: Annotated[float, Field(ge=0)] | None = Field(
         default=None,
         description="What a run's tensors cannot have of it: context, libraries, gaps. Left out: on GPUs "
@@ -374,8 +355,7 @@ class ClusterConfig(SchemaBlock):
         default=None, description="Nominal rate of a GPU's memory, in 10**9 bytes a second: 1 TB/s is 1000."
     )
     teraflops: dict[Precision, PositiveNumber] | None = Field(
-        default=None,
-        description='Dense peak of a GPU in 10**12 FLOP/s (1 PFLOP/s is 1000), e.g. {"bf16": 989.4}.',
+        default=None, description='Dense peak of a GPU (1 PFLOP/s is 1000), e.g. {"bf16": 989.4}.'
     )
     is_host: bool | None = Field(
         default=None, description="Whether these are CPU processes, which do nothing beside computing."
@@ -386,8 +366,7 @@ class ClusterConfig(SchemaBlock):
         default=1, description="Places with so many nodes each, and slow links between them."
     )
     across: LinkConfig | None = Field(
-        default=None,
-        description=f"Of a whole site to the others, which its GPUs share; with several sites{_UNITS}",
+        default=None, description=f"Of a whole site to the others, which its GPUs share{_UNITS}"
     )
     failures: FailuresConfig | None = Field(
         default=None, description="How its nodes fail; a plan then says how often to save, as with --goodput."

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from dsx.config.load import explain, raise_all
-from dsx.config.schema import FaultsConfig
+from dsx.config.schema import FaultsConfig, ZeroConfig
 from dsx.config.wording import at
 from dsx.errors import ConfigError, DsxError
-from dsx.memory.job import offload_of, optimizer_of
+from dsx.memory.job import state_settings
 from dsx.parallel.limits import divisors
 from dsx.parallel.mesh import Mesh
 from dsx.planner import goodput
@@ -55,7 +55,8 @@ def figures(
         known["save_seconds"] = save_seconds
     usual = {key: each for key, each in _USUAL.items() if key in FailuresConfig.model_fields}
     storage = _USUAL["storage_gigabytes_per_second_and_node"]
-    usual["storage_gigabytes_per_second"] = storage._replace(value=storage.value * _nodes(inputs))
+    every = storage.value * inputs.cluster.hosts(inputs.gpus)
+    usual["storage_gigabytes_per_second"] = storage._replace(value=every)
     if "notice_seconds" not in known:
         faults = _faults(inputs.content)
         if not faults.hang_seconds:
@@ -82,10 +83,6 @@ def _faults(content: Mapping[str, Any]) -> FaultsConfig:
         raise
 
 
-def _nodes(inputs: PlanInputs) -> int:
-    return inputs.cluster.hosts(inputs.gpus)
-
-
 def hazards_of(
     known: Mapping[str, KnownFigure], gpus: int, nodes: int, checkpoint_bytes: float
 ) -> tuple[Hazards, SaveCost]:
@@ -109,17 +106,6 @@ def hazards_of(
     return hazards, SaveCost(pause_seconds=pause, write_seconds=moved)
 
 
-def _state_bytes(inputs: PlanInputs) -> int:
-    """What the optimizer keeps of a parameter that it updates, as the memory estimate has it."""
-    content = inputs.content
-    optimizer, zero = content["optimizer"], content.get("zero_optimization") or {}
-    declared = (content.get("dsx") or {}).get("optimizer_bytes")
-    offload = offload_of(zero, optimizer, declared, inputs.device)
-    if offload is not None and offload.optimizer:
-        return offload.state_bytes
-    return optimizer_of(optimizer, inputs.device, declared).rule.state_bytes
-
-
 def time_left(
     found: BestLayout, known: Mapping[str, KnownFigure], *, islands: int = 1, between: float = 0.0
 ) -> dict[str, Any]:
@@ -132,10 +118,13 @@ def time_left(
         between: Seconds from round to round: an island that comes back takes the others' weights, and has
             lost what no round has had.
     """
-    inputs, step, nodes = found.inputs, found.best.time.seconds, _nodes(found.inputs)
+    inputs, step, nodes = found.inputs, found.best.time.seconds, found.inputs.cluster.hosts(found.inputs.gpus)
     trained = sum(found.predictor.elements(1, trained=True))
     trained -= found.predictor.task.layers.shared_elements(1)
-    num_bytes = trained * (4 + _state_bytes(inputs))  # with the fp32 weight
+    declared = (inputs.content.get("dsx") or {}).get("optimizer_bytes")
+    states = state_settings(inputs.content, ZeroConfig(), declared, inputs.device)
+    moved = states.offload if states.offload and states.offload.optimizer else states.optimizer
+    num_bytes = trained * (4 + moved.state_bytes)  # the fp32 weight, and what the optimizer keeps
     one, saving = hazards_of(known, inputs.gpus, nodes, num_bytes)
     mttf, pause = one.mttf_seconds, saving.pause_seconds
     every, near, interval, run = None, None, inf, known["days"].value * DAY_SECONDS
@@ -175,33 +164,27 @@ def time_left(
         "spare_nodes": one.spares,
         "smaller_layouts": [rung._asdict() for rung in smaller],
         "ways": shares,
-        "best": max(shares, key=lambda way: shares[way]["of_all_nodes"]),
+        "best": (best := max(shares, key=lambda way: shares[way]["of_all_nodes"])),
+        "goodput": shares[best]["goodput"],
         "figures": {key: each._asdict() for key, each in rests.items()},
     }
 
 
 def time_left_of_sites(sites: SiteComparison, known: Mapping[str, KnownFigure]) -> dict[str, Any]:
     """The same of what a comparison of sites has taken, beside one job; ``known`` is of one site."""
-    settings, count, whole = sites.settings, sites.cluster.sites, dict(known)
-    for key in ("storage_gigabytes_per_second", "spare_nodes"):
-        if key in known:
-            whole[key] = known[key]._replace(value=known[key].value * count)
+    settings, count = sites.settings, sites.cluster.sites
+    by = {"storage_gigabytes_per_second": count, "spare_nodes": count}
+    whole = {key: each._replace(value=each.value * by.get(key, 1)) for key, each in known.items()}
     if sites.one is not None and sites.taken is sites.one:
         return time_left(sites.one, whole)
     between = settings.every * sites.task.mean_step_seconds(settings) / settings.shares
-    found = time_left(sites.site, known, islands=count, between=between)
-    found |= {"tokens_per_second": sites.tokens_per_second * _best(found)["goodput"], "one_job": None}
+    found, one = time_left(sites.site, known, islands=count, between=between), None
+    found["tokens_per_second"] = sites.tokens_per_second * found["goodput"]
     if sites.one is not None:
         whole["spare_nodes"] = KnownFigure(count * found["spare_nodes"], "as many as all islands have")
         one = time_left(sites.one, whole)
-        kept = sites.one_tokens_per_second * _best(one)["goodput"]
-        found["one_job"] = one | {"tokens_per_second": kept}
-    return found
-
-
-def _best(found: Mapping[str, Any]) -> dict[str, float]:
-    best: dict[str, float] = found["ways"][found["best"]]
-    return best
+        one["tokens_per_second"] = sites.one_tokens_per_second * one["goodput"]
+    return found | {"one_job": one}
 
 
 def words(found: Mapping[str, Any]) -> list[str]:
@@ -224,10 +207,9 @@ def words(found: Mapping[str, Any]) -> list[str]:
         few, most = found["as_good_steps"]
         rules = f"Young {seconds(found['young_seconds'])}, Daly {seconds(found['daly_seconds'])}"
         more = f"from {few:,} to {most:,} it costs at most {100 * _POINTS:g} points more"
-        if found["only_at_the_end"]:
-            lines.append(f"save at the end: the run is no longer than what would be between two ({rules})")
-        else:
-            lines.append(f"save every {found['save_every_steps']:,} steps ({rules}); {more}")
+        often = f"save every {found['save_every_steps']:,} steps ({rules}); {more}"
+        end = f"save at the end: the run is no longer than what would be between two ({rules})"
+        lines.append(end if found["only_at_the_end"] else often)
         if mttf < down:
             lines.append(
                 "failures come faster than a start after one: few starts get to their first step, and the "
@@ -237,17 +219,12 @@ def words(found: Mapping[str, Any]) -> list[str]:
     for way, each in found["ways"].items():
         shown = [each[part] for part in ("goodput", "of_all_nodes", *goodput.PARTS[1:])]
         rows.append((way, *(f"{share:.1%}" for share in shown)))
-    each = " on each site" * (found["islands"] > 1)
-    lines += [
-        "",
-        *aligned(rows),
-        "",
-        f"most of all nodes: {found['best']}; spare: {found['spare_nodes']}{each}",
-    ]
+    spare = f"{found['spare_nodes']}{' on each site' * (found['islands'] > 1)}"
+    lines += ["", *aligned(rows), "", f"most of all nodes: {found['best']}; spare: {spare}"]
     for one, who in ((found, "islands"), (found.get("one_job"), "one job, which stops at every failure")):
         if one and found.get("one_job"):
             nodes = one["islands"] * (one["nodes"] + one["spare_nodes"] * (one["best"] == "spare nodes"))
-            left = f"{_best(one)['goodput']:.1%}, {one['tokens_per_second']:,.0f} tokens/s, are left"
+            left = f"{one['goodput']:.1%}, {one['tokens_per_second']:,.0f} tokens/s, are left"
             lines.append(f"{who}: {left} ({one['best']}; nodes: {nodes:,} in all)")
     for rung in rungs:
         lines.append(f"a smaller layout (nodes: {rung['nodes']:,}): {rung['speed']:.1%} of the speed")
@@ -258,7 +235,7 @@ def words(found: Mapping[str, Any]) -> list[str]:
 def _smaller(found: BestLayout) -> Iterator[Rung]:
     """Layouts of fewer data-parallel ranks that a run can go on in: they share the global batch, and fit."""
     inputs, layout, batch = found.inputs, found.best.layout, found.inputs.global_batch
-    count, nodes = 0, _nodes(inputs)
+    count, nodes = 0, inputs.cluster.hosts(inputs.gpus)
     for data in range(layout.data - 1, max(1, layout.data // 2) - 1, -1):
         mesh = Mesh.of(tp=layout.tensor, pp=layout.pipeline, dp=data)
         needs = inputs.cluster.hosts(mesh.size)
