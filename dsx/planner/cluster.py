@@ -307,10 +307,8 @@ class FailuresConfig(SchemaBlock):
 
     model_config = ConfigDict(json_schema_extra={"meant_by": _MEANT_OF_FAILURES})
 
-    per_thousand_gpu_days: _Some = Field(None, description="By 1,000 GPUs a day: 24,000 / hours of one GPU.")
-    per_thousand_node_days: _Some = Field(
-        None, description="All others, by 1,000 nodes a day: 24,000 / the mean hours of one node."
-    )
+    per_thousand_gpu_days: _Some = Field(None, description="By GPUs: 24,000 / the mean hours of a GPU.")
+    per_thousand_node_days: _Some = Field(None, description="All others: 24,000 / the mean hours of a node.")
     lost_share: Annotated[float, Field(ge=0, le=1)] | None = Field(
         None, description="Share, 0 to 1, of the failures after which a node has to be repaired."
     )

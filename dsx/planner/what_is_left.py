@@ -55,8 +55,8 @@ def figures(
         known["save_seconds"] = save_seconds
     usual = {key: each for key, each in _USUAL.items() if key in FailuresConfig.model_fields}
     storage = _USUAL["storage_gigabytes_per_second_and_node"]
-    every = storage.value * inputs.cluster.hosts(inputs.gpus)
-    usual["storage_gigabytes_per_second"] = storage._replace(value=every)
+    together = storage.value * inputs.cluster.hosts(inputs.gpus)
+    usual["storage_gigabytes_per_second"] = storage._replace(value=together)
     if "notice_seconds" not in known:
         faults = _faults(inputs.content)
         if not faults.hang_seconds:
