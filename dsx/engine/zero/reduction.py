@@ -274,8 +274,9 @@ def _next_backward() -> int:
     numbers: list[int] = []
     with torch.enable_grad():
         root = torch.zeros((), requires_grad=True)
-        root.register_hook(lambda _: numbers.append(torch._C._current_graph_task_id()))  # noqa: SLF001
-        root.backward()
+        copy = root.clone()
+        copy.register_hook(lambda _: numbers.append(torch._C._current_graph_task_id()))  # noqa: SLF001
+        torch.autograd.grad(copy, root)
     return numbers[0] + 1
 
 
