@@ -42,7 +42,7 @@ GPU_PRELOAD = ("torch", "torch.distributed")
 forked after that cannot use them (torch.cuda.is_available, "poison fork")."""
 
 _DUMP_SIGNAL = signal.SIGUSR1
-_GRACE_SECONDS = 60.0  # a save that goes on beside a run ends with its process, on however slow a disk
+_GRACE_SECONDS = 240.0  # a save that goes on beside a run ends with its process, on however slow a disk
 _NOTICE_SECONDS = 2.0
 
 Failure = Literal["raised", "died", "late"]
