@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import sys
 from typing import Annotated, Final
 
@@ -26,7 +28,7 @@ from dsx.cli.show import env, guide, presets, schema
 from dsx.cli.train import train
 from dsx.cli.verify import verify
 from dsx.errors import DsxError
-from dsx.launch.entry import say_loading, spare_the_end
+from dsx.launch.entry import say_loading
 from dsx.terminal import no_room, open_streams
 
 # Command -> lines that show its use, after `dsx init run` and in that folder.
@@ -119,7 +121,9 @@ def main() -> None:
     """Run the ``dsx`` command of this process's arguments."""
     open_streams()
     say_loading()
-    spare_the_end()
+    # Python then ends without looking once more through all that torch and others have made: half a second.
+    # Not where programs of others run: what they leave in cycles is finished in that last look.
+    atexit.register(gc.freeze)
     try:
         with writing():  # --help, too
             build()(prog_name="dsx")

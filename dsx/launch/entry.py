@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import atexit
-import gc
 import logging
 import os
 import re
@@ -334,14 +332,6 @@ def say_loading() -> None:
     """
     if not any(isinstance(finder, _Loading) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Loading())
-
-
-def spare_the_end() -> None:
-    """Let Python end without looking once more through all that torch and others have made: half a second.
-
-    Not where programs of others run: what they leave in cycles is finished in that last look.
-    """
-    atexit.register(gc.freeze)
 
 
 def _outcome(main: Callable[[], int | None]) -> int:

@@ -12,11 +12,12 @@ holds it, whatever the micro-batch; that is followed one by one (:class:`Replay`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import inf, prod
 from typing import NamedTuple
 
+from dsx.parallel.reduction import last_backwards
 from dsx.schedules.schedule import TRANSFERS, Action, Op
 
 __all__ = ["Label", "Leaf", "Ledger", "Storage", "Tensor"]
@@ -307,25 +308,23 @@ Kind = tuple[Op, int]
 
 
 def walked(row: Sequence[Action]) -> frozenset[int]:
-    """Micro-batches that are among the first two of some kind of computation in a rank's row."""
+    """Micro-batches that are among the first two of some kind of computation in a rank's row.
+
+    And those of last backwards, in which gradients leave bucket by bucket.
+    """
     seen: dict[Kind, list[int]] = {}
     for action in row:
         if action.op not in TRANSFERS:
             seen.setdefault((action.op, action.stage), []).append(action.micro_batch)
-    return frozenset(micro_batch for found in seen.values() for micro_batch in found[:2])
+    first = {micro_batch for found in seen.values() for micro_batch in found[:2]}
+    return frozenset(first.union(row[position].micro_batch for position in last_backwards(row)))
 
 
 class Replay:
-    """What is known of a rank's actions.
+    """What is known of a rank's actions."""
 
-    Args:
-        ledger: Where memory is counted.
-        row: The actions.
-        besides: Micro-batches that are walked as well.
-    """
-
-    def __init__(self, ledger: Ledger, row: Sequence[Action], besides: Collection[int]) -> None:
-        self.ledger, self.walked = ledger, walked(row).union(besides)
+    def __init__(self, ledger: Ledger, row: Sequence[Action]) -> None:
+        self.ledger, self.walked = ledger, walked(row)
         self._deltas: dict[Kind, Delta] = {}
         self._seen: dict[Kind, int] = {}
         self._sent: dict[tuple[str, int], list[tuple[Label, int]]] = {}

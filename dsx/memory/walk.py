@@ -14,7 +14,6 @@ from dsx.memory.layer_record import Event, LayerRecord, TensorForm
 from dsx.memory.ledger import Label, Leaf, Ledger, Message, Replay, Storage, Tensor, dropped
 from dsx.memory.record_cache import LayerRecords
 from dsx.memory.states import States
-from dsx.parallel.reduction import last_backwards
 from dsx.parallel.stages import StageMap
 from dsx.schedules.receives import Channel, ReceivePlan, receive_plan
 from dsx.schedules.schedule import BACKWARDS, TRANSFERS, Action, Kind, Op, Schedule
@@ -107,7 +106,8 @@ class RecordedLayer:
                     given[event[2]] = self.leaves[event[1]]
             else:
                 self._do(event)
-                _tell([given.pop(name) for name in [*given] if name not in self._held])
+                if given:
+                    _tell([given.pop(name) for name in [*given] if name not in self._held])
         _tell(given.values())
         for place, form in enumerate(self.record.inputs[1:], start=1):
             # Positions, which the recorder gives to every pass and does not let go of.
@@ -387,9 +387,7 @@ class Walk:
         self.receives = receives or receive_plan(schedule, rank)
         self.row = schedule.rows[rank]
         self.ledger: Ledger = self.states.ledger
-        # In these, gradients leave bucket by bucket.
-        walked = {self.row[position].micro_batch for position in last_backwards(self.row)}
-        self.replay = Replay(self.ledger, self.row, walked) if replays else None
+        self.replay = Replay(self.ledger, self.row) if replays else None
         self.last = schedule.num_stages - 1
         self.backs = {action.stage: layers.goes_back(action.stage) for action in self.row}
         places = [place for place, action in enumerate(self.row) if action.op in BACKWARDS]

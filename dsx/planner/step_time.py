@@ -13,6 +13,7 @@ compares with simulations at full length.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -240,7 +241,7 @@ class ZeroActions:
     def _reduce_after(self, elements: int) -> float:
         if not self._each or self._stage != 2:
             return 0.0
-        return self._machine.network.seconds("reduce_scatter", elements * self._width, self._group)
+        return self._machine.network.seconds("all_reduce", elements * self._width, self._group)
 
     def _collective(self, kind: Kind, elements: int) -> float:
         return self._machine.network.seconds(kind, elements * self._width, self._group, self._share)
@@ -432,7 +433,8 @@ class Predictor:
         pipeline, stages = self._pipeline(layout, count), self.stages(layout)
         ran = self._run(layout, pipeline)
         mean = _Mean.of(self, layout, ran, pipeline)
-        ends = [self._end(layout, stages, ran, rank) for rank in range(layout.pipeline)]
+        backwards = self.costs(layout).by_op(stages.num_stages)[Op.BACKWARD]
+        ends = [self._end(layout, stages, ran, backwards, rank) for rank in range(layout.pipeline)]
         gradients = max(end[0] for end in ends)
         update, parameters = max((end[1:] for end in ends), key=sum)
         return StepTime(
@@ -472,11 +474,15 @@ class Predictor:
         return self._runs[key]
 
     def _end(
-        self, layout: Candidate, stages: StageMap, ran: PipelineTime, rank: int
+        self,
+        layout: Candidate,
+        stages: StageMap,
+        ran: PipelineTime,
+        backwards: Sequence[float],
+        rank: int,
     ) -> tuple[float, float, float]:
         """After the schedule, on one pipeline rank: reduction, update, gathering."""
         elements, task = self.elements(layout.tensor, trained=True), self.task
-        backwards = self.costs(layout).by_op(stages.num_stages)[Op.BACKWARD]
         whole = not layout.program.divides
         chunks = [
             (ran.left_seconds[s], backwards[s] * whole, sum(elements[layer] for layer in stages.layers(s)))
@@ -531,8 +537,8 @@ class Predictor:
 
 
 def _reduces(layout: Candidate) -> Kind:
-    """How gradients are summed: for the rank that updates them alone, or for all."""
-    return "reduce_scatter" if layout.zero_stage else "all_reduce"
+    """How gradients are summed: for the rank that updates them, or for all, as DeepSpeed does it itself."""
+    return "reduce_scatter" if layout.zero_stage and not layout.reduces_micro_batches else "all_reduce"
 
 
 def _timing(layout: Candidate) -> object:
