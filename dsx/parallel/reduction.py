@@ -161,15 +161,7 @@ class ChunkReduction(Generic[P, B]):
         for parameter in reversed(users):
             if parameter not in self._shared:
                 own.setdefault(users[parameter][0], []).append(parameter)
-        self._buckets = {
-            stage: self._cut(
-                mine,
-                elements_of_a_bucket(
-                    sum(self._sizes[parameter] for parameter in mine), self._bucket_elements
-                ),
-            )
-            for stage, mine in own.items()
-        }
+        self._buckets = {stage: self._cut(mine, self._limit(mine)) for stage, mine in own.items()}
         self._row: tuple[Schedule, dict[int, int]] | None = None
         self._due: dict[int, deque[Bucket[P]]] = {}
         self._unwatch: Callable[[], None] | None = None
@@ -264,6 +256,12 @@ class ChunkReduction(Generic[P, B]):
                 self._waiting.append(bucket)
         while self._waiting and not self._is_full:
             self._advance()
+
+    def _limit(self, chunk: Iterable[P]) -> int:
+        """Where nothing lands within a backward, all of a chunk is best sent at once: to all owners alike."""
+        if self._transport.waits:
+            return self._bucket_elements
+        return elements_of_a_bucket(sum(map(self._sizes.__getitem__, chunk)), self._bucket_elements)
 
     def _cut(self, parameters: Iterable[P], limit: int | None = None) -> list[Bucket[P]]:
         """Buckets of ``parameters``, each of one kind; alone, one for each parameter."""

@@ -529,7 +529,8 @@ class Predictor:
         now = -max(left + backward for left, backward, _ in chunks)
         for left, backward, count in sorted(chunks, reverse=True):
             # Bucket after bucket as gradients come, the last of them when the backward is over.
-            buckets = -(-count // elements_of_a_bucket(count, count)) if count else 1
+            hides = count and not network.cluster.is_host
+            buckets = -(-count // elements_of_a_bucket(count, count)) if hides else 1
             first = -left - backward * (buckets - 1) / buckets
             now = max(now, first) + network.seconds(kind, count * width, group)
             now = max(now, -left + network.seconds(kind, count * width / buckets, group))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsx.parallel.reduction import AT_ONCE, ChunkReduction
+from dsx.parallel.reduction import AT_ONCE, LEAST, PARTS, ChunkReduction
 from dsx.schedules.gathers import ChunkHolds, StepTrace
 from dsx.schedules.schedule import Action
 
@@ -136,6 +136,16 @@ def test_a_shared_parameter_leaves_after_its_last_chunk_and_an_unused_one_at_the
     assert transport.sent == [["own"], ["tied"]]
     reduced.finish()
     assert transport.sent == [["own"], ["tied"], ["loss"]]
+
+
+def test_a_large_chunk_leaves_in_many_buckets_but_at_once_where_landing_waits():
+    names = {number: LEAST for number in range(2 * PARTS)}
+    for waits, expected in ((False, PARTS), (True, 1)):
+        transport = Notes(apart=True, waits=waits)
+        reduced = reduction(transport, names, {0: list(names)}, 1 << 40)
+        reduced.chunk_done(0)
+        reduced.finish()
+        assert len(transport.sent) == expected
 
 
 def test_a_step_that_was_cut_off_is_forgotten():
