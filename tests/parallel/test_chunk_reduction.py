@@ -139,7 +139,7 @@ def test_a_shared_parameter_leaves_after_its_last_chunk_and_an_unused_one_at_the
 
 
 def test_a_large_chunk_leaves_in_many_buckets_but_at_once_where_landing_waits():
-    names = {number: LEAST for number in range(2 * PARTS)}
+    names = dict.fromkeys(range(2 * PARTS), LEAST)
     for waits, expected in ((False, PARTS), (True, 1)):
         transport = Notes(apart=True, waits=waits)
         reduced = reduction(transport, names, {0: list(names)}, 1 << 40)

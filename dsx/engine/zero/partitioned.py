@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from deepspeed.runtime.utils import is_invalid_grad_norm
+from deepspeed.runtime.zero import stage_1_and_2
 from torch import nn
 
 from dsx.engine.chunks import Tie
 from dsx.engine.zero.adapter import ZeroAdapter
 from dsx.engine.zero.calls import GradientHooks
 from dsx.engine.zero.master_shards import master_shards
+from dsx.engine.zero.messages import share_weights
+from dsx.engine.zero.pages import empty
 from dsx.engine.zero.replica_check import GradientPart
 from dsx.errors import ConfigError
 
@@ -20,9 +28,9 @@ from dsx.errors import ConfigError
 class PartitionedAdapter(ZeroAdapter):
     """Whole gradients accumulate on this rank, which keeps its intervals of them once they are reduced.
 
-    The intervals lie in the flat buffers that DeepSpeed itself makes for gradients of another precision than
-    the parameters', and whose contents its ``step`` takes as they are (stage_1_and_2.py,
-    _build_compact_grad_partition_buffer, _get_preflattened_grad_partition).
+    The intervals of a group lie in one flat tensor, which is what the optimizer updates with. Where weights
+    are in fp32, this rank's part of them is its masters too: DeepSpeed keeps a copy of it. Where dsx reduces
+    gradients and nothing is offloaded, the step is :meth:`_step`.
 
     Tied weights sit in parameter groups of their own (:func:`dsx.engine.optimizers.split_tied`), so
     that their interval of the gradient is the same on every pipeline rank that holds a copy.
@@ -40,9 +48,21 @@ class PartitionedAdapter(ZeroAdapter):
         self.needs_backward = optimizer.use_separate_grad_accum or optimizer.use_grad_accum_attribute
         self._spans = [each.spans for each in master_shards(self._engine)]
         self._places = {id(span.parameter): (at, span) for at, its in enumerate(self._spans) for span in its}
+        trained = set(self._engine.module.parameters())
+        self._reduced = [[span for span in its if span.parameter in trained] for its in self._spans]
         self._flat: dict[int, torch.Tensor] = {}
+        self._own = self.hooks.by_dsx and not optimizer.cpu_offload
+        if self._own:
+            self._join_masters()
+        if self._own and torch.device(optimizer.device).type == "cpu":
+            optimizer.update_lp_params = partial(
+                share_weights,
+                optimizer.single_partition_of_fp32_groups,
+                optimizer.parallel_partitioned_bit16_groups,
+                optimizer.real_dp_process_group,
+            )
         tied = [(tie, index) for tie in self._ties for index in self._groups_of(tie)]
-        step = optimizer.step
+        step = self._step if self._own else optimizer.step
 
         def step_with_ties(_optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             self._norm = torch.full((), torch.nan)  # until computed, if it is
@@ -57,6 +77,62 @@ class PartitionedAdapter(ZeroAdapter):
         if self.hooks.by_dsx:
             optimizer.process_gradients = lambda parameter, _: self.accumulate(parameter)
         self._hooks = GradientHooks(optimizer, "process_gradients", prepare=optimizer.setup_buckets)
+
+    def _join_masters(self) -> None:
+        """Make this rank's part of the weights its masters, where they are of one precision."""
+        optimizer = self._optimizer
+        for group, master in enumerate(optimizer.single_partition_of_fp32_groups):
+            mine = optimizer.parallel_partitioned_bit16_groups[group][self._place_in(group)]
+            if mine.dtype == master.dtype:
+                master.data = mine.detach()
+        optimizer._link_all_hp_params()  # noqa: SLF001 (its views of the masters, for deepspeed.utils.safe_get_*)
+
+    def _place_in(self, group: int) -> int:
+        return dist.get_rank(self._optimizer.real_dp_process_group[group])
+
+    def _step(self) -> None:
+        """DeepSpeed's step (stage_1_and_2.py), with what is left to do where gradients lie as they are used.
+
+        A gradient that is not finite shows in the norm, which DeepSpeed asks too: nothing else looks for it.
+        """
+        optimizer, norm = self._optimizer, None
+        optimizer.micro_step_id = stage_1_and_2.INITIAL_MICRO_STEP_ID
+        optimizer.overflow, optimizer._global_grad_norm = False, None  # noqa: SLF001
+        if optimizer.compute_grad_norm:
+            norm = self._global_norm()
+            if optimizer.check_grad_overflow or optimizer.dtype != torch.bfloat16:
+                optimizer.overflow |= is_invalid_grad_norm(norm)
+        elif optimizer.check_grad_overflow:
+            optimizer.averaged_gradients = {group: [flat] for group, flat in self._flat.items()}
+            optimizer.check_overflow(partition_gradients=optimizer.partition_gradients)
+            optimizer.averaged_gradients.clear()
+        scale = optimizer.loss_scale
+        optimizer._update_scale(optimizer.overflow)  # noqa: SLF001
+        if optimizer.overflow:
+            self._flat.clear()
+            optimizer._global_grad_norm = math.inf if optimizer.compute_grad_norm else None  # noqa: SLF001
+            for timer in stage_1_and_2.OPTIMIZER_TIMERS:
+                optimizer.timers(timer).start()
+                optimizer.timers(timer).stop()
+            return
+        if norm is not None:
+            optimizer._global_grad_norm = norm / scale  # noqa: SLF001
+        for group, master in enumerate(optimizer.single_partition_of_fp32_groups):
+            with self._timed(stage_1_and_2.OPTIMIZER_GRADIENTS_TIMER):
+                master.grad = self._flat.pop(group).to(master.dtype)
+                optimizer.unscale_and_clip_grads([master.grad], norm)
+            with self._timed(stage_1_and_2.OPTIMIZER_STEP_TIMER):
+                optimizer._optimizer_step(group)  # noqa: SLF001
+                master.grad = None
+        with self._timed(stage_1_and_2.OPTIMIZER_ALLGATHER_TIMER):
+            optimizer.update_lp_params()
+        optimizer.timers.log(stage_1_and_2.OPTIMIZER_TIMERS)
+
+    @contextmanager
+    def _timed(self, timer: str) -> Iterator[None]:
+        self._optimizer.timers(timer).start()
+        yield
+        self._optimizer.timers(timer).stop()
 
     def accumulate(self, parameter: nn.Parameter) -> None:
         """Add a gradient that has come, in the precision that the user wants sums in."""
@@ -90,13 +166,18 @@ class PartitionedAdapter(ZeroAdapter):
         """Have a buffer for every group before the step, of zeros where no parameter is this rank's."""
         for group in range(len(self._optimizer.bit16_groups)):
             self._buffer(group)
-        self._flat.clear()
 
     def _buffer(self, group: int) -> torch.Tensor:
-        """This rank's interval of a group's gradient, flat; made once per step."""
+        """This rank's interval of a group's gradient, flat; zeros where nothing is put."""
         if group not in self._flat:
-            made = self._optimizer._get_compact_grad_partition_buffer(group)  # noqa: SLF001
-            self._flat[group] = made.flat_partition
+            optimizer = self._optimizer
+            form = optimizer.gradient_accumulation_dtype, torch.device(optimizer.device)
+            flat = self._flat[group] = empty(optimizer.partition_size[group], *form)
+            end = 0
+            for span in self._reduced[group]:
+                flat[end : span.offset].zero_()
+                end = span.offset + span.stop - span.start
+            flat[end:].zero_()
         return self._flat[group]
 
     def came_late(self, parameter: nn.Parameter) -> bool:
@@ -156,14 +237,16 @@ class PartitionedAdapter(ZeroAdapter):
         """This rank's interval of group ``index``'s gradient, as the tensors that hold it."""
         if self._optimizer.cpu_offload:
             return [self._optimizer.single_partition_of_fp32_groups[index].grad]
+        if self._own:
+            return [self._flat[index]]
         return [t for t in self._optimizer.averaged_gradients[index] if t is not None and t.numel()]
 
     def _parts(self) -> Iterator[GradientPart]:
         """This rank's intervals of all groups, in which the first parameter may begin midway."""
         optimizer = self._optimizer
         for index, spans in enumerate(self._spans):
-            if optimizer.cpu_offload:
-                flat = optimizer.single_partition_of_fp32_groups[index].grad
+            if optimizer.cpu_offload or self._own:
+                (flat,) = self._of_group(index)
                 gradients = [flat.narrow(0, span.offset, span.stop - span.start) for span in spans]
             else:
                 gradients = [

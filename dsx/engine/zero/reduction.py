@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from dsx.engine.executor import StepHooks
+from dsx.engine.zero.messages import exchange
+from dsx.engine.zero.pages import empty
 from dsx.errors import ModelError
 from dsx.parallel.reduction import GradientPiece, Interval, by_owner
 from dsx.schedules.schedule import Schedule
@@ -117,10 +119,6 @@ class _Bucket:
     received: torch.Tensor | None = None
 
 
-_MESSAGE = 1 << 20
-"""Elements of a message between CPUs at most."""
-
-
 class GradientTransport:
     """Sums buckets of gradients over the data-parallel ranks.
 
@@ -193,7 +191,7 @@ class GradientTransport:
             if gradient is None:
                 gradient = torch.zeros(first.numel(), dtype=dtype, device=first.device)
             return _Bucket(pieces, gradient.reshape(-1), ())
-        flat = torch.empty(sum(piece.length for piece in pieces), dtype=dtype, device=first.device)
+        flat = empty(sum(piece.length for piece in pieces), dtype, first.device)
         if self._owners is None:
             self._fill(flat, pieces, gradients)
             return _Bucket(pieces, flat, [dist.all_reduce(flat, group=self._group, async_op=True)])
@@ -210,14 +208,17 @@ class GradientTransport:
         pieces: Sequence[GradientPiece[nn.Parameter]],
         gradients: Mapping[nn.Parameter, torch.Tensor | None],
     ) -> None:
+        scale = self._scale.before
         for piece, part in zip(pieces, flat.split([piece.length for piece in pieces]), strict=True):
             gradient = gradients[piece.parameter]
             if gradient is None:
                 part.zero_()
+                continue
+            gradient = gradient.reshape(-1).narrow(0, piece.start, piece.length)
+            if gradient.dtype == flat.dtype:
+                torch.mul(gradient, scale, out=part)  # which reads and writes once
             else:
-                part.copy_(gradient.reshape(-1).narrow(0, piece.start, piece.length))
-        if self._scale.before != 1.0:
-            flat.mul_(self._scale.before)
+                part.copy_(gradient).mul_(scale)
 
     def _send_to_owners(
         self, pieces: Sequence[GradientPiece[nn.Parameter]], flat: torch.Tensor, sizes: Sequence[int]
@@ -233,13 +234,8 @@ class GradientTransport:
                     part, root = theirs.get(rank, mine), dist.get_global_rank(self._group, rank)
                     works.append(dist.reduce(part, root, group=self._group, async_op=True))
             return _Bucket(pieces, mine, works)
-        # To scatter a bucket, gloo sums all of it on every rank, for twice the bytes. Messages to and from a
-        # rank go one after the other, unless they are cut.
-        received = mine.new_empty((len(others), len(mine)))
-        for came, (rank, part) in zip(received, theirs.items(), strict=True):
-            incoming, outgoing = came.split(_MESSAGE), part.split(_MESSAGE)
-            works += (dist.irecv(m, group=self._group, group_src=rank) for m in incoming if len(m))
-            works += (dist.isend(m, group=self._group, group_dst=rank) for m in outgoing if len(m))
+        received = empty(len(others) * len(mine), mine.dtype, mine.device).view(len(others), len(mine))
+        works += exchange(self._group, theirs, dict(zip(others, received, strict=True)))
         return _Bucket(pieces, mine, works, received)
 
     def land(self, bucket: _Bucket) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from dsx.engine.chunks import Tie
 from dsx.engine.zero.adapter import ZeroAdapter
 from dsx.engine.zero.master_shards import master_shards
+from dsx.engine.zero.messages import share_weights
 from dsx.engine.zero.norm import Refuses
 from dsx.engine.zero.replica_check import GradientPart
 
@@ -181,6 +182,13 @@ class Bf16Adapter(ZeroAdapter):
             return [norm.reshape(1)], {}
 
         optimizer.get_grads_for_norm, optimizer.mpu = to_clip_or_norm, None  # which sums no more
+        if self._device.type == "cpu":
+            optimizer.update_lp_params = functools.partial(
+                share_weights,
+                optimizer.fp32_groups_flat_partition,
+                optimizer.bf16_partitioned_groups,
+                optimizer.real_dp_process_group,
+            )
         self._spans = [span for each in master_shards(self._engine) for span in each.spans]
 
     @torch.no_grad()

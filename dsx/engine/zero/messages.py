@@ -1,0 +1,60 @@
+"""Tensors that CPUs send each other directly.
+
+gloo sums a whole bucket on every rank to scatter it, and gathers by way of a copy of everything. Messages
+between any two ranks go at once both ways, without copies, unless they are large: those go one after the
+other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_MESSAGE = 1 << 20
+"""Elements of a message at most."""
+
+
+def exchange(
+    group: dist.ProcessGroup, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]
+) -> list[Any]:
+    """Start to send and receive flat tensors, each by the rank in ``group`` of the other side.
+
+    A collective call; both sides know the sizes, which may be zero. Returns what is to be waited for.
+    """
+    works: list[Any] = []
+    for rank, tensor in incoming.items():
+        parts = tensor.split(_MESSAGE) if len(tensor) else ()
+        works += (dist.irecv(part, group=group, group_src=rank) for part in parts)
+    for rank, tensor in outgoing.items():
+        parts = tensor.split(_MESSAGE) if len(tensor) else ()
+        works += (dist.isend(part, group=group, group_dst=rank) for part in parts)
+    return works
+
+
+@torch.no_grad()
+def share_weights(
+    masters: Sequence[torch.Tensor],
+    weights: Sequence[Sequence[torch.Tensor]],
+    groups: Sequence[dist.ProcessGroup],
+) -> None:
+    """Write this rank's masters into its parts of the weights, and have the other ranks' parts of theirs.
+
+    Stands in for ``update_lp_params`` of DeepSpeed's wrappers. A collective call over each group.
+
+    Args:
+        masters: This rank's, one for each parameter group, flat.
+        weights: The parameter groups, each as the flat parts of its ranks.
+        groups: The ranks of each parameter group.
+    """
+    works: list[Any] = []
+    for master, parts, group in zip(masters, weights, groups, strict=True):
+        others, own = dict(enumerate(parts)), dist.get_rank(group)
+        mine = others.pop(own)
+        if mine.data_ptr() != master.data_ptr():  # else weights are their own masters
+            mine.copy_(master)
+        works += exchange(group, dict.fromkeys(others, mine), others)
+    for work in works:
+        work.wait()
