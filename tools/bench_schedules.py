@@ -1,7 +1,7 @@
 """Every engine's pipeline schedules beside each other: measured, simulated, in theory.
 
     python tools/bench_schedules.py [--ranks 4,8] [--micro-batches p,2p,4p] [--wire 0.25] [--only zbv,torch]
-    python tools/bench_schedules.py --real
+    python tools/bench_schedules.py --real [--ranks 2,4]
     python tools/bench_schedules.py --parts 1,1.4,1,1.4,1,1.4,1,1.4 --micro-batches 8 --files best.csv
     python tools/bench_schedules.py --ranks 2 --parts 4,5 --micro-batches 4 --files best.csv@2:2:2:3
 
@@ -10,13 +10,11 @@ gradient and for the weight gradient), so that many ranks fit on few cores and w
 and engine. Each sleep is shortened by what the latest ones overshot, in the median. With --wire every engine
 also runs with messages that arrive late, by that share of FORWARD. With --parts stages differ, and FORWARD is
 the mean; with --files schedules from CSV files run as well, such as those of dsx schedule search, each with
-its own cut of the model if that follows an @. With --real a small GPT-2 computes on two ranks in place of
-sleeping.
+its own cut of the model if that follows an @. With --real a small GPT-2 computes in place of sleeping.
 
 The engines are dsx's, stock DeepSpeed's (1F1B, DualPipeV) and torch.distributed.pipelining's. They take turns
 in the same processes, round by round, each round beginning with another one. A step ends when the last rank
-is done, with its optimizer's step. With --real dsx and stock DeepSpeed train the same layers; torch trains
-plain modules of the same sizes, for its split of the backward knows nothing else.
+is done, with its optimizer's step. With --real all train the same blocks, transformers' own.
 
 Columns: the median step and its spread (slowest less fastest); the processor time of all ranks for a step
 (the lower quartile of the rounds, which a busy machine disturbs least); by the published formula; simulated
@@ -43,8 +41,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-REAL_RANKS = 2
-
 
 def main() -> int:
     """Start the ranks of each pipeline degree and print their tables; or be one of those ranks."""
@@ -52,7 +48,7 @@ def main() -> int:
     if arguments.worker is not None:
         work(arguments)
         return 0
-    ranks = [REAL_RANKS] if arguments.real else arguments.ranks
+    ranks = arguments.ranks or [2 if arguments.real else 4]
     load = os.getloadavg()[0]
     tables = [table for count in ranks for table in launch(count)]
     options = {"rounds": arguments.rounds, "forward_ms": arguments.forward_ms, "wire": arguments.wire}
@@ -106,7 +102,7 @@ def _arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add("--ranks", type=_numbers, default=[4], metavar="P,...", help="pipeline degrees (default 4)")
+    add("--ranks", type=_numbers, metavar="P,...", help="pipeline degrees (default 4; with --real 2)")
     add(
         "--micro-batches",
         type=_sizes,

@@ -1,7 +1,6 @@
 """The run that computes: a small GPT-2 on two ranks.
 
-dsx and stock DeepSpeed train the same layers, of transformers' modules; torch trains plain modules of the
-same sizes.
+All train the same blocks, transformers' own; torch puts its own modules around them.
 """
 
 from __future__ import annotations
@@ -9,12 +8,14 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from deepspeed.pipe import LayerSpec
 from schedule_bench.workload import Workload
 from torch import nn
-from torch.nn import functional as F
+from transformers import GPT2Config
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from dsx.checkpoint.claims import model_of
 from dsx.models import families
@@ -47,20 +48,21 @@ class Sizes:
 
 def spec(sizes: Sizes) -> Model:
     """The model, untied so that torch's stages need no exchange of gradients, without dropout."""
-    return model_of(
-        {
-            "model_type": "gpt2",
-            "vocab_size": VOCABULARY,
-            "n_embd": sizes.hidden,
-            "n_layer": sizes.blocks,
-            "n_head": sizes.heads,
-            "n_positions": sizes.sequence_length,
-            "resid_pdrop": 0.0,
-            "embd_pdrop": 0.0,
-            "attn_pdrop": 0.0,
-            "tie_word_embeddings": False,
-        }
-    )
+    return model_of({"model_type": "gpt2", **_settings(sizes)})
+
+
+def _settings(sizes: Sizes) -> dict[str, Any]:
+    return {
+        "vocab_size": VOCABULARY,
+        "n_embd": sizes.hidden,
+        "n_layer": sizes.blocks,
+        "n_head": sizes.heads,
+        "n_positions": sizes.sequence_length,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "tie_word_embeddings": False,
+    }
 
 
 def workload(sizes: Sizes, num_micro_batches: int) -> Workload:
@@ -112,30 +114,24 @@ class _Embeddings(nn.Module):
 
 
 class _Block(nn.Module):
-    """GPT-2's block in plain torch, [B, S, H] to the same."""
+    """A block of transformers' GPT-2, [B, S, H] to the same."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, model: Any, number: int) -> None:
         super().__init__()
-        width = sizes.hidden
-        self.heads = sizes.heads
-        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.block = GPT2Block(model, layer_idx=number)
 
     def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
-        batch, length, width = x_BSH.shape
-        qkv = self.qkv(self.norm_1(x_BSH)).view(batch, length, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [B, heads, S, H / heads]
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x_BSH = x_BSH + self.out(attended.transpose(1, 2).reshape(batch, length, width))
-        y_BSH: torch.Tensor = x_BSH + self.down(F.gelu(self.up(self.norm_2(x_BSH)), approximate="tanh"))
-        return y_BSH
+        y = self.block(x_BSH, use_cache=False)
+        found: torch.Tensor = y[0] if isinstance(y, tuple) else y
+        return found
 
 
 def _stage(sizes: Sizes, stage: int, num_stages: int) -> nn.Module:
     """Virtual stage ``stage`` of ``num_stages``, an equal share of the blocks."""
     parts: list[nn.Module] = [_Embeddings(sizes)] if stage == 0 else []
-    parts += [_Block(sizes) for _ in range(sizes.blocks // num_stages)]
+    model = GPT2Config(**_settings(sizes), attn_implementation="sdpa")
+    each = sizes.blocks // num_stages
+    parts += [_Block(model, number) for number in range(stage * each, (stage + 1) * each)]
     if stage == num_stages - 1:
         parts += [nn.LayerNorm(sizes.hidden), nn.Linear(sizes.hidden, VOCABULARY, bias=False)]
     return nn.Sequential(*parts)
