@@ -510,7 +510,11 @@ class Stage3(States):
         free(before, alone, *held)
 
     def _scattered(self) -> list[Tensor]:
-        """reduce_scatter_coalesced: a flat copy with padding, unless one parameter needs none."""
+        """reduce_scatter_coalesced: a flat copy with padding, unless one parameter needs none.
+
+        Between CPUs (engine/zero/stage3.py) it is without, and what the other ranks send lies beside it; one
+        rank has no copy.
+        """
         width, accumulate = self.wire, self.settings.accumulate
         sent = [
             self.new("temporaries", "gradient as it is sent", gradient.numel, width)
@@ -519,7 +523,15 @@ class Stage3(States):
         ]
         padded = sum(self.coordinator.padded(leaf) for leaf, _ in self.in_bucket)
         copies: list[Tensor] = []
-        if len(self.in_bucket) > 1 or padded != self.in_bucket[0][0].numel:
+        if self.settings.gloo:
+            numels = [leaf.numel for leaf, _ in self.in_bucket] if self.plan.dp > 1 else []
+            each = [(numel, -(-numel // self.plan.dp)) for numel in numels]
+            mine = sum(max(0, min(part, numel - part * self.dp_rank)) for numel, part in each)
+            sizes = sum(numels), (self.plan.dp - 1) * mine
+            copies += (
+                self.new("temporaries", "flat copy of the bucket", size, width) for size in sizes if size
+            )
+        elif len(self.in_bucket) > 1 or padded != self.in_bucket[0][0].numel:
             copies.append(self.new("temporaries", "flat copy of the bucket", padded, width))
         free(*sent)
         if accumulate == width:

@@ -36,6 +36,8 @@ from torch import nn
 from dsx.engine.chunks import Tie
 from dsx.engine.zero.adapter import ZeroAdapter
 from dsx.engine.zero.calls import GradientHooks
+from dsx.engine.zero.messages import exchange
+from dsx.engine.zero.pages import empty
 from dsx.engine.zero.reduction import LeftToDeepSpeed
 from dsx.engine.zero.replica_check import GradientPart
 from dsx.errors import ConfigError, LayoutError
@@ -392,6 +394,10 @@ class Stage3Adapter(ZeroAdapter):
         """Have DeepSpeed ask for the norm once all gradients are final, on every path to the update."""
         self._optimizer._get_norm_groups = self._reduce_ties_and_norm  # noqa: SLF001
         self._hooks = GradientHooks(self._optimizer, "reduce_ready_partitions_and_remove_grads")
+        optimizer, scatter = self._optimizer, "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
+        predivides = optimizer.postscale_gradients and optimizer.gradient_predivide_factor != 1.0
+        if self._device.type == "cpu" and not predivides and optimizer.all2all_process_group is None:
+            setattr(optimizer, scatter, self._scattered)
         for module in self._engine.module.modules():
             if isinstance(module, TiedUse):
                 for parameter in module.tied_module.parameters():
@@ -410,6 +416,39 @@ class Stage3Adapter(ZeroAdapter):
             self._fresh = False
         self._optimizer._epilogue_ran_this_backward = False  # noqa: SLF001
         self._optimizer.micro_step_id = 1
+
+    def _scattered(self, parameters: Sequence[Any], wire: torch.dtype) -> list[torch.Tensor]:
+        """This rank's parts of the averages of parameters' gradients, sent by messages (between CPUs).
+
+        Stands in for ``__avg_scatter_grads``. A part has the same number of elements on every rank, but for
+        the last ones, which have what is left.
+        """
+        group = self._optimizer._get_param_partition_group(parameters[0])  # noqa: SLF001
+        ranks, own = dist.get_world_size(group), dist.get_rank(group)
+        averages = [parameter.grad.view(-1).to(wire) for parameter in parameters]
+        if ranks > 1:
+            sizes = [-(-gradient.numel() // ranks) for gradient in averages]
+            pieces = [
+                [
+                    gradient[rank * size : (rank + 1) * size]
+                    for gradient, size in zip(averages, sizes, strict=True)
+                ]
+                for rank in range(ranks)
+            ]
+            lengths = [[piece.numel() for piece in its] for its in pieces]
+            flat = empty(sum(map(sum, lengths)), wire, self._device)
+            parts = dict(enumerate(flat.split([sum(its) for its in lengths])))
+            for rank, part in parts.items():
+                for piece, place in zip(pieces[rank], part.split(lengths[rank]), strict=True):
+                    torch.mul(piece, 1.0 / ranks, out=place)
+            mine = parts.pop(own)
+            received = empty((ranks - 1) * mine.numel(), wire, self._device).view(ranks - 1, -1)
+            for work in exchange(group, parts, dict(zip(parts, received, strict=True))):
+                work.wait()
+            for part in received:
+                mine.add_(part)
+            averages = list(mine.split(lengths[own]))
+        return [average.to(self._optimizer.gradient_accumulation_dtype) for average in averages]
 
     def _reduce_ties_and_norm(self) -> list[torch.Tensor]:
         """Replaces ``_get_norm_groups`` by one group, the whole model, once ties are summed."""
