@@ -14,6 +14,7 @@ from dsx.models.params import layer_kinds, param_specs
 from dsx.models.spec import HubModel, Model, Recompute
 from dsx.nn.attention import CausalMask, Rotary
 from dsx.nn.block import Block
+from dsx.nn.context import WHOLE, ContextParallel
 from dsx.nn.embedding import Head, WordEmbedding, as_head
 from dsx.nn.loss import HeadLoss, TokenMean
 from dsx.nn.norm import FinalNorm
@@ -39,13 +40,14 @@ def layers(
     pad_multiple: int = 64,
     split: WeightGradients | None = None,
     entry: Entry | None = None,
+    cp: ContextParallel = WHOLE,
 ) -> list[Any]:
     """The layer list of ``model`` for one tensor-parallel rank.
 
     Building an entry gives a module whose weights are initialised, the same global values in every layout,
     and tagged (:func:`dsx.nn.parameters.initialise`). The first layer takes int64 ids [B, S]; between layers
     goes [B, S, H], or [B, S/tp, H] under sequence parallelism; the last returns this rank's columns of the
-    logits, [B, S, V/tp padded].
+    logits, [B, S, V/tp padded]. On a context axis S is this rank's part of the rows (:mod:`dsx.nn.context`).
 
     Args:
         model: The architecture.
@@ -57,6 +59,7 @@ def layers(
         pad_multiple: Each rank's vocabulary rows are rounded up to a multiple of this.
         split: Takes weight gradients while it defers, for schedules that split the backward.
         entry: Makes the entries; None for DeepSpeed's ``LayerSpec`` and ``TiedLayerSpec``.
+        cp: The ranks that share a sequence.
     """
     entry, tied = entry or _layer_spec, model.tied_embeddings
     held: dict[int, dict[str, ParamSpec]] = defaultdict(dict)
@@ -66,7 +69,7 @@ def layers(
     def weights(layer: int) -> Weights:
         specs, adapter = held[layer], model.adapter
         return Weights(
-            specs=specs, tp=tp, dtype=dtype, device=device, seed=seed, split=split, adapter=adapter
+            specs=specs, tp=tp, dtype=dtype, device=device, seed=seed, split=split, adapter=adapter, cp=cp
         )
 
     if isinstance(model, HubModel):

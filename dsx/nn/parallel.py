@@ -46,21 +46,7 @@ class TensorParallel:
         return Mesh.of(tp=self.size).at(self.rank)
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise LayoutError(f"tensor-parallel size {self.size}", "a degree is at least 1", "use 1 or more")
-        if not 0 <= self.rank < self.size:
-            raise LayoutError(
-                f"tensor-parallel rank {self.rank}",
-                f"there are {self.size} ranks",
-                f"use 0 to {self.size - 1}",
-            )
-        # Without this, a forgotten group would silently sum over every rank of the run.
-        if self.size > 1 and dist.is_initialized() and dist.get_world_size(self.group) != self.size:
-            raise LayoutError(
-                f"tensor-parallel size {self.size}",
-                f"its process group has {dist.get_world_size(self.group)} ranks",
-                "pass the group of exactly the tensor-parallel ranks",
-            )
+        check_place("tensor-parallel", self.size, self.rank, self.group)
 
     @property
     def sequence(self) -> bool:
@@ -70,6 +56,25 @@ class TensorParallel:
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallel:
         """Itself: it is frozen, and a process group cannot be copied."""
         return self
+
+
+def check_place(axis: str, size: int, rank: int, group: ProcessGroup | None) -> None:
+    """Refuse a rank that is not on its axis, and a process group that is not the axis's.
+
+    Raises:
+        LayoutError: One of both.
+    """
+    if size < 1:
+        raise LayoutError(f"{axis} size {size}", "a degree is at least 1", "use 1 or more")
+    if not 0 <= rank < size:
+        raise LayoutError(f"{axis} rank {rank}", f"there are {size} ranks", f"use 0 to {size - 1}")
+    # Without this, a forgotten group would silently sum over every rank of the run.
+    if size > 1 and dist.is_initialized() and dist.get_world_size(group) != size:
+        raise LayoutError(
+            f"{axis} size {size}",
+            f"its process group has {dist.get_world_size(group)} ranks",
+            f"pass the group of exactly the {axis} ranks",
+        )
 
 
 def uncompiled(function: Callable[..., Any], *arguments: Any) -> Any:

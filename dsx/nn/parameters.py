@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from dsx.errors import ModelError
 from dsx.models.param import PRECISIONS, Box, Init, ParamSpec
 from dsx.models.spec import Adapter
+from dsx.nn.context import WHOLE, ContextParallel
 from dsx.nn.dropout import draw_seed, seeded
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.split import WeightGradients
@@ -247,6 +248,7 @@ class Weights:
         device: Of the parameters; ``meta`` leaves them without values.
         split: Takes weight gradients while it defers; None never splits the backward.
         adapter: The model's adapter, if it has one.
+        cp: The ranks that share a sequence.
     """
 
     specs: dict[str, ParamSpec]
@@ -256,6 +258,7 @@ class Weights:
     seed: int = 0
     split: WeightGradients | None = None
     adapter: Adapter | None = None
+    cp: ContextParallel = WHOLE
 
     @property
     def form(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from deepspeed.runtime.pipe.topology import (
 )
 
 from dsx.errors import LayoutError
+from dsx.nn.context import ContextMethod, ContextParallel
 from dsx.nn.parallel import TensorParallel
 from dsx.parallel.mesh import Coordinates, Mesh
 
@@ -35,15 +36,18 @@ class Groups:
         rank: This process's rank in the mesh.
         data: Ranks that hold the same parameters; gradients are averaged and ZeRO partitions over it.
         tensor: Ranks that share each layer's matrices.
+        context: Ranks that share every sequence; None where a rank has whole ones.
         pipe: Ranks of one pipeline, in stage order.
         model: Ranks of one model replica, all axes that divide the model together.
         channels: One group per transfer kind and direction over the pipe ranks. NCCL runs the transfers of
             a pair of ranks in a group one after the other, so directions and kinds have groups of their own.
         sequence_parallel: Whether activations between tensor-parallel blocks are split along the sequence.
+        context_method: How attention sees the whole of a sequence that ``context`` shares.
         island: This rank's connections with other islands; None without islands.
         silent: Whether what is done in these groups is not to be told on any console.
         pp_rank: Coordinate on the pipeline axis.
         dp_rank: Coordinate on the data-parallel axis.
+        cp_rank: Coordinate on the context axis.
         tp_rank: Coordinate on the tensor-parallel axis.
         replica: Place among the ranks of ``data``.
         share: Which share of every batch this rank reads.
@@ -58,13 +62,16 @@ class Groups:
     pipe: ProcessGroup
     model: ProcessGroup
     channels: Mapping[str, ProcessGroup]
+    context: ProcessGroup | None = None
     sequence_parallel: bool = False
+    context_method: ContextMethod = "all_gather"
     island: IslandNode | None = None
     silent: bool = False
 
     # Looked up for every message: computed once.
     pp_rank: int = field(init=False)
     dp_rank: int = field(init=False)
+    cp_rank: int = field(init=False)
     tp_rank: int = field(init=False)
     replica: int = field(init=False)
     share: int = field(init=False)
@@ -72,9 +79,9 @@ class Groups:
     _peers: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        at = self.mesh.coords(self.rank)
-        for axis in ("pp", "dp", "tp"):
-            object.__setattr__(self, f"{axis}_rank", at[axis])
+        for axis in ("pp", "dp", "cp", "tp"):
+            _, index = self.at.along(axis)
+            object.__setattr__(self, f"{axis}_rank", index)
         object.__setattr__(self, "replica", self.mesh.replica(self.rank))
         object.__setattr__(self, "share", self.mesh.share(self.rank))
         copy, _ = self.mesh.copies(self.rank, cut=False, divided=True)
@@ -102,12 +109,25 @@ class Groups:
             sequence_parallel=self.sequence_parallel and self.mesh.tp > 1,
         )
 
+    @property
+    def context_parallel(self) -> ContextParallel:
+        """What dsx.nn's modules need to know of the context axis."""
+        return ContextParallel(
+            size=self.mesh.cp, rank=self.cp_rank, group=self.context, method=self.context_method
+        )
+
     def pipe_peer(self, pp_rank: int) -> int:
         """Global rank of pipeline coordinate ``pp_rank``, this rank's other coordinates kept."""
         return self._peers[pp_rank]
 
 
-def make_groups(mesh: Mesh, *, sequence_parallel: bool = False, island: IslandNode | None = None) -> Groups:
+def make_groups(
+    mesh: Mesh,
+    *,
+    sequence_parallel: bool = False,
+    context_method: ContextMethod = "all_gather",
+    island: IslandNode | None = None,
+) -> Groups:
     """Create every process group of ``mesh``; a collective call over all ranks."""
     world_size, rank = dist.get_world_size(), dist.get_rank()
     if mesh.size != world_size:
@@ -125,7 +145,9 @@ def make_groups(mesh: Mesh, *, sequence_parallel: bool = False, island: IslandNo
         pipe=new_group(pipe),
         model=new_group(mesh.group_of(rank, *mesh.model_axes)),
         channels={name: new_group(pipe) for name in CHANNELS},
+        context=new_group(mesh.group_of(rank, "cp")) if mesh.cp > 1 else None,
         sequence_parallel=sequence_parallel,
+        context_method=context_method,
         island=island,
     )
 

@@ -46,10 +46,12 @@ class Axis:
 AXES = (
     Axis("pp", "pipeline", "pipe", divides="layers"),
     Axis("dp", "data", "data", divides="samples"),
+    Axis("cp", "context", None, divides="sequence"),
     Axis("tp", "tensor", "model", divides="features"),
 )
 """Every axis, outermost first: DeepSpeed's row-major ``pipe, data, model``, tensor varying fastest
-(deepspeed/runtime/pipe/topology.py, PipeModelDataParallelTopology)."""
+(deepspeed/runtime/pipe/topology.py, PipeModelDataParallelTopology). Context stands inside of data, so that
+data x context is one axis of that topology."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ class Mesh:
             every = [axis.name for axis in AXES]
             of = ", ".join(
                 f"{name}={degrees.get(name, 1)}"
-                for name in [name for name in every if name in degrees] or every
+                for name in [name for name in every if name in degrees] or dict(self.of().axes)
             )
             raise LayoutError(
                 f"dsx.Mesh({said})", "it takes its axes in their order, as pairs", f"write dsx.Mesh.of({of})"
@@ -112,7 +114,10 @@ class Mesh:
 
     @classmethod
     def of(cls, **degrees: int) -> Mesh:
-        """Mesh of the degrees given by axis (``pp``, ``dp``, ``tp``); the others are 1.
+        """Mesh of the degrees given by axis (``pp``, ``dp``, ``cp``, ``tp``); the others are 1.
+
+        An axis that DeepSpeed lacks is left out where its degree is 1, so that checkpoints and records of a
+        mesh without it are what they were before there was such an axis.
 
         Raises:
             LayoutError: An axis that does not exist, or a degree below 1.
@@ -120,7 +125,8 @@ class Mesh:
         known = [axis.name for axis in AXES]
         for name in degrees.keys() - known:
             raise LayoutError(f"mesh axis {name!r}", "there is no such axis", f"use {', '.join(known)}")
-        return cls(tuple((name, degrees.get(name, 1)) for name in known))
+        given = [(axis, degrees.get(axis.name, 1)) for axis in AXES]
+        return cls(tuple((axis.name, degree) for axis, degree in given if axis.deepspeed or degree != 1))
 
     @classmethod
     def over(cls, ranks: int, **degrees: int) -> Mesh:
@@ -154,6 +160,11 @@ class Mesh:
         return self.degree("dp")
 
     @property
+    def cp(self) -> int:
+        """Context-parallel degree: the number of parts that a sequence is cut into."""
+        return self.degree("cp")
+
+    @property
     def tp(self) -> int:
         return self.degree("tp")
 
@@ -162,9 +173,14 @@ class Mesh:
         return dict(self.axes).get(axis, 1)
 
     @property
+    def named(self) -> tuple[Axis, ...]:
+        """The axes that a message about this mesh names: all that it has."""
+        return tuple(axis for axis in AXES if axis.name in dict(self.axes))
+
+    @property
     def words(self) -> str:
         """All degrees in words: how the model is cut, innermost first, then how often it is there."""
-        named = [(axis, self.degree(axis.name)) for axis in AXES]
+        named = [(axis, self.degree(axis.name)) for axis in self.named]
         cuts = [(axis, degree) for axis, degree in reversed(named) if not axis.replicates]
         return " x ".join(
             f"{axis.title} {degree}"

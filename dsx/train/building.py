@@ -56,6 +56,7 @@ def build_layers(
         recompute=settings.recompute,
         pad_multiple=settings.model.vocab_multiple,
         split=split,
+        cp=groups.context_parallel,
     )
     with ExitStack() as files:
         adapter = None if settings.adapter is None else settings.adapter.path

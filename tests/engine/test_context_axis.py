@@ -1,4 +1,4 @@
-"""An axis that divides the sequence, as a mesh will have it: what is no layer's business is right already.
+"""An axis that divides the sequence: what is no layer's business is right already.
 
 Each rank has a slice of every sequence and layers that look at one token at a time, so that only losses,
 gradients, norms, ZeRO and checkpoints meet the axis. Ranks have different numbers of labels.
@@ -26,15 +26,12 @@ class Run:
         from deepspeed import init_distributed
 
         import dsx
-        from dsx.parallel import mesh
         from dsx.parallel.groups import make_groups
 
-        context = mesh.Axis("cp", "context", None, divides="sequence")
-        mesh.AXES = (*mesh.AXES[:2], context, *mesh.AXES[2:])
         init_distributed()
         self.mesh = dsx.Mesh.of(**degrees)
         groups = make_groups(self.mesh)
-        self.at = self.mesh.coords(groups.rank)["cp"]
+        self.at = groups.cp_rank
         self.share = groups.share
         loss = dsx.nn.TokenMean(mean_of)
         model = dsx.PipelineModule(layers(), groups=groups, loss_fn=loss, partition_method="uniform")

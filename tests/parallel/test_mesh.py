@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import ranks
 from dsx.errors import LayoutError
-from dsx.parallel.mesh import AXES, Axis, Mesh
+from dsx.parallel.mesh import Mesh
 
 SETTINGS = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 DEGREES = st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 5))
@@ -79,7 +79,9 @@ def test_wrong_meshes_are_refused():
 
 
 def test_an_unknown_axis_is_refused():
-    with pytest.raises(LayoutError, match=r"mesh axis 'ep': there is no such axis\. Fix: use pp, dp, tp\."):
+    with pytest.raises(
+        LayoutError, match=r"mesh axis 'ep': there is no such axis\. Fix: use pp, dp, cp, tp\."
+    ):
         Mesh.of(ep=2)
 
 
@@ -98,10 +100,7 @@ def test_roles_of_ranks_are_deepspeed_s(degrees):
         assert mesh.is_first(rank, *mesh.model_axes) == (theirs.pipe == theirs.model == 0)
 
 
-def test_an_axis_costs_its_own_lines(monkeypatch):
-    """A context axis, which divides the sequence, stands in the table and has all that follows."""
-    context = Axis("cp", "context", None, divides="sequence")
-    monkeypatch.setattr("dsx.parallel.mesh.AXES", (AXES[0], AXES[1], context, AXES[2]))
+def test_an_axis_that_divides_the_sequence_has_all_that_follows():
     mesh = Mesh.of(pp=2, dp=3, cp=4, tp=5)
     assert mesh.words == "tensor 5 x pipeline 2 x data 3 x context 4"
     assert (mesh.num_parts, mesh.num_replicas, mesh.num_shares) == (10, 12, 3)
