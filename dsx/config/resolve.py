@@ -101,6 +101,8 @@ def check_file(dsx: DsxConfig, program: Program, *, pp: int, chunks: int, accumu
 _KEYS = {
     "tensor": "dsx.parallel.tensor",
     "pipeline": "dsx.parallel.pipeline",
+    "context": "dsx.parallel.context",
+    "context_method": "dsx.parallel.context_method",
     "chunks": "dsx.parallel.chunks",
     "reduce": "dsx.zero.reduce",
     "keep_gathered_bytes": "dsx.zero.keep_gathered_bytes",
@@ -193,6 +195,9 @@ def check_own_modules(facts: Facts) -> Iterator[ConfigError]:
             + (", and those of the family that an earlier dsx had are gone" if was else ""),
             'use "full" or "none"' + (f", or {FIX_OF_RETIRED}" if was else ""),
         )
+    why = facts.model.no_context if isinstance(facts.model, HubModel) else None
+    if why is not None and facts.mesh.cp > 1:
+        yield ConfigError(at("dsx.parallel.context", facts.mesh.cp), why, "use 1")
 
 
 def check_gathering(facts: Facts) -> Iterator[ConfigError]:
@@ -326,14 +331,19 @@ def resolve_degrees(dsx: DsxConfig, model: Model, *, num_layers: int, world_size
         ranks=world_size,
         tensor=None if tensor == "auto" else tensor,
         pipeline=None if pipeline == "auto" else pipeline,
+        context=dsx.parallel.context,
+        context_method=dsx.parallel.method,
         model=model,
         layers=num_layers,
         layers_are="layers (blocks, embeddings, norm and head)",
+        row=dsx.data.sequence_length,
         sequence_length=dsx.data.sequence_length if dsx.parallel.sequence_parallel else None,
     )
     raise_all("config", _refusals(asked))
     mesh = _mesh(dsx, asked)
-    chunks = _chunks(dsx, replace(asked, tensor=mesh.tp, pipeline=mesh.pp))
+    found = replace(asked, tensor=mesh.tp, pipeline=mesh.pp)
+    raise_all("config", _refusals(found))  # what no "auto" was chosen by
+    chunks = _chunks(dsx, found)
     name = _schedule(dsx, mesh.pp, chunks)
     return Degrees(mesh=mesh, chunks=chunks, schedule_name=name, notes=tuple(_notes(dsx, mesh, chunks, name)))
 
@@ -651,7 +661,7 @@ def _resolve(name: str, deepspeed: dict[str, Any], dsx: DsxConfig, world_size: i
 
 def _logits_told(run: RunConfig) -> str:
     """What the head's logits would take beside the hidden states."""
-    tokens, width = run.micro_batch_size * run.sequence_length, WIDTHS[run.precision]
+    tokens, width = run.tokens_of_rank, WIDTHS[run.precision]
     columns = vocabulary_rows(run.model, run.mesh.tp, pad_multiple=run.dsx.model.vocab_multiple)
     logits, hidden = (amount(tokens * each * width) for each in (columns, run.model.hidden_size))
     return f"the logits of a micro-batch would take {logits}, its hidden states take {hidden}"

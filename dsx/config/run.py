@@ -98,6 +98,11 @@ class RunConfig:
         return self.dsx.data.sequence_length
 
     @property
+    def tokens_of_rank(self) -> int:
+        """Tokens of a micro-batch on one rank; those of its sequences, or of its parts of them."""
+        return self.micro_batch_size * self.sequence_length // self.mesh.cp
+
+    @property
     def samples_per_micro_step(self) -> int:
         """Sequences of one micro-batch on every data-parallel rank."""
         return self.global_batch_size // self.accumulation
@@ -115,7 +120,7 @@ class RunConfig:
             return wanted or 0
         return auto_chunk(
             self.model,
-            self.micro_batch_size * self.sequence_length,
+            self.tokens_of_rank,
             tensor=self.mesh.tp,
             width=WIDTHS[self.precision],
             pad_multiple=self.dsx.model.vocab_multiple,
@@ -155,6 +160,7 @@ class RunConfig:
         """
         block = self.dsx.model_dump(mode="json", exclude_none=True, exclude={"elastic"})
         block["parallel"] |= {"tensor": self.mesh.tp, "pipeline": self.mesh.pp, "chunks": self.chunks}
+        block["parallel"]["context_method"] = self.dsx.parallel.method
         if self.program.rows is None:
             block["schedule"]["name"] = self.schedule_name
         return copy.deepcopy(self.deepspeed) | {"dsx": block}

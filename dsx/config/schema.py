@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from dsx.models.spec import PresetFamily, Recompute
+from dsx.models.spec import ContextMethod, PresetFamily, Recompute
 from dsx.parallel.islands import wrong_meeting
 from dsx.schedules.builders import ScheduleName
 
@@ -358,7 +358,7 @@ class ModelConfig(SchemaBlock):
 
 
 class ParallelConfig(SchemaBlock):
-    """Degrees of parallelism; data parallelism takes the ranks that tensor x pipeline leave.
+    """Degrees of parallelism; data parallelism takes the ranks that tensor x pipeline x context leave.
 
     The prime factors of world size / fixed degrees go to the "auto" degrees in turn, largest first: to data,
     then pipeline, then tensor, skipping an axis that cannot legally take one.
@@ -384,11 +384,27 @@ class ParallelConfig(SchemaBlock):
         default=True,
         description="Shard activations between tensor-parallel layers along the sequence (tensor > 1).",
     )
+    context: Positive = Field(
+        default=1,
+        description="Ranks that every sequence is cut over, each of which holds the activations of its part "
+        "alone. Sequences divide into 2 chunks per rank; ZeRO partitions over data x context.",
+    )
+    context_method: Literal["auto"] | ContextMethod = Field(
+        default="auto",
+        description='How attention sees whole sequences (context > 1): "all_gather" gives every rank all '
+        'keys and values, "ulysses" gives it whole sequences of some heads by all-to-alls. "auto": '
+        "all_gather, which divides no heads and works beside any tensor degree.",
+    )
     tensor_plan: dict[str, str | None] = Field(
         default_factory=dict,
         description="Changes of a transformers family's tensor plan, in transformers' words: a style by "
         'pattern of names, e.g. {"model.layers.*.mlp.up_proj": "colwise"}; null leaves a module whole.',
     )
+
+    @property
+    def method(self) -> ContextMethod:
+        """``context_method``, with what "auto" becomes."""
+        return "all_gather" if self.context_method == "auto" else self.context_method
 
 
 class ScheduleConfig(SchemaBlock):

@@ -197,7 +197,9 @@ class PipelineEngine:
         self._saver: Saver | None = None
         self.rank_progress = RankProgress(model.device)
         looked_at = model.chunks.loss_fn if model.groups.rank == 0 else None
-        self.batch_source = BatchSource(model.device, looked_at, self.rank_progress.move)
+        self.batch_source = BatchSource(
+            model.device, looked_at, self.rank_progress.move, cp=model.groups.context_parallel
+        )
         self.step_control = StepControl(torch.zeros(4, device=model.device))
         self.names = EngineNames(self, self.step_control.sums)
         open_channels(model.groups, model.stage_map, model.device)

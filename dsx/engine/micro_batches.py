@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dsx.errors import DataError
+from dsx.nn.context import WHOLE, ContextParallel
 from dsx.nn.documents import MicroBatch
 from dsx.nn.loss import HeadLoss, TokenMean, cross_entropy
 from dsx.parallel.groups import Groups
@@ -30,6 +31,7 @@ class BatchSource:
         iterator: Yields ``(inputs, labels)``, or what ``convert`` makes into that; None on a rank that needs
             neither.
         convert: Stock DeepSpeed's ``batch_fn``.
+        cp: The ranks that share the rows which the iterator yields whole.
 
     Attributes:
         seconds: How long has been waited for the iterator.
@@ -42,6 +44,7 @@ class BatchSource:
     moved: Callable[[], None] | None = None
     iterator: Iterator[Any] | None = None
     convert: Callable[[Any], Any] | None = None
+    cp: ContextParallel = WHOLE
     seconds: float = 0.0
     tokens: TrainedTokens | None = None
     _count: int = 0
@@ -108,7 +111,21 @@ class BatchSource:
             raise DataError(f"batch of type {type(batch).__name__}", "not a pair", "yield (inputs, labels)")
         found = MicroBatch(*batch[:2])
         self._look_at(found)
-        return found
+        return found if self.cp.size == 1 else self._part(found)
+
+    def _part(self, batch: MicroBatch) -> MicroBatch:
+        """This rank's ids and labels of whole rows; places stay whole (:mod:`dsx.nn.context`)."""
+        ids, *places = batch.inputs if isinstance(batch.inputs, (tuple, list)) else (batch.inputs,)
+        for rows in (ids, *places, batch.labels):
+            if not isinstance(rows, torch.Tensor) or rows.dim() != 2 or rows.shape != ids.shape:
+                what = f"shape {tuple(rows.shape)}" if isinstance(rows, torch.Tensor) else type(rows).__name__
+                raise DataError(
+                    f"a micro-batch on {self.cp.size} context-parallel ranks",
+                    f"something of it is no number per token, [rows, tokens] ({what})",
+                    "yield (ids, labels), or ((ids, positions), labels), of whole rows",
+                )
+        mine = self.cp.cut(ids)
+        return MicroBatch((mine, *places) if places else mine, self.cp.cut(batch.labels))
 
     def _look_at(self, batch: MicroBatch) -> None:
         """Warn, once, where labels are the inputs themselves and the loss is dsx's, which shifts nothing.

@@ -22,6 +22,7 @@ from deepspeed.runtime.utils import set_random_seed
 from torch import nn
 
 from dsx.engine.chunks import Chunks, Loss, Recompute, Tie, checkpoint_non_reentrant
+from dsx.engine.context_layers import require_context
 from dsx.engine.layer_parameters import settle
 from dsx.engine.p2p import Shards
 from dsx.engine.settings import Config, settings_of
@@ -628,6 +629,7 @@ class PipelineModule(nn.Module):
 
         ``chunks``, which DeepSpeed's engine wraps, has the same children and is none itself.
         """
+        require_context(chunks.layers.items(), chunks.loss_fn, self.groups.context_parallel)
         vars(self)["chunks"] = chunks
         self.loss_fn = chunks.loss_fn
         for name, child in chunks.named_children():

@@ -17,6 +17,10 @@ RETIRED: Final = ("gpt2", "gpt_neox", "gemma2")
 
 Recompute = Literal["none", "selective", "full"]
 
+ContextMethod = Literal["all_gather", "ulysses"]
+"""How attention sees the whole of a sequence that several ranks share: every rank gathers all keys and
+values, or all-to-alls give it whole sequences of some heads (Jacobs et al. 2023, arXiv:2309.14509)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
@@ -222,6 +226,7 @@ class HubModel:
         whole: What tensor parallelism leaves whole: (module, its share of the blocks' parameters).
         no_sequence: Why sequence parallelism is refused; None if it is not.
         no_gathering: Why ZeRO-3, whose ranks gather parameters together, is.
+        no_context: Why a context axis is.
         block: Number of the one block that is looked at, of a model made for a record; None for all.
         adapter: What is trained in place of the whole; None for all of it.
         freeze: As :attr:`ModelSpec.freeze`.
@@ -252,6 +257,7 @@ class HubModel:
     whole: tuple[tuple[str, float], ...] = field(default=(), repr=False)
     no_sequence: str | None = None
     no_gathering: str | None = None
+    no_context: str | None = None
     block: int | None = None
     adapter: Adapter | None = None
     freeze: tuple[str, ...] = ()

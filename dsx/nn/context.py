@@ -11,18 +11,15 @@ of whole rows, [B, S]: attention needs to know where every key stands.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dsx.errors import LayoutError
+from dsx.models.spec import ContextMethod
 from dsx.nn.parallel import check_place
-
-ContextMethod: TypeAlias = Literal["all_gather", "ulysses"]
-"""How attention sees the whole of a sequence: every rank gathers all keys and values, or all-to-alls give it
-whole sequences of some heads (Jacobs et al. 2023, arXiv:2309.14509)."""
 
 
 @dataclass(frozen=True, slots=True)

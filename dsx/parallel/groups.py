@@ -14,7 +14,7 @@ from deepspeed.runtime.pipe.topology import (
 )
 
 from dsx.errors import LayoutError
-from dsx.nn.context import ContextMethod, ContextParallel
+from dsx.nn.context import ContextParallel
 from dsx.nn.parallel import TensorParallel
 from dsx.parallel.mesh import Coordinates, Mesh
 
@@ -42,7 +42,6 @@ class Groups:
         channels: One group per transfer kind and direction over the pipe ranks. NCCL runs the transfers of
             a pair of ranks in a group one after the other, so directions and kinds have groups of their own.
         sequence_parallel: Whether activations between tensor-parallel blocks are split along the sequence.
-        context_method: How attention sees the whole of a sequence that ``context`` shares.
         island: This rank's connections with other islands; None without islands.
         silent: Whether what is done in these groups is not to be told on any console.
         pp_rank: Coordinate on the pipeline axis.
@@ -64,7 +63,6 @@ class Groups:
     channels: Mapping[str, ProcessGroup]
     context: ProcessGroup | None = None
     sequence_parallel: bool = False
-    context_method: ContextMethod = "all_gather"
     island: IslandNode | None = None
     silent: bool = False
 
@@ -111,23 +109,15 @@ class Groups:
 
     @property
     def context_parallel(self) -> ContextParallel:
-        """What dsx.nn's modules need to know of the context axis."""
-        return ContextParallel(
-            size=self.mesh.cp, rank=self.cp_rank, group=self.context, method=self.context_method
-        )
+        """What dsx.nn's modules need to know of the context axis, whose method is theirs to choose."""
+        return ContextParallel(size=self.mesh.cp, rank=self.cp_rank, group=self.context)
 
     def pipe_peer(self, pp_rank: int) -> int:
         """Global rank of pipeline coordinate ``pp_rank``, this rank's other coordinates kept."""
         return self._peers[pp_rank]
 
 
-def make_groups(
-    mesh: Mesh,
-    *,
-    sequence_parallel: bool = False,
-    context_method: ContextMethod = "all_gather",
-    island: IslandNode | None = None,
-) -> Groups:
+def make_groups(mesh: Mesh, *, sequence_parallel: bool = False, island: IslandNode | None = None) -> Groups:
     """Create every process group of ``mesh``; a collective call over all ranks."""
     world_size, rank = dist.get_world_size(), dist.get_rank()
     if mesh.size != world_size:
@@ -147,7 +137,6 @@ def make_groups(
         channels={name: new_group(pipe) for name in CHANNELS},
         context=new_group(mesh.group_of(rank, "cp")) if mesh.cp > 1 else None,
         sequence_parallel=sequence_parallel,
-        context_method=context_method,
         island=island,
     )
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dsx.models.spec import HubModel, Model
+from dsx.models.spec import ContextMethod, HubModel, Model, ModelSpec
 from dsx.schedules.builders import default_chunks, placement_of
 
 _MANY = 8  # Numbers to list in a message.
@@ -25,11 +25,14 @@ class LayoutRequest:
         tensor: Tensor-parallel degree.
         pipeline: Pipeline degree.
         data: Data-parallel degree.
+        context: Context-parallel degree.
+        context_method: How attention sees sequences that several ranks share.
         chunks: Virtual stages per pipeline rank.
         schedule: Name of the pipeline's schedule.
         model: The architecture.
         layers: How many layers there are to share out over the stages.
-        sequence_length: Tokens of a sequence, if tensor-parallel ranks cut activations along it.
+        row: Tokens of a sequence.
+        sequence_length: The same, if tensor-parallel ranks cut activations along it.
         global_batch: Sequences per step, over all ranks.
         micro_batch: Sequences per micro-batch.
         zero_stage: ZeRO stage.
@@ -43,10 +46,13 @@ class LayoutRequest:
     tensor: int | None = None
     pipeline: int | None = None
     data: int | None = None
+    context: int = 1
+    context_method: ContextMethod = "all_gather"
     chunks: int | None = None
     schedule: str | None = None
     model: Model | None = None
     layers: int | None = None
+    row: int | None = None
     sequence_length: int | None = None
     global_batch: int | None = None
     micro_batch: int | None = None
@@ -124,11 +130,15 @@ def _undivided(ranks: int, ranks_do: str, degree: int) -> str | None:
     return f"{ranks_do.format(ranks)} not divide by it" if ranks % degree else None
 
 
-def _undivided_together(ranks: int, ranks_do: str, tensor: int, pipeline: int) -> str | None:
-    """For degrees that both divide the ranks alone."""
-    if ranks % tensor or ranks % pipeline or ranks % (tensor * pipeline) == 0:
+def _undivided_together(ranks: int, ranks_do: str, tensor: int, pipeline: int, context: int) -> str | None:
+    """For degrees that each divide the ranks alone."""
+    if (
+        any(ranks % each for each in (tensor, pipeline, context))
+        or ranks % (tensor * pipeline * context) == 0
+    ):
         return None
-    return f"{ranks_do.format(ranks)} not divide by tensor {tensor} x pipeline {pipeline}"
+    together = f"tensor {tensor} x pipeline {pipeline}" + f" x context {context}" * (context > 1)
+    return f"{ranks_do.format(ranks)} not divide by {together}"
 
 
 def _uncut(model: Model, tensor: int) -> str | None:
@@ -145,8 +155,29 @@ def _uncut(model: Model, tensor: int) -> str | None:
     return f"{', '.join(bad)}: not divisible by it" if bad else None
 
 
-def _uncut_sequence(sequence_length: int, tensor: int) -> str | None:
-    return f"sequence length = {sequence_length}: not divisible by it" if sequence_length % tensor else None
+def row_multiple(context: int, tensor: int = 1) -> int:
+    """What sequences divide by: 2 chunks for each context rank, and its part is cut over ``tensor``."""
+    return tensor * (2 * context if context > 1 else 1)
+
+
+def _uncut_sequence(sequence_length: int, tensor: int, context: int) -> str | None:
+    if sequence_length % row_multiple(context, tensor) == 0 or sequence_length % row_multiple(context):
+        return None
+    beside = f" beside 2 chunks for each of {context} context ranks" if context > 1 else ""
+    return f"sequence length = {sequence_length}: not divisible by it{beside}"
+
+
+def _uncut_row(row: int, context: int) -> str | None:
+    if row % row_multiple(context) == 0:
+        return None
+    return f"sequence length = {row}: not divisible by {row_multiple(context)}, two chunks for each rank"
+
+
+def _too_few_heads(context_method: str, model: Model, tensor: int, context: int) -> str | None:
+    heads = model.num_heads if isinstance(model, ModelSpec) else (model.heads or (0, 0))[0]
+    if context_method != "ulysses" or context == 1 or heads // tensor % context == 0:
+        return None
+    return f"the {heads // tensor} attention heads of a rank do not divide by context {context}"
 
 
 def _too_deep(layers: int, layers_are: str, pipeline: int) -> str | None:
@@ -200,7 +231,7 @@ _RULES = (
     _Rule("tensor", ("model", "tensor"), _uncut),
     _Rule(
         "tensor",
-        ("sequence_length", "tensor"),
+        ("sequence_length", "tensor", "context"),
         _uncut_sequence,
         "use {either} (or dsx.parallel.sequence_parallel = false)",
     ),
@@ -208,9 +239,22 @@ _RULES = (
     _Rule("pipeline", ("layers", "layers_are", "pipeline"), _too_deep),
     _Rule(
         "pipeline",
-        ("ranks", "ranks_do", "tensor", "pipeline"),
+        ("ranks", "ranks_do", "tensor", "pipeline", "context"),
         _undivided_together,
         "use {either}, or another dsx.parallel.tensor",
+    ),
+    _Rule("context", ("ranks", "ranks_do", "context"), _undivided, _RANKS),
+    _Rule(
+        "context",
+        ("row", "context"),
+        _uncut_row,
+        "use {either}, or another dsx.data.sequence_length",
+    ),
+    _Rule(
+        "context_method",
+        ("context_method", "model", "tensor", "context"),
+        _too_few_heads,
+        'use "all_gather", or another dsx.parallel.context',
     ),
     _Rule(
         "chunks",

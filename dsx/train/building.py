@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 
 from deepspeed.accelerator import get_accelerator
 from torch import nn
@@ -56,7 +57,7 @@ def build_layers(
         recompute=settings.recompute,
         pad_multiple=settings.model.vocab_multiple,
         split=split,
-        cp=groups.context_parallel,
+        cp=replace(groups.context_parallel, method=settings.parallel.method),
     )
     with ExitStack() as files:
         adapter = None if settings.adapter is None else settings.adapter.path

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 import ranks
-from engine.test_token_mean import ACCUMULATION, LENGTH, ROWS, layers, mean_of, micro_batch
+from engine.test_token_mean import ACCUMULATION, ROWS, layers, mean_of, micro_batch
 
 CLIP, RATE, STEPS = 0.05, 0.5, (0, 2, 3)
 
 
 class Run:
-    """An engine over such a mesh, whose ranks read slices."""
+    """An engine over such a mesh, whose ranks read whole rows and train on slices."""
 
     def __init__(self, stage: int, degrees: dict[str, int]) -> None:
         from deepspeed import init_distributed
@@ -31,7 +31,6 @@ class Run:
         init_distributed()
         self.mesh = dsx.Mesh.of(**degrees)
         groups = make_groups(self.mesh)
-        self.at = groups.cp_rank
         self.share = groups.share
         loss = dsx.nn.TokenMean(mean_of)
         model = dsx.PipelineModule(layers(), groups=groups, loss_fn=loss, partition_method="uniform")
@@ -46,11 +45,9 @@ class Run:
         self.engine, *_ = dsx.initialize(model=model, config=config)
 
     def data(self, step: int) -> Iterator[tuple[Tensor, ...]]:
-        """This rank's slices of its micro-batches."""
-        size = LENGTH // self.mesh.degree("cp")
-        mine = slice(self.at * size, (self.at + 1) * size)
+        """The micro-batches of this rank's share."""
         numbers = [index * self.mesh.num_shares + self.share for index in range(ACCUMULATION)]
-        return iter([tuple(rows[:, mine] for rows in micro_batch(step, number)) for number in numbers])
+        return iter([micro_batch(step, number) for number in numbers])
 
     def steps(self, steps: tuple[int, ...]) -> list[list[float]]:
         """Loss, gradient norm and trained tokens of each step; the loss of an evaluation."""
@@ -117,3 +114,57 @@ def test_a_slice_of_each_sequence_trains_as_the_whole(
     for seen in ranks.run(go_on, shares, 1, {"dp": shares}, folder):
         for row, expected in zip(seen, wanted[3:], strict=True):
             assert row == pytest.approx(expected, rel=2e-5)
+
+
+class Mixer(nn.Module):
+    """A layer of which nothing says that it looks at one token at a time, as it does not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.cumsum(1)
+
+
+def refusals(rank: int, world_size: int) -> list[str]:
+    from deepspeed import init_distributed
+
+    import dsx
+    from dsx.engine.context_layers import VOUCHED
+    from dsx.nn import TokenMean
+    from dsx.parallel.groups import make_groups
+
+    init_distributed()
+    groups = make_groups(dsx.Mesh.of(cp=world_size))
+    vouched = Mixer()
+    setattr(vouched, VOUCHED, True)
+
+    def told(mixer: object, loss: object, batch: tuple[Tensor, Tensor]) -> str:
+        listed = [*layers()[:2], mixer, *layers()[3:]]
+        try:
+            model = dsx.PipelineModule(listed, groups=groups, loss_fn=loss, partition_method="uniform")
+            config = {"train_batch_size": ROWS, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+            engine, *_ = dsx.initialize(model=model, config=config)
+            engine.eval_batch(iter([batch]))
+        except dsx.DsxError as error:
+            return str(error)
+        return "none"
+
+    mean, (ids, labels) = TokenMean(mean_of), micro_batch(0, 0)
+    return [
+        told(Mixer(), mean, (ids, labels)),
+        told(lambda x: x, mean, (ids, labels)),
+        told(nn.Tanh(), mean_of, (ids, labels)),
+        told(vouched, mean, (ids[:, :-1], labels[:, :-1])),
+        told(vouched, mean, (ids, labels[:, 0])),
+        told(vouched, mean, (ids, labels)),
+    ]
+
+
+def test_what_would_train_something_else_on_slices_is_refused() -> None:
+    for mixer, function, loss, length, labels, nothing in ranks.run(refusals, 2):
+        for what in (mixer, function):
+            assert "layer 2 " in what
+            assert "context_parallel = True" in what
+        assert "(Mixer)" in mixer
+        assert "loss_fn on 2 context-parallel ranks" in loss
+        assert "rows of 11 tokens on 2 context-parallel ranks" in length
+        assert "shape (2,)" in labels
+        assert nothing == "none"

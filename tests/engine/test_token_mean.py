@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import ranks
 
-VOCABULARY, LENGTH, ROWS, ACCUMULATION = 11, 6, 2, 3
+VOCABULARY, LENGTH, ROWS, ACCUMULATION = 11, 12, 2, 3
 
 
 def layers() -> list[nn.Module]:
