@@ -319,13 +319,13 @@ def _figures(inputs: PlanInputs, found: Plan, ranked: Ranked) -> dict[str, Any]:
 
 
 def _facts(inputs: PlanInputs, found: Plan) -> dict[str, Any]:
-    from dsx.parallel.mesh import AXES
     from dsx.planner.plan import reason
 
     def facts(ranked: Ranked) -> dict[str, Any]:
         layout = asdict(ranked.layout)
         del layout["mesh"], layout["bounds"]
-        degrees = {axis.title: ranked.layout.mesh.degree(axis.name) for axis in AXES}
+        mesh = ranked.layout.mesh
+        degrees = {axis.title: mesh.degree(axis.name) for axis in mesh.named}
         figures = _figures(inputs, found, ranked) | {"parts_seconds": ranked.time.parts()}
         return (
             degrees

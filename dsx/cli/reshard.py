@@ -208,7 +208,7 @@ def _outline_text(outline: dict[str, Any]) -> str:
     layout = target["layout"]
     where = ""
     if layout is not None:
-        degrees = Mesh.of(**{axis.name: layout[axis.name] for axis in AXES}).words
+        degrees = Mesh.of(**{axis.name: layout.get(axis.name, 1) for axis in AXES}).words
         where = f", {degrees}, chunks {layout['chunks']}, ZeRO-{layout['zero_stage']}"
     read_bytes, write_bytes = amount(outline["read_bytes"]), amount(outline["write_bytes"])
     amounts = f"{read_bytes} to read, {write_bytes} to write in {outline['files']} files"

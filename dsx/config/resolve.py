@@ -173,8 +173,14 @@ def check_training(facts: Facts) -> Iterator[ConfigError]:
 
 
 def check_profile(facts: Facts) -> Iterator[ConfigError]:
-    """Check that keys which mean nothing without a profile come with one."""
+    """Check that keys which mean nothing without a profile come with one, and that one can be made."""
     dsx, cap = facts.dsx, facts.dsx.schedule.activation_gib
+    if facts.mesh.cp > 1 and dsx.profile_source is not None:
+        yield ConfigError(
+            at("dsx.profile", dsx.profile_source),
+            f"dsx.parallel.context = {facts.mesh.cp}, and layers are measured on whole sequences",
+            "leave it out, or use context 1",
+        )
     for key, value, is_set in (
         ("dsx.recompute", dsx.recompute, dsx.recompute == "auto"),
         ("dsx.schedule.activation_gib", cap, cap is not None),

@@ -313,6 +313,8 @@ def job_of(config: RunConfig, *, device: DeviceKind = "cuda", capacity_bytes: in
         device=device,
         documents=config.dsx.data.keeps_apart,
         loss_chunk=config.loss_chunk,
+        context=mesh.cp,
+        context_method=config.dsx.parallel.method,
     )
     return Job(
         records=ModelRecords(shape),

@@ -42,7 +42,7 @@ from math import prod
 from typing import Any, Literal, NamedTuple
 
 from dsx.memory.ledger import Label
-from dsx.models.spec import Model, Recompute
+from dsx.models.spec import ContextMethod, Model, Recompute
 
 Event = tuple[Any, ...]
 
@@ -67,6 +67,8 @@ class Shape:
         sequence_parallel: Whether activations between linears are cut along the sequence.
         micro_batch: Sequences.
         sequence_length: Tokens per sequence.
+        context: Ranks that share each of them.
+        context_method: How attention then sees them whole.
         width: Bytes of a parameter or an activation.
         vocab_multiple: Multiple to which each rank's vocabulary rows are padded.
         recompute: What blocks compute again.
@@ -86,6 +88,13 @@ class Shape:
     device: DeviceKind = "cuda"
     documents: bool = False
     loss_chunk: int = 0
+    context: int = 1
+    context_method: ContextMethod = "all_gather"
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence that the rank has."""
+        return self.sequence_length // self.context
 
     @property
     def cuts_sequence(self) -> bool:
@@ -95,7 +104,7 @@ class Shape:
     @property
     def boundary_bytes(self) -> int:
         """A whole tensor between blocks."""
-        return self.micro_batch * self.sequence_length * prod(self.model.stream) * self.width
+        return self.micro_batch * self.length * prod(self.model.stream) * self.width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

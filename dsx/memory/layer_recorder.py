@@ -42,6 +42,7 @@ from dsx.models.params import layer_kinds, vocabulary_rows
 from dsx.models.spec import HubModel
 from dsx.models.transformers_settings import first_line
 from dsx.nn import collectives
+from dsx.nn.context import ContextParallel
 from dsx.nn.documents import PerMicroBatch
 from dsx.nn.embedding import TiedUse
 from dsx.nn.loss import loss_of
@@ -346,6 +347,13 @@ class _Work:
     def wait(self) -> None:
         """What follows needs the result."""
         self._recorder.emit("wait", self._number)
+
+
+class _DetachedContextParallel(ContextParallel):
+    """One context-parallel rank without its peers."""
+
+    def __post_init__(self) -> None:
+        """Do nothing, because there is no group to check."""
 
 
 class DetachedTensorParallel(TensorParallel):
@@ -742,10 +750,11 @@ def record_request(request: LayerRequest) -> LayerRecord:
     model = shape.model
     tp = DetachedTensorParallel(size=shape.tensor, rank=0, sequence_parallel=shape.sequence_parallel)
     dtype = torch.bfloat16 if shape.width == 2 else torch.float32
-    tokens = TensorForm((shape.micro_batch, shape.sequence_length), "int64", 8, False)
+    whole = TensorForm((shape.micro_batch, shape.sequence_length), "int64", 8, False)
+    tokens = whole._replace(shape=(shape.micro_batch, shape.length))
     name = str(dtype).removeprefix("torch.")
     beside: list[TensorForm] = []
-    positions, places = ([tokens], [tokens, tokens]) if shape.documents else ([], [])
+    positions, places = ([whole], [whole, whole]) if shape.documents else ([], [])
     if isinstance(model, HubModel):
         structure_of(model.config)  # of real tensors, if it is not there yet
         if model.balance is not None:
@@ -757,7 +766,7 @@ def record_request(request: LayerRequest) -> LayerRecord:
         with fake_build(device):
             return record_layer(loss, [logits, *beside], device=device, category="logits", more=[tokens])
     split = WeightGradients() if request.divided else None
-    length = shape.sequence_length // (shape.tensor if shape.cuts_sequence else 1)
+    length = shape.length // (shape.tensor if shape.cuts_sequence else 1)
     kinds = layer_kinds(model)
     index = kinds.index(request.kind)
     sizes = model.stream if request.kind in ("Block", "FinalNorm") else (model.hidden_size,)
@@ -775,6 +784,7 @@ def record_request(request: LayerRequest) -> LayerRecord:
             pad_multiple=shape.vocab_multiple,
             split=split,
             entry=partial(partial, _built, request.frozen),
+            cp=_DetachedContextParallel(size=shape.context, rank=0, method=shape.context_method),
         )
         layer = layers[index]()
         inputs = [tokens, *positions] if kinds[0] == request.kind else stream

@@ -132,7 +132,7 @@ def alone(shape: Shape, index: int) -> Shape:
     """
     kinds = layer_kinds(shape.model)
     # A chunk of more tokens than there are is all of them.
-    chunk = min(shape.loss_chunk, shape.micro_batch * shape.sequence_length)
+    chunk = min(shape.loss_chunk, shape.micro_batch * shape.length)
     shape = replace(shape, loss_chunk=chunk if kinds[index] == "Head" else 0)
     model: Model = replace(shape.model, freeze=(), adapter=layer_adapters(shape.model)[index])
     if isinstance(model, HubModel):

@@ -32,7 +32,7 @@ from dsx.planner.cluster import Cluster, gpu_memory
 from dsx.planner.costs import Efficiency
 from dsx.planner.layout import Candidate, Space, Task, meshes, variants
 from dsx.planner.plan import Looked, Plan, Ranked, Search, looks_away
-from dsx.planner.predicted import task_of
+from dsx.planner.predicted import refuse_context, task_of
 from dsx.planner.step_time import Predictor
 
 
@@ -274,6 +274,7 @@ def plan_inputs(
     if overrides and config is None:
         raise ConfigError(f"--set {overrides[0]}", "there is no CONFIG to change", "give CONFIG")
     written = None if config is None else _written(config, model, overrides)
+    refuse_context(((written or {}).get("dsx", {}).get("parallel") or {}).get("context", 1))
     content = _usual(cluster) if written is None else _without_layout(written)
     block = content["dsx"]
     if model is not None:

@@ -18,7 +18,6 @@ from rich.text import Text
 from dsx.config.run import RunConfig
 from dsx.islands.standing import OuterReport
 from dsx.models.flops import flops_per_token, peak_flops
-from dsx.parallel.mesh import AXES
 from dsx.terminal import amount, complain, lost_output, printable, seconds
 
 Rows = Iterable[tuple[str, str]]
@@ -288,7 +287,7 @@ def start_rows(
     """Rows about the run to come: model, layout, batch, and what "auto" became."""
     mesh, model = run.mesh, run.model
     layout = f"{mesh.size} x {device_name}: " + " x ".join(
-        f"{axis.title} {mesh.degree(axis.name)}" for axis in AXES
+        f"{axis.title} {mesh.degree(axis.name)}" for axis in mesh.named
     )
     if run.chunks > 1:
         layout += f", {run.chunks} chunks"

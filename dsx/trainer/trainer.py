@@ -56,6 +56,7 @@ from dsx.engine.initialize import initialize
 from dsx.errors import CheckpointError, ConfigError, DataError, RunError
 from dsx.launch.entry import local_rank, rank, world_size
 from dsx.launch.processes import agree, distributed
+from dsx.parallel.limits import row_multiple
 from dsx.train import recipe
 from dsx.trainer.arguments import (
     ATTRIBUTES_NOT_THERE,
@@ -273,7 +274,7 @@ class Trainer:
     def _multiple(self) -> int:
         """Lengths that can be cut along the sequence."""
         parallel, mesh = self.config.dsx.parallel, self.config.mesh
-        return mesh.tp if parallel.sequence_parallel else 1
+        return row_multiple(mesh.cp, mesh.tp if parallel.sequence_parallel else 1)
 
     # The engine
 

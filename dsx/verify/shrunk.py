@@ -296,7 +296,7 @@ def _micro_batches(config: RunConfig) -> int:
 
 
 def _sequence_length(config: RunConfig) -> int:
-    return min(config.sequence_length, _TOKENS_PER_RANK * config.mesh.tp)
+    return min(config.sequence_length, _TOKENS_PER_RANK * config.mesh.tp * config.mesh.cp)
 
 
 def _sizes(config: RunConfig) -> tuple[dict[str, Any], list[int]]:
@@ -311,7 +311,7 @@ def _sizes(config: RunConfig) -> tuple[dict[str, Any], list[int]]:
     small = shrunk(
         without_code(config.hf_config),
         layers=sum(stages) - around,
-        tensor=config.mesh.tp,
+        tensor=config.mesh.tp * (config.mesh.cp if config.dsx.parallel.method == "ulysses" else 1),
         vocab_size=_vocabulary(config),
         window=max(2, _sequence_length(config) // 2),
         small_too=isinstance(config.model, ModelSpec),

@@ -72,7 +72,8 @@ def observe_steps(subject: Subject, batches: Batches, steps: int) -> RankObserva
     weights, seen = [watch.weights()], []
     outputs: dict[str, Tensor] = {}
     for step in range(steps):
-        with watch.outputs(outputs) if step == 0 and subject.groups.replica == 0 else nullcontext():
+        whole = subject.groups.replica == 0 and subject.groups.mesh.cp == 1  # else they are of parts of rows
+        with watch.outputs(outputs) if step == 0 and whole else nullcontext():
             seen.append(watch.step(batches(step)))
         norm = seen[-1].norm
         if norm is not None and not math.isfinite(norm):  # on all ranks
