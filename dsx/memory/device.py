@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint as torch_checkpoint
 from torch.autograd.function import once_differentiable
+from torch.nn.attention.bias import CausalBias
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import (
@@ -287,6 +288,8 @@ def _attention(usual: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
             return usual(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
+        if isinstance(attn_mask, CausalBias):  # both kernels have one for fewer queries than keys
+            attn_mask, is_causal = None, True
         if query.dtype != torch.float32 and attn_mask is None and _fits_flash(query, value):
             flash = torch.ops.aten._scaled_dot_product_flash_attention  # noqa: SLF001 (what torch dispatches to)
             return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]

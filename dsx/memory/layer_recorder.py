@@ -307,7 +307,7 @@ class LayerRecorder(paper.UncompiledMode):
                 found.append(event)
         return tuple(found)
 
-    # Communication of tensor-parallel ranks, which are not there
+    # Communication of tensor-parallel and context-parallel ranks, which are not there
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -326,10 +326,15 @@ class LayerRecorder(paper.UncompiledMode):
             del output, tp
             return self._collective("reduce_scatter", _bytes(x))
 
+        def all_to_all(output: Tensor, x: Tensor, cp: ContextParallel) -> Any:
+            del output, cp
+            return self._collective("all_to_all", _bytes(x))
+
         with ExitStack() as stack:
             stack.enter_context(paper.swapped(collectives, "start_all_reduce", all_reduce))
             stack.enter_context(paper.swapped(collectives, "_all_gather", all_gather))
             stack.enter_context(paper.swapped(collectives, "_reduce_scatter", reduce_scatter))
+            stack.enter_context(paper.swapped(collectives, "_all_to_all", all_to_all))
             yield
 
     def _collective(self, kind: str, size_bytes: int) -> Any:

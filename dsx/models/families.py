@@ -77,7 +77,7 @@ def layers(
 
         return list(entries(model, weights, device, recompute, entry))
     # One object for all blocks, so that its tables exist once, and one for all with the same window.
-    rotary = Rotary(model.rope, model.rotary_size)
+    rotary = Rotary(model.rope, model.rotary_size, cp)
     masks, sizes = {size: CausalMask(size) for size in {0, *model.windows}}, iter(model.windows)
     found = []
     for layer, kind in enumerate(layer_kinds(model)):

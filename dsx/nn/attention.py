@@ -4,24 +4,36 @@ Rotary position embedding (Su et al. 2021, arXiv:2104.09864) follows transformer
 masks of sliding windows are those of Beltagy et al. 2020 (arXiv:2004.05150) and Mistral 7B
 (arXiv:2310.06825).
 
-Shapes: B micro-batch, S sequence, s = S/tp under sequence parallelism, else S; H hidden; N query heads and
-K key/value heads of this rank; D head_dim, of which R elements are rotated; P = (N + 2 K) D, the fused
-projection of this rank.
+On a context axis (:mod:`dsx.nn.context`) a rank's tokens attend to those of all its peers in one of two ways:
+
+- ``all_gather``: it gathers the keys and values of whole rows, 2 K D elements a token, which backward keeps
+  unless attention is recomputed; its two chunks of queries then attend one after the other, each to the keys
+  up to its own end and, in a window, from where the window reaches. No mask is stored where a causal one is
+  enough, except on CPUs, whose kernel has none for fewer queries than keys.
+- ``ulysses``: by all-to-all it gets whole rows of 1/cp of its heads, and gives their context back.
+
+Shapes: B micro-batch, S sequence, this rank's part of it on a context axis; s = S/tp under sequence
+parallelism, else S; T the whole sequence; H hidden; N query heads and K key/value heads of this rank; D
+head_dim, of which R elements are rotated; P = (N + 2 K) D, the fused projection of this rank.
 """
 
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
 from dsx.errors import ModelError
 from dsx.models.spec import ModelSpec, Rope
+from dsx.nn import collectives
+from dsx.nn.context import WHOLE, ContextParallel
 from dsx.nn.documents import PerMicroBatch, Places
 from dsx.nn.dropout import draw_seed, seeded
 from dsx.nn.linear import ColumnParallelLinear, KeyValueLinear, RowParallelLinear
@@ -69,16 +81,20 @@ def _yarn_keep(rope: Rope, size: int) -> Tensor:
     return 1 - ((torch.arange(size // 2, dtype=torch.float32) - low) / span).clamp(0.0, 1.0)
 
 
+Masks: TypeAlias = "tuple[Tensor | None, ...]"
+"""What :class:`CausalMask` gives for each stretch of queries that attends by itself: one, or a rank's two."""
+
+
 class RopeAndMask(NamedTuple):
     """What attention needs of the places of a micro-batch, made before a compiled block runs.
 
     Attributes:
         tables: What :meth:`Rotary.found` gives.
-        mask: What :class:`CausalMask` gives.
+        masks: What :class:`CausalMask` gives.
     """
 
     tables: tuple[Tensor, Tensor]
-    mask: Tensor | None
+    masks: Masks
 
 
 class Rotary:
@@ -86,10 +102,11 @@ class Rotary:
 
     Args:
         size: Elements of each head that are rotated, R: ``ModelSpec.rotary_size``.
+        cp: The ranks that share a sequence.
     """
 
-    def __init__(self, rope: Rope, size: int) -> None:
-        self.rope, self.size = rope, size
+    def __init__(self, rope: Rope, size: int, cp: ContextParallel = WHOLE) -> None:
+        self.rope, self.size, self.cp = rope, size, cp
         self._frequency = inverse_frequencies(rope, size)
         self._tables: tuple[Tensor, Tensor] | None = None
         self._last = PerMicroBatch()
@@ -102,7 +119,7 @@ class Rotary:
 
         Args:
             x: Queries, keys or both.
-            places: Of the tokens, positions below S; None counts from 0 in every row. Or what was made so.
+            places: In whole rows, positions below T; None counts from 0 in every row. Or what was made so.
         """
         if self.size == x.shape[-1]:
             return self._turn(x, places)
@@ -115,7 +132,7 @@ class Rotary:
         if isinstance(places, RopeAndMask):
             tables = places.tables
         else:
-            tables = uncompiled(self.found, x.shape[1], x.dtype, x.device, places)
+            tables = uncompiled(self.found, x.shape[1] * self.cp.size, x.dtype, x.device, places)
         cos, sin = (t.unflatten(-2, (-1, *heads)) for t in tables)
         left, right = x.chunk(2, dim=-1)
         half_turned = torch.cat((-right, left), dim=-1)
@@ -125,33 +142,39 @@ class Rotary:
     def found(
         self, length: int, dtype: torch.dtype, device: torch.device, places: Places | None
     ) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of the positions, [S, R], or [B, S, R] if they are given."""
-        tables = self.tables(length, dtype, device)
+        """Cosine and sine of this rank's positions in rows of ``length``: [S, R], or [B, S, R] if given."""
         if places is None:
-            return tables
-        positions = places.positions
-        found: tuple[Tensor, Tensor] = self._last.of(
-            positions, dtype, lambda: tuple(table[positions] for table in tables)
-        )
+            return self.tables(length, dtype, device)
+        positions_BT = places.positions
+
+        def make() -> tuple[Tensor, ...]:
+            if self.cp.size > 1:  # a table of T positions would be larger than what is looked up in it
+                return self._turns(self.cp.cut(positions_BT), dtype)
+            return tuple(table[positions_BT] for table in self.tables(length, dtype, device))
+
+        found: tuple[Tensor, Tensor] = self._last.of(positions_BT, dtype, make)
         return found
 
     def tables(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Cosine and sine [S, R] of positions 0 .. length-1 in float32; the last call's tables are kept."""
+        """Cosine and sine [S, R] of this rank's places in rows of ``length``; the last call's are kept."""
         kept = self._tables
         if (
             kept is not None
-            and kept[0].shape[0] == length
+            and kept[0].shape[0] * self.cp.size == length
             and (kept[0].dtype, kept[0].device) == (dtype, device)
         ):
             return kept
         # Not as inference tensors, which a later training step could not save for backward.
         with torch.inference_mode(mode=False), torch.no_grad():
-            position_S = torch.arange(length, dtype=torch.float32, device=device)
-            angle = position_S[:, None] * self._frequency.to(device)
-            angle_SR = torch.cat((angle, angle), dim=-1)
-            scale = self.rope.attention_factor
-            self._tables = ((angle_SR.cos() * scale).to(dtype), (angle_SR.sin() * scale).to(dtype))
+            self._tables = self._turns(self.cp.indices(length, device), dtype)
         return self._tables
+
+    def _turns(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosine and sine [..., R], computed in float32."""
+        angle = positions.float()[..., None] * self._frequency.to(positions.device)
+        angle = torch.cat((angle, angle), dim=-1)
+        scale = self.rope.attention_factor
+        return (angle.cos() * scale).to(dtype), (angle.sin() * scale).to(dtype)
 
 
 _ALIGNMENT = 8
@@ -170,49 +193,75 @@ class CausalMask:
 
     def __init__(self, window: int = 0) -> None:
         self.window = window
-        self._mask: Tensor | None = None
+        self._form: Any = None
+        self._masks: dict[tuple[int, int], Tensor] = {}
         self._last = PerMicroBatch()
 
     def __repr__(self) -> str:
         return f"CausalMask({self.window})"
 
+    def keys(self, queries: range) -> range:
+        """The stretch of a row outside of which no token of ``queries`` attends to any."""
+        return range(max(0, queries.start + 1 - self.window) if self.window else 0, queries.stop)
+
     def __call__(
-        self, length: int, dtype: torch.dtype, device: torch.device, places: Places | None = None
+        self,
+        length: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        places: Places | None = None,
+        queries: range | None = None,
     ) -> Tensor | None:
-        """[S, S], or [B, 1, S, S] for documents, to be added to the scores: 0, or -inf for other keys.
+        """[T, T], or [B, 1, T, T] for documents, to be added to the scores: 0, or -inf for other keys.
 
         None if the window holds the whole sequence, which is one document: then a causal mask is enough, for
-        which kernels need no tensor. The mask of the last call is kept.
+        which kernels need no tensor. The masks of the last call's length are kept.
+
+        Args:
+            length: T.
+            dtype: Of queries.
+            device: Of queries.
+            places: In whole rows.
+            queries: The stretch of rows whose tokens attend, to :meth:`keys`: the last two dims of the mask
+                are these two. None for all.
         """
-        document_BS = None if places is None else places.documents
-        if document_BS is not None:
-            mask: Tensor = self._last.of(document_BS, dtype, lambda: self._of_documents(document_BS, dtype))
+        queries = range(length) if queries is None else queries
+        document_BT = None if places is None else places.documents
+        if document_BT is not None:
+            mask: Tensor = self._last.of(
+                document_BT, (dtype, queries), lambda: self._of_documents(document_BT, dtype, queries)
+            )
             return mask
-        if not self.window or length <= self.window:
+        size = len(queries), len(self.keys(queries))
+        windowed = self.window and queries.stop > self.window
+        if not windowed and (size[0] == size[1] or device.type != "cpu"):
             return None
-        kept = self._mask
-        if kept is None or kept.shape[0] != length or (kept.dtype, kept.device) != (dtype, device):
+        if self._form != (length, dtype, device):
+            self._masks.clear()
+            self._form = length, dtype, device
+        if size not in self._masks:
             # Not as inference tensors, which a later training step could not save for backward.
             with torch.inference_mode(mode=False), torch.no_grad():
-                self._mask = None
-                kept = self._mask = self._before(length, dtype, device).log_()[:, :length]
-        return kept
+                self._masks[size] = self._before(size, dtype, device).log_()[:, : size[1]]
+        return self._masks[size]
 
-    def _before(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Ones for the keys before a token and in its window, [S, at least S]; their logarithm is the mask.
+    def _before(self, size: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Ones for the keys before a token and in its window, [queries, at least keys], which end together.
 
-        The logarithm is 0 inside and -inf outside, which takes no second S x S tensor.
+        Their logarithm is the mask: 0 inside and -inf outside, which takes no second tensor of this size.
         """
-        stored = -(-length // _ALIGNMENT) * _ALIGNMENT
-        ones = torch.ones(length, stored, dtype=dtype, device=device).tril_()
-        return ones.triu_(1 - self.window) if self.window else ones
+        queries, keys = size
+        ones = torch.ones(queries, -(-keys // _ALIGNMENT) * _ALIGNMENT, dtype=dtype, device=device)
+        ones = ones.tril_(keys - queries)
+        return ones.triu_(keys - queries + 1 - self.window) if self.window else ones
 
-    def _of_documents(self, document_BS: Tensor, dtype: torch.dtype) -> Tensor:
-        length = document_BS.shape[1]
-        before_SS = self._before(length, dtype, document_BS.device)
-        document_BK = F.pad(document_BS, (0, before_SS.shape[1] - length))
-        same_BSK = document_BS.unsqueeze(2) == document_BK.unsqueeze(1)
-        return same_BSK.to(dtype).mul_(before_SS).log_().unsqueeze(1)[..., :length]
+    def _of_documents(self, document_BT: Tensor, dtype: torch.dtype, queries: range) -> Tensor:
+        keys = self.keys(queries)
+        before = self._before((len(queries), len(keys)), dtype, document_BT.device)
+        ours, others = (document_BT[:, each.start : each.stop] for each in (queries, keys))
+        others = F.pad(others, (0, before.shape[1] - len(keys)))
+        same = ours.unsqueeze(2) == others.unsqueeze(1)
+        return same.to(dtype).mul_(before).log_().unsqueeze(1)[..., : len(keys)]
 
 
 def kv_heads(model: ModelSpec, tp: TensorParallel) -> range:
@@ -247,7 +296,7 @@ class Attention(nn.Module):
             output projection again ("selective", arXiv:2205.05198, section 5).
 
     Raises:
-        ModelError: As :func:`kv_heads`.
+        ModelError: As :func:`kv_heads`, or query heads that Ulysses cannot share out.
     """
 
     def __init__(
@@ -263,7 +312,8 @@ class Attention(nn.Module):
         tp = weights.tp
         self.num_heads, self.num_kv_heads = model.num_heads // tp.size, len(kv_heads(model, tp))
         self.head_dim, self.dropout = model.head_dim, model.attention_dropout
-        self.tp, self.rotary, self.recompute_core = tp, rotary, recompute_core
+        self.tp, self.cp, self.rotary, self.recompute_core = tp, weights.cp, rotary, recompute_core
+        check_heads(self.num_heads, self.cp)
         self.mask = mask or CausalMask()
         sizes = (model.query_size, model.kv_size, model.kv_size)
         options: dict[str, Any] = {"bias": model.attention_bias, "init": None, **weights.form}
@@ -292,21 +342,28 @@ class Attention(nn.Module):
         """[B, s, H] to the same."""
         qkv_BSP = self.qkv(x_BsH)
         dropping = self.training and self.dropout > 0.0
-        context = (
-            uncompiled(self._drawn, qkv_BSP, places) if dropping else self._context(qkv_BSP, None, places)
-        )
+        if dropping or self.cp.size > 1:
+            context = uncompiled(self._between, qkv_BSP, dropping, places)
+        else:
+            context = self._context(qkv_BSP, None, places)
         y: Tensor = self.out(context)
         return y
 
     def rope_and_mask(self, x_BsH: Tensor, places: Places | None) -> RopeAndMask:
         """What :meth:`forward` takes in the place of places, so that a graph need not make it."""
-        length = x_BsH.shape[1] * (self.tp.size if self.tp.sequence else 1)
+        length = x_BsH.shape[1] * (self.tp.size if self.tp.sequence else 1) * self.cp.size
         form = (length, x_BsH.dtype, x_BsH.device, places)
-        return RopeAndMask(self.rotary.found(*form), self.mask(*form))
+        return RopeAndMask(self.rotary.found(*form), self._masks(*form))
 
-    def _drawn(self, qkv_BSP: Tensor, places: Places | RopeAndMask | None) -> Tensor:
+    def _masks(self, length: int, *form: Any) -> Masks:
+        if self.cp.size == 1 or self.cp.method == "ulysses":
+            return (self.mask(length, *form),)
+        return tuple(self.mask(length, *form, queries) for queries in self.cp.chunks(length))
+
+    def _between(self, qkv_BSP: Tensor, dropping: bool, places: Places | RopeAndMask | None) -> Tensor:
         # Drawn outside the recomputed part, which then needs no generator; one per rank, as heads are cut.
-        return self._context(qkv_BSP, draw_seed(self.tp, sharded=True), places)
+        seed = draw_seed(self.tp, sharded=True) if dropping else None
+        return self._context(qkv_BSP, seed, places)
 
     def _context(self, *given: Any) -> Tensor:
         if not self.recompute_core or not torch.is_grad_enabled():
@@ -317,18 +374,30 @@ class Attention(nn.Module):
     def _core(self, qkv_BSP: Tensor, seed: int | None, places: Places | RopeAndMask | None) -> Tensor:
         """Attention of this rank's heads: fused projection [B, S, P] to context [B, S, N D]."""
         q, k, v = self._heads(qkv_BSP, places)
-        mask = (
-            places.mask
+        masks = (
+            places.masks
             if isinstance(places, RopeAndMask)
-            else uncompiled(self.mask, q.shape[1], q.dtype, q.device, places)
+            else uncompiled(self._masks, q.shape[1] * self.cp.size, q.dtype, q.device, places)
         )
-        q_BNSD, k_BKSD, v_BKSD = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        if seed is None:
-            context_BNSD = scaled_dot_product(q_BNSD, k_BKSD, v_BKSD, 0.0, mask)
-        else:
-            with seeded(q.device, seed):
-                context_BNSD = scaled_dot_product(q_BNSD, k_BKSD, v_BKSD, self.dropout, mask)
-        return context_BNSD.transpose(1, 2).flatten(2)
+        with nullcontext() if seed is None else seeded(q.device, seed):
+            context_BSND = self._attend(q, k, v, 0.0 if seed is None else self.dropout, masks)
+        return context_BSND.flatten(2)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, masks: Masks) -> Tensor:
+        """Queries [B, S, N, D], keys and values [B, S, K, D] to context [B, S, N, D]."""
+        if self.cp.size == 1:
+            return attended(q, k, v, dropout, masks[0])
+        if self.cp.method == "ulysses":
+            q, k, v = own_heads(q, k, v, self.cp)
+            return collectives.rows_for_heads(attended(q, k, v, dropout, masks[0]), self.cp, heads=2)
+        count = k.shape[2]
+        k, v = collectives.gather_rows(torch.cat((k, v), dim=2), self.cp).split(count, dim=2)
+        found = []
+        for q_part, queries, mask in zip(q.chunk(2, 1), self.cp.chunks(k.shape[1]), masks, strict=True):
+            keys = self.mask.keys(queries)
+            reached = (each[:, keys.start : keys.stop] for each in (k, v))
+            found.append(attended(q_part, *reached, dropout, mask))
+        return torch.cat(found, dim=1)
 
     def _heads(self, qkv_BSP: Tensor, places: Places | RopeAndMask | None) -> tuple[Tensor, ...]:
         """Queries [B, S, N, D], keys and values [B, S, K, D], as attention takes them."""
@@ -345,13 +414,45 @@ class Attention(nn.Module):
         return q, k, v.contiguous()
 
 
+def check_heads(heads: int, cp: ContextParallel) -> None:
+    """Raise ModelError unless ``heads`` query heads of a rank are something for each rank under Ulysses."""
+    if cp.method == "ulysses" and heads % cp.size:
+        raise ModelError(
+            'dsx.parallel.context_method = "ulysses"',
+            f"it shares out the {heads} query heads of a rank, which {cp.size} context ranks do not divide",
+            'use "all_gather", or a dsx.parallel.context that divides them',
+        )
+
+
+def own_heads(q: Tensor, k: Tensor, v: Tensor, cp: ContextParallel) -> list[Tensor]:
+    """Queries [B, S, N, D], keys and values [B, S, K, D] to those of N/cp heads in whole rows.
+
+    Where ranks outnumber key/value heads, or share them unevenly, these are repeated first.
+    """
+    count, pairs = q.shape[2], k.shape[2]
+    if pairs % cp.size:
+        times = (cp.size if cp.size % pairs == 0 else count) // pairs
+        k, v = (each.repeat_interleave(times, dim=2) for each in (k, v))
+    by_rank = zip(*(each.chunk(cp.size, dim=2) for each in (q, k, v)), strict=True)
+    fused = torch.cat([part for parts in by_rank for part in parts], dim=2)
+    sizes = [each.shape[2] // cp.size for each in (q, k, v)]
+    return list(collectives.heads_for_rows(fused, cp, heads=2).split(sizes, dim=2))
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Tensor | None) -> Tensor:
+    """:func:`scaled_dot_product` of [B, S, heads, D], as projections give them."""
+    q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+    return scaled_dot_product(q, k, v, dropout, mask).transpose(1, 2)
+
+
 def scaled_dot_product(
     q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, dropout: float, mask: Tensor | None
 ) -> Tensor:
     """Scaled dot-product attention, causal unless a mask says more; torch picks the fused kernel.
 
-    Queries [B, N, S, D], keys and values [B, K, S, D], a probability of dropout, which draws from torch's
-    generator, and a mask [S, S] or [B, 1, S, S] to be added to the scores to context [B, N, S, D].
+    Queries [B, N, S, D], keys and values [B, K, T, D], which end with the same token, a probability of
+    dropout, which draws from torch's generator, and a mask [S, T] or [B, 1, S, T] to be added to the scores
+    to context [B, N, S, D].
     """
     groups = q_BNSD.shape[1] // k_BKSD.shape[1]
     if groups > 1 and q_BNSD.is_cuda and (q_BNSD.dtype == torch.float32 or mask is not None):
@@ -359,12 +460,15 @@ def scaled_dot_product(
         # enable_gqa: without this, torch would fall back to a kernel that stores S x S scores.
         k_BKSD, v_BKSD = (t.repeat_interleave(groups, dim=1) for t in (k_BKSD, v_BKSD))
         groups = 1
+    causal = mask is None
+    if causal and q_BNSD.shape[2] != k_BKSD.shape[2]:
+        mask, causal = causal_lower_right(q_BNSD.shape[2], k_BKSD.shape[2]), False
     return F.scaled_dot_product_attention(
         q_BNSD,
         k_BKSD,
         v_BKSD,
         attn_mask=mask,
         dropout_p=dropout,
-        is_causal=mask is None,
+        is_causal=causal,
         enable_gqa=groups > 1,
     )

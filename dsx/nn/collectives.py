@@ -1,4 +1,4 @@
-"""Every communication of the tensor-parallel modules, as plain calls and as autograd functions.
+"""Every communication of tensor-parallel and context-parallel modules, as plain calls and autograd functions.
 
 With ``tp.size == 1`` nothing here communicates. ``f`` and ``g`` are the operators of Shoeybi et al. 2019
 (arXiv:1909.08053, section 3); the sequence-parallel pair is that of Korthikanti et al. 2022
@@ -13,6 +13,15 @@ With ``tp.size == 1`` nothing here communicates. ``f`` and ``g`` are the operato
 | :func:`gather_sequence` | all-gather on the sequence | reduce-scatter |
 | :func:`copy_parameters` | identity | all-reduce |
 
+On a context axis, whose ranks share a row in zigzag (:mod:`dsx.nn.context`), each a sequence of 1/cp:
+
+| function | forward | backward |
+|---|---|---|
+| :func:`gather_rows` | all-gather, in the rows' order | reduce-scatter |
+| :func:`heads_for_rows` | all-to-all: own heads of whole rows | :func:`rows_for_heads` |
+| :func:`rows_for_heads` | all-to-all: all heads of the own part | :func:`heads_for_rows` |
+| :func:`sum_over_context` | all-reduce | times cp: all ranks go on alike |
+
 Shapes: B micro-batch, S sequence, H hidden.
 """
 
@@ -20,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -28,7 +37,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dsx.errors import ModelError
+from dsx.nn.context import ContextParallel
 from dsx.nn.parallel import TensorParallel, uncompiled
+
+Ranks: TypeAlias = "TensorParallel | ContextParallel"
 
 SEQUENCE = 1
 """Dim of [B, S, H] that sequence parallelism cuts."""
@@ -58,8 +70,8 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-def start_all_reduce(x: Tensor, tp: TensorParallel, op: Literal["sum", "max"] = "sum") -> Pending:
-    """Start reducing ``x`` in place over the tensor-parallel ranks; any shape, contiguous."""
+def start_all_reduce(x: Tensor, tp: Ranks, op: Literal["sum", "max"] = "sum") -> Pending:
+    """Start reducing ``x`` in place over the ranks; any shape, contiguous."""
     if tp.size == 1:
         return done(x)
     reduce_op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
@@ -94,8 +106,8 @@ def start_reduce_scatter(x: Tensor, tp: TensorParallel, dim: int) -> Pending:
     return Pending(buffer, _reduce_scatter(buffer, ranks.flatten(0, 1), tp), _same)
 
 
-def all_reduce(x: Tensor, tp: TensorParallel, op: Literal["sum", "max"] = "sum") -> Tensor:
-    """``x`` reduced in place over the tensor-parallel ranks."""
+def all_reduce(x: Tensor, tp: Ranks, op: Literal["sum", "max"] = "sum") -> Tensor:
+    """``x`` reduced in place over the ranks."""
     return start_all_reduce(x, tp, op).wait()
 
 
@@ -121,16 +133,21 @@ def _check_divides(x: Tensor, tp: TensorParallel, dim: int) -> None:
         )
 
 
-def _all_gather(output: Tensor, x: Tensor, tp: TensorParallel) -> dist.Work | None:
+def _all_gather(output: Tensor, x: Tensor, tp: Ranks) -> dist.Work | None:
     # torch 2.13 renamed all_gather_into_tensor and warns at the old name; 2.11 has only that one.
     call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     work: dist.Work | None = call(output, x, group=tp.group, async_op=True)
     return work
 
 
-def _reduce_scatter(output: Tensor, x: Tensor, tp: TensorParallel) -> dist.Work | None:
+def _reduce_scatter(output: Tensor, x: Tensor, tp: Ranks) -> dist.Work | None:
     call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     work: dist.Work | None = call(output, x, group=tp.group, async_op=True)
+    return work
+
+
+def _all_to_all(output: Tensor, x: Tensor, cp: ContextParallel) -> dist.Work | None:
+    work: dist.Work | None = dist.all_to_all_single(output, x, group=cp.group, async_op=True)
     return work
 
 
@@ -263,3 +280,91 @@ def copy_parameters(tp: TensorParallel, *parameters: Tensor, cut: bool = False) 
     """
     parts = tp.sequence or (cut and tp.size > 1)
     return uncompiled(_CopyParameters.apply, tp, *parameters) if parts else parameters
+
+
+def _by_rank(row: Tensor, cp: ContextParallel, dim: int) -> Tensor:
+    """The chunks of whole rows in the order of the ranks that have them: [2 cp, ...]."""
+    chunks = row.chunk(2 * cp.size, dim)
+    return torch.stack([chunks[at] for rank in range(cp.size) for at in (rank, 2 * cp.size - 1 - rank)])
+
+
+def _in_order(ranks: Tensor, dim: int) -> Tensor:
+    """The inverse of :func:`_by_rank`: every rank's chunks, [2 cp, ...], as whole rows."""
+    chunks = list(ranks)
+    return torch.cat(chunks[::2] + chunks[::-2], dim)
+
+
+def _gather_rows(x: Tensor, cp: ContextParallel, dim: int) -> Tensor:
+    chunks = torch.stack(x.chunk(2, dim))
+    ranks = chunks.new_empty(2 * cp.size, *chunks.shape[1:])
+    Pending(ranks, _all_gather(ranks, chunks, cp), _same).wait()
+    return _in_order(ranks, dim)
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cp: ContextParallel, dim: int) -> Tensor:
+        ctx.cp, ctx.dim = cp, dim
+        return _gather_rows(x, cp, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        ranks = _by_rank(dy, ctx.cp, ctx.dim)
+        own = torch.empty_like(ranks[:2])
+        Pending(own, _reduce_scatter(own, ranks, ctx.cp), _same).wait()
+        return torch.cat(tuple(own), ctx.dim), None, None
+
+
+def _heads_for_rows(x: Tensor, cp: ContextParallel, heads: int, dim: int) -> Tensor:
+    # Two chunks of the sequence for each rank, and in them the heads of that rank.
+    given = torch.stack([half for part in x.chunk(cp.size, heads) for half in part.chunk(2, dim)])
+    ranks = torch.empty_like(given)
+    Pending(ranks, _all_to_all(ranks, given, cp), _same).wait()
+    return _in_order(ranks, dim)
+
+
+def _rows_for_heads(x: Tensor, cp: ContextParallel, heads: int, dim: int) -> Tensor:
+    given = _by_rank(x, cp, dim)
+    ranks = torch.empty_like(given)
+    Pending(ranks, _all_to_all(ranks, given, cp), _same).wait()
+    return torch.cat([torch.cat(tuple(ranks[half::2]), heads) for half in (0, 1)], dim)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Any, back: Any, *how: Any) -> Tensor:
+        ctx.way, ctx.how = (back, there), how
+        y: Tensor = there(x, *how)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        back, _ = ctx.way
+        return back(dy, *ctx.how), None, None, None, None, None
+
+
+def gather_rows(x: Tensor, cp: ContextParallel, dim: int = SEQUENCE) -> Tensor:
+    """Every rank's part along ``dim`` as whole rows; in backward the gradients are summed and cut again."""
+    return x if cp.size == 1 else uncompiled(_GatherRows.apply, x, cp, dim)
+
+
+def heads_for_rows(x: Tensor, cp: ContextParallel, *, heads: int, dim: int = SEQUENCE) -> Tensor:
+    """All heads of this rank's part of the rows, along ``dim``, to its share of the heads of whole rows."""
+    how = _heads_for_rows, _rows_for_heads, cp, heads, dim
+    return x if cp.size == 1 else uncompiled(_Exchange.apply, x, *how)
+
+
+def rows_for_heads(x: Tensor, cp: ContextParallel, *, heads: int, dim: int = SEQUENCE) -> Tensor:
+    """The inverse of :func:`heads_for_rows`."""
+    how = _rows_for_heads, _heads_for_rows, cp, heads, dim
+    return x if cp.size == 1 else uncompiled(_Exchange.apply, x, *how)
+
+
+def sum_over_context(x: Tensor, cp: ContextParallel) -> Tensor:
+    """The sum of ``x`` over the ranks, which all go on alike with it, so that each adds its gradient."""
+    if cp.size == 1:
+        return x
+    own = x.detach()
+    return all_reduce(own.clone(memory_format=torch.contiguous_format), cp) + cp.size * (x - own)

@@ -59,10 +59,13 @@ class ContextParallel:
         """
         if self.size == 1:
             return x
-        self.check_length(x.shape[dim])
-        chunk = x.shape[dim] // (2 * self.size)
-        starts = (self.rank * chunk, (2 * self.size - 1 - self.rank) * chunk)
-        return torch.cat([x.narrow(dim, start, chunk) for start in starts], dim)
+        return torch.cat([x.narrow(dim, part.start, len(part)) for part in self.chunks(x.shape[dim])], dim)
+
+    def chunks(self, length: int) -> tuple[range, ...]:
+        """The two stretches of a row of ``length`` tokens that this rank has, in order."""
+        self.check_length(length)
+        chunk = length // (2 * self.size)
+        return tuple(range(at * chunk, (at + 1) * chunk) for at in (self.rank, 2 * self.size - 1 - self.rank))
 
     def check_length(self, length: int) -> None:
         """Raise LayoutError unless rows of ``length`` tokens divide into two chunks for each rank."""

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from dsx.errors import ModelError
 from dsx.models.spec import ModelSpec
 from dsx.nn import collectives
+from dsx.nn.context import WHOLE, ContextParallel
 from dsx.nn.documents import Given, Stream, hidden_of
 from dsx.nn.linear import column_linear
 from dsx.nn.parallel import TensorParallel
@@ -251,6 +252,7 @@ class LearnedPositions(nn.Module):
     Args:
         max_positions: Rows.
         hidden_size: H.
+        cp: The ranks that share a sequence, of which each has a part.
     """
 
     def __init__(
@@ -263,9 +265,10 @@ class LearnedPositions(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         split: WeightGradients | None = None,
+        cp: ContextParallel = WHOLE,
     ) -> None:
         super().__init__()
-        self.tp, self.split = tp, split
+        self.tp, self.cp, self.split = tp, cp, split
         self.weight = fresh_parameter((max_positions, hidden_size), tp, init, dtype=dtype, device=device)
 
     def forward(self, x_BsH: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -273,12 +276,12 @@ class LearnedPositions(nn.Module):
 
         Args:
             x_BsH: Vectors of tokens.
-            positions: int64 [B, S], below S; None counts from 0 in every row.
+            positions: int64 [B, S] of whole rows, below S; None counts from 0 in every row.
 
         Raises:
             ModelError: A sequence longer than the table.
         """
-        length = x_BsH.shape[1] * (self.tp.size if self.tp.sequence else 1)
+        length = x_BsH.shape[1] * (self.tp.size if self.tp.sequence else 1) * self.cp.size
         if length > self.weight.shape[0]:
             raise ModelError(
                 f"sequence length {length}",
@@ -290,7 +293,9 @@ class LearnedPositions(nn.Module):
         # B x S x H, instead of a sum over the whole table.
         dim = 0
         if positions is not None:
-            position_SH, dim = F.embedding(positions, position_SH), 1
+            position_SH, dim = F.embedding(self.cp.cut(positions), position_SH), 1
+        else:
+            position_SH = self.cp.cut(position_SH, dim=0)
         if self.tp.sequence:
             position_SH = collectives.scatter_to(position_SH, self.tp, dim=dim)
         return x_BsH + position_SH

@@ -1,0 +1,263 @@
+"""Models whose rows are cut over context-parallel ranks, against transformers in one process."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.masking_utils import sliding_window_causal_mask_function
+
+import ranks
+from dsx.checkpoint.formats.huggingface.weights import split
+from dsx.checkpoint.formats.slices import merge
+from dsx.errors import ModelError
+from dsx.models.families import layers
+from dsx.nn import LearnedPositions, collectives
+from dsx.nn.attention import CausalMask, scaled_dot_product
+from dsx.nn.compiled import compile_blocks
+from dsx.nn.context import ContextParallel
+from dsx.nn.documents import Places
+from dsx.nn.parallel import TensorParallel
+
+LENGTH = 24
+DOCUMENTS = ((3, 14, 1, 6), (24,))
+"""Of each row of a micro-batch: one begins inside a rank's chunk, one crosses several, one is a whole row."""
+
+
+def places(rank: int, tensor: int, sequence: bool, method: Any) -> tuple[ContextParallel, TensorParallel]:
+    """Of a rank of all, the tensor axis inside of the context axis."""
+    size = dist.get_world_size() // tensor
+    rows = [dist.new_group([at * tensor + t for at in range(size)]) for t in range(tensor)]
+    blocks = [dist.new_group([at * tensor + t for t in range(tensor)]) for at in range(size)]
+    cp = ContextParallel(size, rank // tensor, rows[rank % tensor], method)
+    return cp, TensorParallel(tensor, rank % tensor, blocks[rank // tensor], sequence)
+
+
+def train(
+    rank: int, world_size: int, name: str, how: dict[str, Any], state: Any, *batch: Tensor
+) -> tuple[Any, ...]:
+    """One forward and backward: this rank's logits, the summed loss and gradients by dsx name."""
+    del world_size
+    ids, labels, *positions = batch
+    cp, tp = places(rank, how.get("tensor", 1), how.get("sequence", False), how["method"])
+    model = tiny_models.Model(name, tp, cp=cp, recompute=how.get("recompute", "none")).load(state)
+    logits = model((cp.cut(ids), *positions) if positions else cp.cut(ids))
+    loss = model.loss_fn(logits, cp.cut(labels), num_tokens=(labels != -100).sum())
+    loss.backward()
+    loss = collectives.all_reduce(loss.detach(), cp)
+    grads = {}
+    for parameter in model.parameters():
+        grads[parameter.dsx_spec.name] = parameter.dsx_spec, collectives.all_reduce(parameter.grad, cp)
+    return cp.indices(LENGTH), logits.detach(), loss, grads
+
+
+CASES: list[tuple[str, int, dict[str, Any]]] = [
+    ("llama", 2, {"method": "all_gather"}),
+    ("llama", 2, {"method": "ulysses", "recompute": "full"}),
+    ("llama", 2, {"method": "all_gather", "recompute": "selective", "documents": True}),
+    ("llama-tp4", 4, {"method": "all_gather", "documents": True}),
+    ("llama-tp4", 4, {"method": "ulysses", "recompute": "selective"}),
+    ("llama-tied", 4, {"method": "all_gather", "tensor": 2, "sequence": True}),
+    ("llama-tp4", 4, {"method": "ulysses", "tensor": 2, "sequence": True, "documents": True}),
+    ("mistral", 2, {"method": "all_gather"}),
+    ("mistral", 2, {"method": "ulysses", "documents": True}),
+    ("qwen3-window", 2, {"method": "all_gather", "documents": True, "recompute": "full"}),
+    ("qwen3-one-head", 2, {"method": "all_gather"}),
+    ("qwen3-one-head", 2, {"method": "ulysses"}),
+    ("qwen2-window", 2, {"method": "ulysses"}),  # 3 key/value heads, which 2 ranks share unevenly
+    ("qwen2-window", 4, {"method": "all_gather"}),
+]
+
+
+@pytest.mark.parametrize(("name", "size", "how"), CASES)
+def test_equal_to_transformers(name: str, size: int, how: dict[str, Any]) -> None:
+    hf = tiny_models.reference(name)
+    ids, labels = tiny_models.batch(name, len(DOCUMENTS), LENGTH)
+    labels[:, 18:] = -100  # with two ranks, one has twelve trained tokens of a row and one seven or two
+    positions = []
+    if how.get("documents"):
+        positions = [torch.stack([torch.cat([torch.arange(n) for n in row]) for row in DOCUMENTS])]
+    named = {"position_ids": positions[0]} if positions else {}
+    hf_logits = hf(ids, use_cache=False, **named).logits
+    hf_loss = F.cross_entropy(hf_logits.flatten(0, 1), labels.flatten())
+    hf_loss.backward()
+    results = ranks.run(train, size, name, how, hf.state_dict(), ids, labels, *positions)
+
+    vocab, tensor = hf.config.vocab_size, how.get("tensor", 1)
+    for first in range(0, size, tensor):
+        parts = results[first : first + tensor]
+        logits = torch.cat([part[1] for part in parts], -1)[..., :vocab]
+        torch.testing.assert_close(logits, hf_logits[:, parts[0][0]], atol=2e-5, rtol=1e-5)
+    grads: dict[str, Tensor] = {}
+    for dsx_name, (spec, _) in results[0][3].items():
+        grads |= split(spec, merge(spec, [part[3][dsx_name][1] for part in results[:tensor]]))
+    for _, _, loss, _ in results:
+        torch.testing.assert_close(loss, hf_loss, atol=1e-6, rtol=1e-6)
+    for key, p in hf.named_parameters():
+        torch.testing.assert_close(
+            grads[key], p.grad, atol=3e-6, rtol=1e-4, msg=lambda m, key=key: f"{key}: {m}"
+        )
+
+
+def spread(rank: int, world_size: int, method: Any) -> list[Any]:
+    """Learned positions of a row's part, sums over ranks, and a compiled block beside itself."""
+    cp, tp = places(rank, 1, False, method)
+    torch.manual_seed(2)
+    table = LearnedPositions(32, 4, tp, cp=cp)
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in DOCUMENTS])
+    x = torch.zeros(2, LENGTH // world_size, 4)
+    plain, packed = table(x), table(x, positions)
+    ((plain + packed) * cp.cut(torch.arange(2.0 * LENGTH * 4).view(2, LENGTH, 4))).sum().backward()
+    found = [cp.indices(LENGTH), plain, packed, collectives.all_reduce(table.weight.grad, cp)]
+    own = torch.tensor([1.0, 2.0, rank], requires_grad=True)
+    total = collectives.sum_over_context(own, cp)
+    total.square().sum().backward()
+    return [each.detach() for each in (*found, total, own.grad)]
+
+
+def test_learned_positions_and_sums() -> None:
+    parts = ranks.run(spread, 2, "all_gather")
+    torch.manual_seed(2)
+    table = LearnedPositions(32, 4, TensorParallel())
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in DOCUMENTS])
+    x = torch.zeros(2, LENGTH, 4)
+    plain, packed = table(x), table(x, positions)
+    ((plain + packed) * torch.arange(2.0 * LENGTH * 4).view(2, LENGTH, 4)).sum().backward()
+    for indices, part, packed_part, gradient, total, own in parts:
+        assert torch.equal(part, plain[:, indices])
+        assert torch.equal(packed_part, packed[:, indices])
+        torch.testing.assert_close(gradient, table.weight.grad)
+        assert total.tolist() == [2, 4, 1]
+        # The loss that every rank has of the sums is one loss, and each adds its share of the gradient.
+        assert own.tolist() == [2 * 2 * 2, 2 * 2 * 4, 2 * 2 * 1]
+
+
+class Wire:
+    """Stands in for torch.distributed in dsx.nn.collectives: (name, elements of its largest tensor)."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(dist, name)
+        if not name.startswith(("all_", "reduce_")):
+            return real
+
+        def recorded(*tensors: Tensor, **options: Any) -> Any:
+            kind = re.sub("_(single|into_tensor|tensor)$", "", name)  # torch 2.13 renamed two
+            self.calls.append((kind, max(tensor.numel() for tensor in tensors)))
+            return real(*tensors, **options)
+
+        return recorded
+
+
+def communicated(rank: int, world_size: int, method: Any) -> list[tuple[str, int]]:
+    """What a block sends in its forward and its backward, of 3 rows."""
+    cp, tp = places(rank, 1, False, method)
+    model = tiny_models.Model("llama", tp, cp=cp)
+    x = torch.randn(3, LENGTH // world_size, 60, requires_grad=True)
+    wire: Any = Wire()
+    collectives.dist = wire
+    model.calls[1](x).sum().backward()
+    return wire.calls
+
+
+def test_what_goes_over_the_wire() -> None:
+    """Keys and values of whole rows; or a rank's part of queries, keys and values, and of their context."""
+    heads, pairs, size = 6, 2, 16
+    keys = 3 * LENGTH * 2 * pairs * size
+    for calls in ranks.run(communicated, 2, "all_gather"):
+        assert calls == [("all_gather", keys), ("reduce_scatter", keys)]
+    part = 3 * LENGTH // 2 * size
+    for calls in ranks.run(communicated, 2, "ulysses"):
+        both = [("all_to_all", part * (heads + 2 * pairs)), ("all_to_all", part * heads)]
+        assert calls == both + both[::-1]
+
+
+@pytest.mark.parametrize("window", [0, 1, 5, 9, 40])
+@pytest.mark.parametrize("packed", [False, True])
+def test_masks_of_a_stretch_are_rows_of_the_whole_mask(window: int, packed: bool) -> None:
+    of, cpu = CausalMask(window), torch.device("cpu")
+    document = torch.stack([torch.cat([torch.full((n,), i) for i, n in enumerate(row)]) for row in DOCUMENTS])
+    at = Places(document, document) if packed else None
+    place = torch.arange(LENGTH)
+    allowed = sliding_window_causal_mask_function(window or LENGTH)(0, 0, place[:, None], place[None])
+    if packed:
+        allowed = (allowed & (document[:, :, None] == document[:, None])).unsqueeze(1)
+    whole = torch.zeros(allowed.shape).masked_fill_(~allowed, -torch.inf)
+    for rank in range(3):
+        for queries in ContextParallel(3, rank).chunks(LENGTH):
+            keys = of.keys(queries)
+            rows = whole[..., queries.start : queries.stop, :]
+            mask = of(LENGTH, torch.float32, cpu, at, queries)
+            if mask is None:
+                assert queries.start == 0
+                mask = torch.zeros(len(queries), len(queries)).masked_fill_(~allowed[:4, :4], -torch.inf)
+            assert torch.equal(mask, rows[..., keys.start : keys.stop])
+            assert rows[..., : keys.start].eq(-torch.inf).all()
+            assert rows[..., keys.stop :].eq(-torch.inf).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fewer_queries_than_keys_need_no_mask(dtype: torch.dtype) -> None:
+    """Where a kernel has such a causal mask of its own, as on GPUs; on CPUs torch makes it."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(2, n, s, 8, generator=generator, dtype=dtype) for n, s in ((4, 5), (2, 12), (2, 12))
+    )
+    mask = CausalMask()(12, dtype, torch.device("cpu"), None, range(7, 12))
+    assert CausalMask()(12, dtype, torch.device("meta"), None, range(7, 12)) is None
+    masked = scaled_dot_product(q, k, v, 0.0, mask)
+    torch.testing.assert_close(scaled_dot_product(q, k, v, 0.0, None), masked)
+
+
+def test_heads_that_ulysses_cannot_share_out_are_refused() -> None:
+    spec, cp = tiny_models.Model("llama").spec, ContextParallel(4, 0, method="ulysses")
+    with pytest.raises(
+        ModelError, match="shares out the 6 query heads of a rank, which 4 context ranks do not"
+    ):
+        layers(spec, TensorParallel(), dtype=torch.float32, cp=cp)[1].build()
+
+
+def alike(rank: int, world_size: int, method: Any) -> None:
+    """Dropout's masks are the same when recomputed, and compiled blocks compute what others do."""
+    del world_size
+    warnings.filterwarnings("error", "Block runs as it is, not compiled")
+    cp, tp = places(rank, 1, False, method)
+    ids, labels = (cp.cut(each) for each in tiny_models.batch("llama-dropout"))
+    grads = []
+    for recompute, name in (
+        ("none", "llama-dropout"),
+        ("full", "llama-dropout"),
+        ("selective", "llama-dropout"),
+    ):
+        torch.manual_seed(3 + rank)
+        model = tiny_models.Model(name, tp, cp=cp, recompute=recompute)
+        model.loss_fn(model(ids), labels).backward()
+        grads.append([p.grad for p in model.parameters()])
+    for other in grads[1:]:
+        for a, b in zip(grads[0], other, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-7, rtol=1e-5)
+    for recompute in ("none", "selective"):
+        grads = []
+        for compiled in (False, True):
+            model = tiny_models.Model("mistral", tp, cp=cp, recompute=recompute)
+            if compiled:
+                kinds = [type(each) for each in model.children()]
+                assert compile_blocks(model.children(), kinds, "aot_eager")
+            model.loss_fn(model(ids), labels).backward()
+            grads.append([p.grad for p in model.parameters()])
+        for a, b in zip(*grads, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["all_gather", "ulysses"])
+def test_recomputed_and_compiled_blocks_give_the_same(method: str) -> None:
+    ranks.run(alike, 2, method)
