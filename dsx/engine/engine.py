@@ -178,6 +178,7 @@ class PipelineEngine:
         self.run_config = config
         self.deepspeed_engine = engine
         self.groups = model.groups
+        engine._config.train_batch_size //= self.groups.mesh.cp  # noqa: SLF001 (see settings_of)
         self.num_stages, self.stage_id = model.groups.mesh.pp, model.groups.pp_rank
         self.grid = Grid(model.groups)
         self._clipping, self._zero = clipping, zero
@@ -498,7 +499,8 @@ class PipelineEngine:
                 f"it is not a multiple of {unit} (micro-batch size x data-parallel degree)",
                 f"use a multiple of {unit}",
             )
-        engine.set_train_batch_size(train_batch_size)
+        engine.set_train_batch_size(train_batch_size * self.groups.mesh.cp)
+        engine._config.train_batch_size = train_batch_size  # noqa: SLF001 (see settings_of)
 
     def save_checkpoint(
         self,

@@ -23,6 +23,8 @@ class Case:
     pp: int = 1
     chunks: int = 1
     dp: int = 1
+    cp: int = 1
+    context_method: str = "auto"
     zero: int = 0
     accumulation: int = 3
     sequence_parallel: bool = True
@@ -39,7 +41,7 @@ class Case:
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
 
     @property
     def rows(self) -> int:
@@ -55,6 +57,8 @@ class Case:
             f"z{self.zero}",
         ]
         parts += [f"m{self.accumulation}"]
+        parts += [f"cp{self.cp}"] if self.cp > 1 else []
+        parts += [self.context_method] if self.context_method != "auto" else []
         parts += [] if self.sequence_parallel or self.tp == 1 else ["nosp"]
         parts += [self.recompute] if self.recompute != "none" else []
         parts += ["compiled"] if self.compile != "none" else []
@@ -88,6 +92,8 @@ def config(case: Case, folder: Path | None) -> dict[str, Any]:
                 "pipeline": case.pp,
                 "chunks": case.chunks,
                 "sequence_parallel": case.sequence_parallel,
+                "context": case.cp,
+                "context_method": case.context_method,
             },
             "schedule": {"name": case.schedule},
             "partition": {"method": case.partition},
