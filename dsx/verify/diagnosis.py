@@ -454,6 +454,8 @@ def _why_loss(facts: LossFacts, degrees: AxisSizes, tolerance: float) -> Said:
             "the layout agrees with dsx's own layers in one process, which differ from the reference: it is "
             "the model, not the layout"
         )
+    if facts.first_layer is None and degrees.mesh.cp > 1:  # no layer's output has been compared
+        return FORWARD, "attention over the parts of rows, the loss, or its sum over ranks is wrong"
     if facts.first_layer is None:
         return FORWARD, "every layer's output agrees: the loss itself, or its sum over ranks, is wrong"
     layer = facts.first_layer[0]

@@ -57,6 +57,27 @@ CASES = {
         "dsx.parallel.tensor=2",
         'dsx.model.overrides={"num_key_value_heads": 1}',
     ],
+    "zero3_bf16_ulysses": [
+        "zero_optimization.stage=3",
+        "bf16.enabled=true",
+        "dsx.parallel.pipeline=1",
+        "dsx.parallel.tensor=1",
+        "dsx.parallel.context=2",
+        "dsx.parallel.context_method=ulysses",
+    ],
+    "zero1_context_apart": [
+        "zero_optimization.stage=1",
+        "dsx.parallel.pipeline=1",
+        "dsx.parallel.tensor=1",
+        "dsx.parallel.context=2",
+        "dsx.data.documents=apart",
+    ],
+    "zero1_context": [
+        "zero_optimization.stage=1",
+        "dsx.parallel.pipeline=1",
+        "dsx.parallel.tensor=1",
+        "dsx.parallel.context=2",
+    ],
 }
 
 SCALARS = 2048
@@ -86,9 +107,12 @@ def test_steps_are_those_of_a_real_rank(name):
     estimated = {phase.name: phase.peak_bytes for phase in estimate(job, 1).phases}
     for step in ("step 1", "step 2"):
         # gloo's thread may still hold a scalar of the step before, or a message between tensor ranks.
-        held = 16 + (MESSAGE if "dsx.parallel.tensor=2" in sets else 0)
+        shares = {"dsx.parallel.tensor=2", "dsx.parallel.context=2"} & {*sets}
+        held = 16 + (MESSAGE if shares else 0)
         assert 0 <= real[1].phases[step] - paper.phases[step] + 16 <= held + 16
-        assert estimated[step] == pytest.approx(paper.phases[step], abs=SCALARS)
+        # Parts of rows are cut from each batch, and the rank that is estimated has other parts than this one.
+        cut = 2e-3 * paper.phases[step] if "dsx.parallel.context=2" in sets else 0
+        assert estimated[step] == pytest.approx(paper.phases[step], abs=SCALARS + cut)
     # A scalar or two are kept on one side alone.
     assert paper.steady_bytes == pytest.approx(real[1].steady_bytes, abs=16)
 

@@ -188,7 +188,7 @@ def announce(inputs: Mapping[int, Signature], engine: PipelineEngine) -> None:
 
 def signatures(config: RunConfig) -> dict[int, Signature]:
     """What every virtual stage from 1 on is sent."""
-    length = config.sequence_length
+    length = config.sequence_length // config.mesh.cp
     if config.dsx.parallel.sequence_parallel:
         length //= config.mesh.tp
     dtype = DTYPES[config.precision]
