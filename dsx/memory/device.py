@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint as torch_checkpoint
 from torch.autograd.function import once_differentiable
-from torch.nn.attention.bias import CausalBias
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import (
@@ -24,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from dsx.hub import values
 from dsx.launch.spared import compilers_late
-from dsx.nn import dropout, parameters
+from dsx.nn import attention, dropout, parameters
 
 Device = Literal["paper", "cpu"]
 
@@ -196,6 +195,7 @@ def without_storage(device: str = "paper") -> Iterator[None]:
         stack.enter_context(
             swapped(F, "scaled_dot_product_attention", _attention(F.scaled_dot_product_attention))
         )
+        stack.enter_context(swapped(attention, "ending_together", _ending_together))
         stack.enter_context(swapped(F, "rms_norm", _rms_norm(F.rms_norm)))
         stack.enter_context(swapped(torch, "tensor", _tensor(torch.tensor)))
         if families := sys.modules.get("transformers.utils.import_utils"):
@@ -288,8 +288,6 @@ def _attention(usual: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
             return usual(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
-        if isinstance(attn_mask, CausalBias):  # both kernels have one for fewer queries than keys
-            attn_mask, is_causal = None, True
         if query.dtype != torch.float32 and attn_mask is None and _fits_flash(query, value):
             flash = torch.ops.aten._scaled_dot_product_flash_attention  # noqa: SLF001 (what torch dispatches to)
             return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
@@ -306,6 +304,14 @@ def _attention(usual: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
         return efficient(query, key, value, attn_mask, grads, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
 
     return attend
+
+
+def _ending_together(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float
+) -> torch.Tensor:
+    """dsx.nn.attention's, for which the kernels of a GPU are those of a square."""
+    grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, None, dropout, True, enable_gqa=grouped)
 
 
 def _fits_flash(query: torch.Tensor, value: torch.Tensor) -> bool:

@@ -6,11 +6,13 @@ masks of sliding windows are those of Beltagy et al. 2020 (arXiv:2004.05150) and
 
 On a context axis (:mod:`dsx.nn.context`) a rank's tokens attend to those of all its peers in one of two ways:
 
-- ``all_gather``: it gathers the keys and values of whole rows, 2 K D elements a token, which backward keeps
-  unless attention is recomputed; its two chunks of queries then attend one after the other, each to the keys
-  up to its own end and, in a window, from where the window reaches. No mask is stored where a causal one is
-  enough, except on CPUs, whose kernel has none for fewer queries than keys.
-- ``ulysses``: by all-to-all it gets whole rows of 1/cp of its heads, and gives their context back.
+- ``all_gather``: it gathers the keys and values of whole rows, 2 K D T elements, and its two chunks of
+  queries attend one after the other, each to the keys up to its own end and, in a window, from where the
+  window reaches. Backward keeps what was gathered and a second copy of the context, unless attention is
+  recomputed. No mask is stored where a causal one is enough, except on CPUs, whose kernel has none for fewer
+  queries than keys.
+- ``ulysses``: by all-to-all it gets whole rows of 1/cp of its heads, and gives their context back, of which
+  backward keeps two copies too.
 
 Shapes: B micro-batch, S sequence, this rank's part of it on a context axis; s = S/tp under sequence
 parallelism, else S; T the whole sequence; H hidden; N query heads and K key/value heads of this rank; D
@@ -27,7 +29,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.utils.checkpoint import checkpoint
 
 from dsx.errors import ModelError
@@ -296,7 +298,8 @@ class Attention(nn.Module):
             output projection again ("selective", arXiv:2205.05198, section 5).
 
     Raises:
-        ModelError: As :func:`kv_heads`, or query heads that Ulysses cannot share out.
+        ModelError: As :func:`kv_heads`, query heads that Ulysses cannot share out, or a ``rotary`` that is
+            made for another part of the rows.
     """
 
     def __init__(
@@ -314,6 +317,12 @@ class Attention(nn.Module):
         self.head_dim, self.dropout = model.head_dim, model.attention_dropout
         self.tp, self.cp, self.rotary, self.recompute_core = tp, weights.cp, rotary, recompute_core
         check_heads(self.num_heads, self.cp)
+        if rotary.cp != self.cp:
+            raise ModelError(
+                f"{rotary!r} on {rotary.cp.size} context-parallel ranks",
+                f"the attention that it rotates for is on {self.cp.size}",
+                "give both the same ContextParallel",
+            )
         self.mask = mask or CausalMask()
         sizes = (model.query_size, model.kv_size, model.kv_size)
         options: dict[str, Any] = {"bias": model.attention_bias, "init": None, **weights.form}
@@ -355,10 +364,10 @@ class Attention(nn.Module):
         form = (length, x_BsH.dtype, x_BsH.device, places)
         return RopeAndMask(self.rotary.found(*form), self._masks(*form))
 
-    def _masks(self, length: int, *form: Any) -> Masks:
-        if self.cp.size == 1 or self.cp.method == "ulysses":
-            return (self.mask(length, *form),)
-        return tuple(self.mask(length, *form, queries) for queries in self.cp.chunks(length))
+    def _masks(self, length: int, dtype: torch.dtype, device: torch.device, places: Places | None) -> Masks:
+        whole = self.cp.size == 1 or self.cp.method == "ulysses"
+        stretches = [None] if whole else self.cp.chunks(length)
+        return tuple(self.mask(length, dtype, device, places, queries) for queries in stretches)
 
     def _between(self, qkv_BSP: Tensor, dropping: bool, places: Places | RopeAndMask | None) -> Tensor:
         # Drawn outside the recomputed part, which then needs no generator; one per rank, as heads are cut.
@@ -394,9 +403,8 @@ class Attention(nn.Module):
         k, v = collectives.gather_rows(torch.cat((k, v), dim=2), self.cp).split(count, dim=2)
         found = []
         for q_part, queries, mask in zip(q.chunk(2, 1), self.cp.chunks(k.shape[1]), masks, strict=True):
-            keys = self.mask.keys(queries)
-            reached = (each[:, keys.start : keys.stop] for each in (k, v))
-            found.append(attended(q_part, *reached, dropout, mask))
+            keys = slice(self.mask.keys(queries).start, queries.stop)
+            found.append(attended(q_part, k[:, keys], v[:, keys], dropout, mask))
         return torch.cat(found, dim=1)
 
     def _heads(self, qkv_BSP: Tensor, places: Places | RopeAndMask | None) -> tuple[Tensor, ...]:
@@ -460,15 +468,35 @@ def scaled_dot_product(
         # enable_gqa: without this, torch would fall back to a kernel that stores S x S scores.
         k_BKSD, v_BKSD = (t.repeat_interleave(groups, dim=1) for t in (k_BKSD, v_BKSD))
         groups = 1
-    causal = mask is None
-    if causal and q_BNSD.shape[2] != k_BKSD.shape[2]:
-        mask, causal = causal_lower_right(q_BNSD.shape[2], k_BKSD.shape[2]), False
+    if mask is None and q_BNSD.shape[2] < k_BKSD.shape[2]:
+        return ending_together(q_BNSD, k_BKSD, v_BKSD, dropout)
     return F.scaled_dot_product_attention(
         q_BNSD,
         k_BKSD,
         v_BKSD,
         attn_mask=mask,
         dropout_p=dropout,
-        is_causal=causal,
+        is_causal=mask is None,
         enable_gqa=groups > 1,
     )
+
+
+class _LowerRight(NamedTuple):
+    """What torch reads of a CausalBias, which itself takes as much memory as several masks."""
+
+    seq_len_q: int
+    seq_len_kv: int
+    variant: CausalVariant = CausalVariant.LOWER_RIGHT
+
+    def _materialize(self, device: torch.device) -> Tensor:
+        """For a device without such a kernel."""
+        ones = torch.ones(self.seq_len_q, self.seq_len_kv, dtype=torch.bool, device=device)
+        return ones.tril_(self.seq_len_kv - self.seq_len_q)
+
+
+def ending_together(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    """Causal attention of the last S tokens to all T, which takes no mask where torch has such a kernel."""
+    corner: Any = _LowerRight(q.shape[2], k.shape[2])
+    gqa = q.shape[1] != k.shape[1]
+    context: Tensor = CausalBias._dispatch(q, k, v, corner, dropout, enable_gqa=gqa)  # noqa: SLF001
+    return context

@@ -18,6 +18,8 @@ import ranks
 from dsx.checkpoint.formats.huggingface.weights import split
 from dsx.checkpoint.formats.slices import merge
 from dsx.errors import ModelError
+from dsx.memory.layer_record import LayerRequest, Shape
+from dsx.memory.layer_recorder import record_request
 from dsx.models.families import layers
 from dsx.nn import LearnedPositions, collectives
 from dsx.nn.attention import CausalMask, scaled_dot_product
@@ -261,3 +263,43 @@ def alike(rank: int, world_size: int, method: Any) -> None:
 @pytest.mark.parametrize("method", ["all_gather", "ulysses"])
 def test_recomputed_and_compiled_blocks_give_the_same(method: str) -> None:
     ranks.run(alike, 2, method)
+
+
+def kept_bytes(length: int, recompute: Any, context: int, method: Any = "all_gather") -> int:
+    """What a forward of one block leaves for its backward, as a GPU's kernels do."""
+    shape = Shape(
+        model=tiny_models.Model("llama").spec,
+        tensor=1,
+        sequence_parallel=False,
+        micro_batch=1,
+        sequence_length=length,
+        width=2,
+        recompute=recompute,
+        context=context,
+        context_method=method,
+    )
+    events = record_request(LayerRequest(shape=shape, kind="Block")).memory("forward")
+    live: dict[Any, int] = {}
+    for event in events:
+        if event[0] == "+":
+            live[event[1]] = event[2]
+        elif event[0] == "-":
+            live.pop(event[1], None)
+    return sum(live.values())
+
+
+@pytest.mark.parametrize("length", [1 << 13, 1 << 20])
+def test_a_rank_keeps_its_share(length: int) -> None:
+    """No mask, and of the other ranks' tokens nothing but keys and values, unless attention is recomputed."""
+    heads, pairs, size, small = 6, 2, 16, 2048
+    whole = {how: kept_bytes(length, how, 1) for how in ("none", "selective")}
+    for context in (2, 8):
+        part = length // context
+        # Gathered keys and values in the place of the own values, and the context of two chunks as one.
+        elements = 2 * length * pairs * size - part * pairs * size + part * heads * size
+        for how, more in (("none", 2 * elements), ("selective", 0)):
+            share = whole[how] // context
+            assert kept_bytes(length, how, context) == pytest.approx(share + more, rel=0.005, abs=small)
+    for how, more in (("none", 2 * length // 2 * heads * size), ("selective", 0)):  # the context, twice too
+        share = whole[how] // 2
+        assert kept_bytes(length, how, 2, "ulysses") == pytest.approx(share + more, rel=0.005, abs=small)
