@@ -59,13 +59,17 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "dsx": {"parallel": {"tensor": 1, "pipeline": 2, "chunks": 2}},
     },
     "dp2": {"zero_optimization": {"stage": 3}, "dsx": {"parallel": {"tensor": 1, "pipeline": 1}}},
+    "cp2": {
+        "zero_optimization": {"stage": 1},
+        "dsx": {"parallel": {"tensor": 1, "pipeline": 1, "context": 2}},
+    },
     "tp2-pp2": {
         "zero_optimization": {"stage": 2},
         "dsx": {"parallel": {"tensor": 2, "pipeline": 2, "chunks": 1}},
     },
 }
-RANKS = {"tp2": 2, "pp2": 2, "dp2": 2, "tp2-pp2": 4}
-SHARES = {"tp2": 1, "pp2": 1, "dp2": 2, "tp2-pp2": 1}
+RANKS = {"tp2": 2, "pp2": 2, "dp2": 2, "cp2": 2, "tp2-pp2": 4}
+SHARES = {"tp2": 1, "pp2": 1, "dp2": 2, "cp2": 1, "tp2-pp2": 1}
 
 
 def config_of(family: str) -> Any:

@@ -69,7 +69,7 @@ def assert_same(found, wanted):
 
 
 CASES = [(family, layout) for family in scripts.FAMILIES for layout in scripts.LAYOUTS]
-QUICK = {("llama", "dp2"), ("qwen2", "pp2"), ("gpt2", "tp2-pp2")}
+QUICK = {("llama", "dp2"), ("qwen2", "pp2"), ("gpt2", "tp2-pp2"), ("llama", "cp2")}
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,9 @@ def test_a_training_goes_on_from_its_checkpoint_in_another_layout(models, tmp_pa
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-10"]
 
 
-@pytest.mark.parametrize("layout", ["tp2-pp2", pytest.param("dp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "layout", ["tp2-pp2", *(pytest.param(each, marks=pytest.mark.slow) for each in ("dp2", "cp2"))]
+)
 def test_documents_laid_end_to_end_are_kept_apart(models, tmp_path, layout):
     """As DataCollatorWithFlattening lays them, in rows of other lengths each time."""
     options = {"packed": True, "shortest": 3, "longest": 12, "num_train_epochs": 1}
