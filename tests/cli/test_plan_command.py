@@ -326,6 +326,11 @@ def test_an_optimizer_whose_memory_nobody_knows(dsx, config):
     assert (code, "optimizer" in err, err.count("dsx:")) == (2, True, 1)
 
 
+def test_a_context_axis_is_none_of_its_layouts(dsx, config):
+    code, _, err = dsx(config(BLOCK | {"parallel": {"context": 2}}), "--cluster", "CPU", "--gpus", 2)
+    assert (code, "dsx.parallel.context = 2" in err, err.count("dsx:")) == (2, True, 1)
+
+
 @pytest.mark.parametrize("missing", ["--model", "--global-batch", "--sequence-length"])
 def test_what_is_missing(dsx, missing):
     options = {"--model": "llama/tiny", "--global-batch": 16, "--sequence-length": 128}

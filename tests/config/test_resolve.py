@@ -65,6 +65,45 @@ def test_degrees(world_size, edits, wanted):
     assert degrees(edits, world_size) == wanted
 
 
+CONTEXT = {"dsx.parallel.context": 2}
+
+
+def test_context_takes_its_ranks_before_auto_shares_out_the_rest():
+    run = resolve(changed(CONTEXT), world_size=16)
+    assert dict(run.mesh.axes) == {"pp": 2, "dp": 2, "cp": 2, "tp": 2}
+    assert run.global_batch_size == run.micro_batch_size * run.accumulation * run.mesh.dp
+    assert run.resolved()["dsx"]["parallel"]["context_method"] == "all_gather"
+    assert run.tokens_of_rank == run.micro_batch_size * run.sequence_length // 2
+    # Heads that tensor ranks have left are too few for Ulysses, and auto gives tensor fewer ranks.
+    alone = changed(CONTEXT | {"dsx.parallel.context_method": "ulysses", "dsx.parallel.pipeline": 1})
+    assert resolve(alone, world_size=1024).mesh.tp == 4
+    alone["dsx"]["parallel"]["context"] = 4
+    assert resolve(alone, world_size=1024).mesh.tp == 2
+
+
+@pytest.mark.parametrize(
+    ("edits", "world_size", "words"),
+    [
+        ({}, 3, ("context = 2", "world size 3", "use 1")),
+        ({"dsx.data.sequence_length": 254}, 2, ("context = 2", "254", "not divisible by 4", "use 1")),
+        ({"dsx.data.sequence_length": 252, "dsx.parallel.tensor": 2}, 4, ("tensor = 2", "2 chunks", "use 1")),
+        ({"dsx.parallel.tensor": 2, "dsx.parallel.pipeline": 2}, 4, ("tensor 2 x pipeline 2 x context 2",)),
+        (
+            {"dsx.parallel.context_method": "ulysses", "dsx.parallel.context": 16},
+            16,
+            ("context_method", "8 attention heads", "all_gather"),
+        ),
+        ({"dsx.parallel.context_method": "ring"}, 2, ("context_method", "ring", "all_gather", "ulysses")),
+        ({"dsx.parallel.context": "auto"}, 2, ("dsx.parallel.context", "auto")),
+        ({"dsx.profile": "measure"}, 4, ("dsx.profile", "whole sequences", "context 1")),
+    ],
+)
+def test_a_context_that_cannot_be_is_refused_by_name(edits, world_size, words):
+    with pytest.raises(ConfigError) as caught:
+        resolve(changed(CONTEXT | edits), world_size=world_size)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
 @given(
     world_size=st.integers(1, 512),
     heads=st.sampled_from([2, 6, 12, 40]),
