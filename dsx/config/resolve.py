@@ -201,9 +201,13 @@ def check_own_modules(facts: Facts) -> Iterator[ConfigError]:
             + (", and those of the family that an earlier dsx had are gone" if was else ""),
             'use "full" or "none"' + (f", or {FIX_OF_RETIRED}" if was else ""),
         )
-    why = facts.model.no_context if isinstance(facts.model, HubModel) else None
-    if why is not None and facts.mesh.cp > 1:
-        yield ConfigError(at("dsx.parallel.context", facts.mesh.cp), why, "use 1")
+    if isinstance(facts.model, HubModel) and facts.mesh.cp > 1:
+        from dsx.hub.context_probe import no_context  # here: other models need no transformers
+
+        why = no_context(facts.model, facts.mesh.cp, facts.dsx.parallel.method)
+        if why is not None:
+            key = at("dsx.parallel.context", facts.mesh.cp)
+            yield ConfigError(key, f"{facts.model.family}: {why}", "use 1")
 
 
 def check_gathering(facts: Facts) -> Iterator[ConfigError]:

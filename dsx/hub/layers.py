@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dsx.hub import values
 from dsx.hub.balance import Routers, fresh_sums, sums_of
+from dsx.hub.context import ContextAttention, ShapesAlone, put_context
 from dsx.hub.model_structure import BlockArguments, BlockCall, structure_of
 from dsx.hub.on_meta import copied
 from dsx.hub.read import block_plan
@@ -21,6 +22,7 @@ from dsx.hub.tensor_plan import apply_plan, set_dropouts, sum_gradients
 from dsx.models.spec import HubModel, Recompute
 from dsx.nn import collectives
 from dsx.nn.block import recomputed
+from dsx.nn.context import ContextParallel
 from dsx.nn.documents import Given, Places, Stream, carried, hidden_of
 from dsx.nn.embedding import looked_up, own_rows
 from dsx.nn.linear import column_linear
@@ -106,9 +108,11 @@ class HubStart(nn.Module):
     def __init__(self, model: HubModel, weights: Weights) -> None:
         super().__init__()
         structure = structure_of(model.config)
-        self._tp, self._sums = weights.tp, model.balance is not None
+        self._tp, self._sums, self._cp = weights.tp, model.balance is not None, weights.cp
         self._handed: Tensor | None = None
+        self._takes_positions = structure.takes_positions
         self.base = structure.stripped(structure.before, self._called, weights.device, weights.dtype)
+        put_context(self.base, weights.cp, ShapesAlone)
         set_dropouts(self.base, weights.tp, sharded=False)
         settled(self, model, weights, set())
 
@@ -126,10 +130,17 @@ class HubStart(nn.Module):
         tp, cut = self._tp, self._tp.sequence
         if cut:
             x_BsH = collectives.gather_from(x_BsH, tp, collectives.SEQUENCE)
-        told = {} if places is None else {"position_ids": places.positions}
+        told, cp = {} if places is None else {"position_ids": places.positions}, self._cp
+        by_offset = cp.size > 1 and not self._takes_positions
+        if by_offset:  # where a token stands shows in the whole sequence alone
+            x_BsH = collectives.gather_rows(x_BsH, cp)
+        elif cp.size > 1:
+            own = cp.indices(x_BsH.shape[1] * cp.size, x_BsH.device).expand(len(x_BsH), -1)
+            told = {"position_ids": own if places is None else cp.cut(places.positions)}
         self.base(inputs_embeds=x_BsH, use_cache=False, **told)
         y, self._handed = self._handed, None
         assert y is not None
+        y = cp.cut(y) if by_offset else y
         return collectives.scatter_to(y, tp, collectives.SEQUENCE) if cut else y
 
 
@@ -150,7 +161,8 @@ class HubBlock(nn.Module):
         structure = structure_of(model.config)
         self.block = copied(structure.list_of_blocks[number])
         self._number, self._arguments, self._recompute = number, arguments, recompute
-        self._times = weights.tp.size if weights.tp.sequence else 1
+        self._times = (weights.tp.size if weights.tp.sequence else 1) * weights.cp.size
+        put_context(self.block, weights.cp, ContextAttention)
         summed = apply_plan(self.block, block_plan(model, structure, number), weights.tp, weights.split)
         settled(self, model, weights, {f"block.{path}" for path in summed})
         for inner in filter(loops_over_children, self.block.modules()):
@@ -230,6 +242,7 @@ class HubEnd(nn.Module):
         self._times = weights.tp.size if weights.tp.sequence else 1
         self._plain = structure.after[0] if structure.plain_end else None
         self.base = structure.stripped(structure.after, self._called, weights.device, weights.dtype)
+        put_context(self.base, weights.cp, ShapesAlone)
         if self._plain is not None:
             norm = self.base.get_submodule(self._plain)
             self.base = _only(self._plain, norm)
@@ -264,8 +277,9 @@ def _only(path: str, module: nn.Module) -> nn.Module:
 class Ending:
     """The family's forward after its base: scaling, output linear, soft cap."""
 
-    def __init__(self, model: HubModel) -> None:
+    def __init__(self, model: HubModel, cp: ContextParallel) -> None:
         structure = structure_of(model.config)
+        self._cp = cp
         whole = structure.model
         base, head = _Base(), _HeadOf()
         memo: dict[int, Any] = {}
@@ -297,6 +311,7 @@ class Ending:
     ) -> Given:
         """[B, s, H] to :meth:`logits` by the table of a layer, or, given ``loss``, to the loss."""
         x, sums, _ = Stream.of(given, sums=self._sums)
+        sums = None if sums is None else collectives.sum_over_context(sums, self._cp)
         if loss is None:
             y = self.logits(x, partial(module.word, as_head=True), module.num_valid)
         else:
@@ -377,8 +392,9 @@ def entries(
     """
     structure, dtype = structure_of(model.config), weights(0).dtype
     dtypes = values.buffer_dtypes(model.config, dtype)
-    arguments = BlockArguments(structure, torch.device(device or "cpu"), dtype, dtypes)
-    ending, tied, first = Ending(model), model.tied_embeddings, model.kinds.index("Block")
+    cp = weights(0).cp
+    arguments = BlockArguments(structure, torch.device(device or "cpu"), dtype, dtypes, cp)
+    ending, tied, first = Ending(model, cp), model.tied_embeddings, model.kinds.index("Block")
     for layer, kind in enumerate(model.kinds):
         own = model, weights(0 if tied and kind == "Head" else layer)
         if kind == "WordEmbedding":

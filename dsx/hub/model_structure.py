@@ -22,13 +22,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from dsx.errors import ModelError
+from dsx.hub.context import ContextAttention, ShapesAlone, put_context
 from dsx.hub.on_meta import copied, parameters_on_meta, put_plain_modules
 from dsx.models.config_values import MOST_LAYERS, at
 from dsx.models.hf_config import SAY_NOTHING
 from dsx.models.transformers_settings import masks_of, quiet_transformers, torch_forms, with_cap
+from dsx.nn.context import WHOLE, ContextParallel
 from dsx.nn.documents import PerMicroBatch, Places
 from dsx.terminal import shortened
 
@@ -364,10 +366,16 @@ class BlockArguments:
         device: Where the arguments are wanted.
         dtype: Of the hidden states.
         dtypes: Of buffers, as of :func:`dsx.hub.values.buffer_dtypes`.
+        cp: The ranks that share a sequence. Blocks are given this rank's part of what goes along it.
     """
 
     def __init__(
-        self, structure: ModelStructure, device: torch.device, dtype: torch.dtype, dtypes: Mapping[str, Any]
+        self,
+        structure: ModelStructure,
+        device: torch.device,
+        dtype: torch.dtype,
+        dtypes: Mapping[str, Any],
+        cp: ContextParallel = WHOLE,
     ) -> None:
         self._structure, self._device, self._dtype, self._dtypes = structure, device, dtype, dtypes
         self._calls: list[BlockCall] = []
@@ -375,6 +383,7 @@ class BlockArguments:
         self._base: nn.Module | None = None
         self._last = PerMicroBatch()
         self.kept: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
+        self._cp, self._dims = cp, dict[bool, list[list[tuple[int, ...]]]]()
 
     def __repr__(self) -> str:
         return "the family's own masks and positions"
@@ -383,11 +392,12 @@ class BlockArguments:
         """Itself, which all layers share."""
         return self
 
-    def _made(self) -> nn.Module:
+    def _made(self, attention: type[ContextAttention] = ContextAttention) -> nn.Module:
         base = self._structure.stripped((), self._note, self._device, self._dtype)
         for path, buffer in list(base.named_buffers(prefix="base", remove_duplicate=False)):
             owner, _, name = path.removeprefix("base.").rpartition(".")
             setattr(base.get_submodule(owner), name, buffer.to(self._device, self._dtypes.get(path)))
+        put_context(base, self._cp, attention)
         return base
 
     def _note(self, number: int, call: BlockCall) -> Tensor:
@@ -409,7 +419,7 @@ class BlockArguments:
             training: Whether the model is.
         """
         key = (hidden.shape[0], length, hidden.dtype, training)
-        run = partial(self._run, hidden, length, places, training=training)
+        run = partial(self._own_part, hidden, length, places, training=training)
         if places is not None:
             return BlockCall(hidden, *self._last.of(places.positions, key, run)[number])
         if key not in self.kept:
@@ -419,27 +429,82 @@ class BlockArguments:
                 self.kept[key] = run()
         return BlockCall(hidden, *self.kept[key][number])
 
-    def _run(
+    def _own_part(
         self, hidden: Tensor, length: int, places: Places | None, *, training: bool
     ) -> list[tuple[Any, ...]]:
-        """What every block is called with, hidden states aside."""
+        """What every block is called with on this rank, hidden states aside."""
+        whole = self._run(hidden, length, places, training=training)
+        if self._cp.size == 1:
+            return whole
+        told = places is not None
+        if told not in self._dims:
+            self._dims[told] = self._found_dims(hidden, told=told, training=training)
+        done: dict[int, Any] = {}  # blocks share what is large
+
+        def cut(each: Any, dims: tuple[int, ...]) -> Any:
+            if isinstance(each, Tensor) and dims and each.shape[dims[0]] == length:
+                of_keys = len(dims) > 1 and self._cp.method == "ulysses"  # which all heads of a rank see
+                done.setdefault(id(each), each if of_keys else self._cp.cut(each, dims[0]))
+                return done[id(each)]
+            return each
+
+        parts = []
+        for call, dims in zip(whole, self._dims[told], strict=True):
+            values, form = tree_flatten(call)
+            parts.append(tree_unflatten(map(cut, values, dims), form))
+        return parts
+
+    def _found_dims(self, hidden: Tensor, *, told: bool, training: bool) -> list[list[tuple[int, ...]]]:
+        """Of each value that each block is called with, the dims that go along the sequence.
+
+        These are the ones that are longer where the sequence is.
+        """
+        seen = []
+        for length in (16, 24):
+            base = self._made(ShapesAlone)
+            positions = torch.arange(length, device=hidden.device).expand(hidden.shape[0], -1)
+            places = Places(positions) if told else None
+            calls = self._run(hidden, length, places, training=training, base=base)
+            seen.append([[_shape(each) for each in tree_leaves(call)] for call in calls])
+        return [
+            [
+                tuple(dim for dim, sizes in enumerate(zip(a, b, strict=True)) if len({*sizes}) > 1)
+                for a, b in zip(*both, strict=True)
+            ]
+            for both in zip(*seen, strict=True)
+        ]
+
+    def _run(
+        self,
+        hidden: Tensor,
+        length: int,
+        places: Places | None,
+        *,
+        training: bool,
+        base: nn.Module | None = None,
+    ) -> list[tuple[Any, ...]]:
+        """What every block is called with for whole sequences, hidden states aside."""
         self._calls = []
-        if self._base is None:
-            self._base = self._made()
-        self._base.train(training)
+        if base is None:
+            base = self._base = self._base or self._made()
+        base.train(training)
         like = hidden.new_zeros(1).expand(hidden.shape[0], length, self._width)
         # Dropout of the embeddings drops nothing here; how often this is called must not move other masks.
         with torch.random.fork_rng(devices=[hidden.device] if hidden.is_cuda else []):
             if places is None:
-                self._base(inputs_embeds=like, use_cache=False)
+                base(inputs_embeds=like, use_cache=False)
             else:
-                with masks_of(places.positions, self._base):
-                    self._base(inputs_embeds=like, use_cache=False, position_ids=places.positions)
+                with masks_of(places.positions, base):
+                    base(inputs_embeds=like, use_cache=False, position_ids=places.positions)
         calls, self._calls = self._calls, []
         return [(call.arguments, call.named, call.by_name) for call in calls]
 
 
 _MOST_SHAPES = 4
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(value.shape) if isinstance(value, Tensor) else ()
 
 
 @lru_cache(maxsize=8)

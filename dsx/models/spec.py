@@ -226,7 +226,6 @@ class HubModel:
         whole: What tensor parallelism leaves whole: (module, its share of the blocks' parameters).
         no_sequence: Why sequence parallelism is refused; None if it is not.
         no_gathering: Why ZeRO-3, whose ranks gather parameters together, is.
-        no_context: Why a context axis is.
         block: Number of the one block that is looked at, of a model made for a record; None for all.
         adapter: What is trained in place of the whole; None for all of it.
         freeze: As :attr:`ModelSpec.freeze`.
@@ -257,7 +256,6 @@ class HubModel:
     whole: tuple[tuple[str, float], ...] = field(default=(), repr=False)
     no_sequence: str | None = None
     no_gathering: str | None = None
-    no_context: str | None = None
     block: int | None = None
     adapter: Adapter | None = None
     freeze: tuple[str, ...] = ()

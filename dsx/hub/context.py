@@ -1,0 +1,211 @@
+"""Attention of transformers' modules where a context axis cuts the sequence, with no code per family.
+
+Families ask two registries of transformers for what depends on the whole sequence: one for masks, by a
+predicate of (batch, head, query, key), and one for the function that attends. dsx registers one entry in
+each. The mask's is asked for the whole sequence, and evaluates the family's own predicate for the queries
+that this rank has. The other one gives the family's own function what it needs: all keys and values beside
+the rank's queries (``all_gather``), or some heads of the whole sequence (``ulysses``).
+
+Shapes: B micro-batch, h heads, g key/value heads, S the whole sequence, s this rank's part, D head.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+
+from dsx.errors import ModelError
+from dsx.nn import collectives
+from dsx.nn.context import ContextParallel
+from dsx.nn.parallel import uncompiled
+
+_NAME = "dsx_context"
+"""Of both entries, and of the attribute of a config that says which part a rank has."""
+
+_KERNELS = ("sdpa", "eager")
+
+
+class ContextAttention:
+    """What the two entries need to know.
+
+    Args:
+        cp: The ranks that share a sequence.
+        kernel: Name of the family's own attention function.
+    """
+
+    def __init__(self, cp: ContextParallel, kernel: str) -> None:
+        self.cp, self.kernel = cp, kernel
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ContextAttention:
+        """Itself: a process group cannot be copied."""
+        return self
+
+    def mask(self, *, q_length: int, mask_function: Callable[..., Tensor], **asked: Any) -> Tensor | None:
+        """The rows of a mask that this rank's attention wants; None if that is the plain causal one."""
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+        make = ALL_MASK_ATTENTION_FUNCTIONS[self.kernel]
+        if self.cp.method == "ulysses":
+            whole: Tensor | None = make(q_length=q_length, mask_function=mask_function, **asked)
+            return whole
+        reach, keys = asked.get("local_size"), asked["kv_length"]
+        everything = asked.get("attention_mask") is None and (reach is None or keys < reach)
+        if self.kernel == "sdpa" and asked.get("allow_is_causal_skip", True) and everything:
+            return None
+        own = self.cp.indices(q_length, asked.get("device"))
+
+        def of_own(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return mask_function(batch, head, own[query], key)
+
+        asked["allow_is_causal_skip"] = False
+        rows: Tensor | None = make(q_length=len(own), mask_function=of_own, **asked)
+        return rows
+
+    def attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, named: Any
+    ) -> tuple[Tensor, None]:
+        """The family's own attention of this rank's queries [B, h, s, D] to all keys: [B, s, h, D]."""
+        if self.cp.method == "ulysses":
+            return self._by_heads(module, query, key, value, mask, named), None
+        key, value = self.gathered(key), self.gathered(value)
+        kernel, causal = kernel_of(module, self.kernel), named.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        if mask is not None or not causal or self.kernel == "eager":
+            y: Tensor = kernel(module, query, key, value, mask, **named)[0]
+            return y, None
+        parts, length = list[Tensor](), key.shape[2]
+        for queries, stands in zip(query.chunk(2, 2), self.cp.chunks(length), strict=True):
+            end = stands.stop
+            before: Any = causal_lower_right(queries.shape[2], end)
+            parts.append(kernel(module, queries, key[:, :, :end], value[:, :, :end], before, **named)[0])
+        return torch.cat(parts, dim=1), None
+
+    def _by_heads(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, named: Any
+    ) -> Tensor:
+        size, heads, pairs = self.cp.size, query.shape[1], key.shape[1]
+        if heads % size:
+            raise ModelError(
+                f"{heads} attention heads",
+                f"{size} context-parallel ranks cannot have equal numbers of them",
+                'use dsx.parallel.context_method = "all_gather", or a degree that divides them',
+            )
+        times = size // math.gcd(pairs, size)
+        key, value = (each.repeat_interleave(times, 1) if times > 1 else each for each in (key, value))
+        query, key, value = (self.to_heads(each) for each in (query, key, value))
+
+        def own(each: Any) -> Any:
+            """This rank's heads of what has a part for each: sinks [h], biases of scores [B, h, ...]."""
+            dim = 0 if isinstance(each, Tensor) and each.dim() == 1 else 1
+            if isinstance(each, Tensor) and each.dim() > dim and heads > 1 and each.shape[dim] == heads:
+                return each.chunk(size, dim)[self.cp.rank]
+            return each
+
+        held = {name: own(each) for name, each in module.named_parameters(recurse=False) if each.dim() == 1}
+        if hasattr(module, "num_key_value_groups"):
+            held["num_key_value_groups"] = query.shape[1] // key.shape[1]
+        named = {name: own(each) for name, each in named.items()}
+        kernel = kernel_of(module, self.kernel)
+        y: Tensor = kernel(_Part(module, held), query, key, value, own(mask), **named)[0]
+        return self.to_sequence(y)
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """Keys or values [B, g, s, D] of all ranks: [B, g, S, D], in the order of the row."""
+        return collectives.gather_rows(x, self.cp, 2)
+
+    def to_heads(self, x: Tensor) -> Tensor:
+        """[B, h, s, D] to [B, h/cp, S, D]."""
+        return collectives.heads_for_rows(x, self.cp, heads=1, dim=2)
+
+    def to_sequence(self, y: Tensor) -> Tensor:
+        """[B, S, h/cp, D] to [B, s, h, D]."""
+        return collectives.rows_for_heads(y, self.cp, heads=2, dim=1)
+
+
+class ShapesAlone(ContextAttention):
+    """Of a forward whose masks nobody looks at: they have the shapes of whole ones and take no memory."""
+
+    def mask(self, *, q_length: int, mask_function: Callable[..., Tensor], **asked: Any) -> Tensor | None:
+        """As of the whole sequence."""
+        del mask_function
+        dtype = torch.bool if self.kernel == "sdpa" else asked.get("dtype")
+        nothing = torch.zeros((), dtype=dtype, device=asked.get("device"))
+        return nothing.expand(asked["batch_size"], 1, q_length, asked["kv_length"])
+
+
+class _Part:
+    """A module as its attention function sees it on a rank that has some of the heads."""
+
+    def __init__(self, module: nn.Module, held: dict[str, Any]) -> None:
+        self._module = module
+        vars(self).update(held)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def put_context(
+    root: nn.Module, cp: ContextParallel, made: Callable[[ContextParallel, str], ContextAttention]
+) -> None:
+    """Have the modules below ``root``, whose configs are no others', attend over ``cp``.
+
+    Raises:
+        ModelError: The family computes its attention in another way than in torch.
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if cp.size == 1:
+        return
+    ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, _mask)
+    ALL_ATTENTION_FUNCTIONS.register(_NAME, _attention)
+    for config in _configs(root):
+        kernel = config._attn_implementation  # noqa: SLF001 - transformers' own modules read it
+        if kernel == _NAME:
+            kernel = vars(config)[_NAME].kernel
+        if kernel not in _KERNELS:
+            raise ModelError(
+                f"attention of {config.model_type}: {kernel}",
+                f"a context axis is known to be right with {' and '.join(_KERNELS)} alone",
+                "use dsx.parallel.context = 1",
+            )
+        config._attn_implementation = _NAME  # noqa: SLF001 - as above
+        vars(config)[_NAME] = made(cp, kernel)
+
+
+def _configs(root: nn.Module) -> Iterable[Any]:
+    held = (vars(module).get("config") for module in root.modules())
+    return {id(each): each for each in held if hasattr(each, "_attn_implementation")}.values()
+
+
+def _mask(*, config: Any, **asked: Any) -> Tensor | None:
+    """The entry in the registry of masks."""
+    context: ContextAttention = vars(config)[_NAME]
+    return context.mask(config=config, **asked)
+
+
+def _attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **named: Any
+) -> tuple[Tensor, None]:
+    """The entry in the registry of attention functions."""
+    context: ContextAttention = vars(module.config)[_NAME]
+    y: tuple[Tensor, None] = uncompiled(context.attend, module, query, key, value, attention_mask, named)
+    return y
+
+
+def kernel_of(module: Any, name: str) -> Callable[..., Any]:
+    """The attention function that a module's own code would have taken from the registry."""
+    forward = inspect.unwrap(type(module).forward)
+    own: dict[str, Callable[..., Any]] = forward.__globals__
+    if name != "eager":
+        registry: Any = own["ALL_ATTENTION_FUNCTIONS"]  # which a family may have changed for itself
+        found: Callable[..., Any] = registry[name]
+        return found
+    eager = [each for each in forward.__code__.co_names if each.endswith("eager_attention_forward")]
+    return own[eager[0] if eager else "eager_attention_forward"]

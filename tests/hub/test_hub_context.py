@@ -1,0 +1,237 @@
+"""Families of transformers whose sequences several ranks share give what one process of transformers gives.
+
+Compared are the loss and every gradient, with packs of documents too, and the reference is transformers'
+own forward and backward of the whole sequence, or of each document by itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from all_families import tiny
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
+
+import dsx
+import ranks
+from dsx.errors import ConfigError, DsxError
+from dsx.hub.context_probe import no_context
+from dsx.hub.read import hub_model
+from dsx.models import families
+from dsx.models.spec import ContextMethod
+from dsx.models.transformers_settings import quiet_transformers
+from dsx.nn.context import ContextParallel
+from dsx.nn.parallel import TensorParallel
+from often import often
+
+ROWS, LENGTH, TOLERANCE = 2, 24, 1e-5
+CUTS = [(0, 24), (0, 7, 15, 24)]
+"""Where documents of a row begin and end."""
+Case = tuple[str, dict[str, Any], ContextMethod, tuple[int, ...]]
+
+SAMPLE = (
+    "gemma2",  # windows, soft caps, a scaled embedding
+    "gpt2",  # a table of positions
+    "gpt_oss",  # sinks by heads
+    "mixtral+output_router_logits",  # a loss of all tokens together
+    "llama4_text",  # chunks, and layers without rotation
+    "deepseek_v3",  # latent attention
+)
+NOT_PACKED = ("biogpt", "mixtral+output_router_logits")
+"""Positions that count from 0 in every row, and a loss that is no sum over documents."""
+
+
+def content(family: str, **sizes: Any) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(tiny.tiny_config(family, **sizes).to_json_string(use_diff=False))
+    return found
+
+
+def random_model(config: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    with quiet_transformers():
+        torch.manual_seed(1)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.nan_to_num_().add_(0.1 * torch.randn(parameter.shape))
+    return model
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, 200, (ROWS, LENGTH + 1), generator=generator)
+    labels = ids[:, 1:].clone()
+    labels[0, :11] = -100  # the parts of a row hold different numbers of trained tokens
+    return ids[:, :-1].contiguous(), labels
+
+
+def by_transformers(model: Any, cuts: tuple[int, ...]) -> tuple[float, dict[str, Tensor]]:
+    """The loss, and the gradients by name."""
+    ids, labels = batch()
+    total = 0.0
+    for start, end in pairwise(cuts):
+        out = model(input_ids=ids[:, start:end], use_cache=False)
+        loss = F.cross_entropy(out.logits.flatten(0, 1), labels[:, start:end].flatten(), reduction="sum")
+        loss = loss / (labels != -100).sum()
+        if getattr(out, "aux_loss", None) is not None:
+            loss = loss + model.router_aux_loss_coef * out.aux_loss
+        loss.backward()
+        total += loss.item()
+    return total, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def turned(model: Any, name: str, value: Tensor) -> Tensor:
+    """A matrix as dsx has it from what transformers has, and back: some of its linears are the other way."""
+    owner = model.get_submodule(name.rpartition(".")[0])
+    return value.T if isinstance(owner, Conv1D) and value.dim() > 1 else value
+
+
+def by_dsx(model: Any, cp: ContextParallel, cuts: tuple[int, ...]) -> tuple[float, dict[str, Tensor]]:
+    """The same, summed over the ranks."""
+    described = hub_model(json.loads(model.config.to_json_string(use_diff=False)))
+    layers: list[Any] = []
+
+    def entry(kind: Any, *arguments: Any, tied: bool = False, use: Any = None) -> Any:
+        del tied
+        return kind(*arguments) if use is None else lambda given: use(layers[0], given)
+
+    forms = {"dtype": torch.float32, "pad_multiple": 1, "cp": cp}
+    made = families.layers(
+        described, TensorParallel(), **forms, recompute="full", entry=partial(partial, entry)
+    )
+    layers += [each() for each in made]
+    parameters = [p for layer in layers if isinstance(layer, nn.Module) for p in layer.parameters()]
+    with torch.no_grad():
+        for parameter in parameters:
+            name = parameter.dsx_spec.in_module
+            parameter.copy_(turned(model, name, model.get_parameter(name)))
+    ids, labels = batch()
+    given: Any = cp.cut(ids)
+    if len(cuts) > 2:  # places are always those of whole rows
+        counts = [torch.arange(end - start) for start, end in pairwise(cuts)]
+        given = given, torch.cat(counts).expand(ROWS, -1)
+    for layer in layers:
+        given = layer(given)
+    trained = (labels != -100).sum() / cp.size
+    loss = families.loss(described, TensorParallel())(given, cp.cut(labels), num_tokens=trained) / cp.size
+    loss.backward()
+    found = {}
+    for parameter in parameters:
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        dist.all_reduce(gradient)
+        name = parameter.dsx_spec.in_module
+        found[name] = turned(model, name, gradient)
+    total = loss.detach()
+    dist.all_reduce(total)
+    return float(total), found
+
+
+def differences(rank: int, world_size: int, cases: Sequence[Case]) -> list[tuple[float, float, str]]:
+    """For each case how far the loss and a gradient are off, relative, and which gradient is furthest."""
+    found = []
+    for family, sizes, method, cuts in cases:
+        model = random_model(tiny.tiny_config(family, **sizes))
+        loss, gradients = by_transformers(model, cuts)
+        own, ours = by_dsx(model, ContextParallel(world_size, rank, method=method), cuts)
+        least = 1e-2 * max(
+            float(each.abs().max()) for each in gradients.values()
+        )  # some are 0 but for roundings
+        off = {
+            name: float((ours[name] - each).abs().max()) / max(float(each.abs().max()), least)
+            for name, each in gradients.items()
+        }
+        worst = max(off, key=lambda name: off[name])
+        found.append((abs(own - loss) / abs(loss), off[worst], worst))
+    return found
+
+
+def require_equal(world_size: int, cases: Sequence[Case]) -> None:
+    for each in ranks.run(differences, world_size, cases):
+        wrong = [
+            (case, told) for case, told in zip(cases, each, strict=True) if not max(told[:2]) < TOLERANCE
+        ]
+        assert not wrong
+
+
+def cases_of(names: Sequence[str], **sizes: Any) -> list[Case]:
+    """Both methods, and packs of documents where the loss is a sum over tokens."""
+    return [
+        (family, sizes, method, cuts)
+        for family in names
+        for method, cuts in (("all_gather", CUTS[0]), ("all_gather", CUTS[1]), ("ulysses", CUTS[1]))
+        if cuts == CUTS[0] or family not in NOT_PACKED
+    ]
+
+
+def test_ranks_that_share_sequences_train_as_one() -> None:
+    require_equal(2, cases_of(SAMPLE))
+
+
+@pytest.mark.slow
+def test_every_family_is_refused_or_trains_as_one() -> None:
+    let_through = []
+    for family in tiny.all_families():
+        try:
+            model = hub_model(content(family))
+        except (DsxError, LookupError):  # stages cannot have it
+            continue
+        if no_context(model, 2, "all_gather") is None:
+            assert no_context(model, 2, "ulysses") is None
+            let_through.append(family)
+    assert len(let_through) > 80
+    for start in range(0, len(let_through), 12):
+        require_equal(2, cases_of(let_through[start : start + 12]))
+
+
+@pytest.mark.parametrize("pairs", often([1, 4, 2], 3))
+def test_more_ranks_than_key_value_heads(pairs: int) -> None:
+    sizes = {"num_key_value_heads": pairs, "num_attention_heads": 4}
+    require_equal(4, cases_of(("llama", "gpt_oss"), **sizes))
+
+
+def loaded(family: str, **parallel: Any) -> Any:
+    return dsx.load_config(
+        {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "dsx": {
+                "model": {"config": content(family), "implementation": "transformers"},
+                "parallel": parallel,
+                "data": {"source": "own", "sequence_length": 32},
+                "train": {"steps": 1, "output": "unused"},
+            },
+        },
+        world_size=4,
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "named"),
+    [
+        ("qwen3_next", r"block 0\.linear_attn mixes tokens"),  # the delta rule
+        ("lfm2", r"block 0\.conv mixes tokens"),
+        ("nemotron_h", r"block 0\.mixer mixes tokens"),  # a state space
+        ("rwkv", r"block 0\.attention\.time_shift mixes tokens"),
+        ("falcon", r"block 0\.self_attention attends past transformers' registry"),
+        ("deepseek_v32", r"block 0\.self_attn\.indexer does not run on a part of a sequence"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_by_its_name(family: str, named: str) -> None:
+    assert loaded(family, context=1).mesh.cp == 1
+    with pytest.raises(ConfigError, match=f"dsx.parallel.context = 2: {family}: {named}"):
+        loaded(family, context=2)
+
+
+def test_a_sparse_look_and_a_table_of_positions_are_let_through() -> None:
+    for family in ("gemma2", "opt", "llama4_text", "gpt2"):
+        assert loaded(family, context=2, context_method="ulysses").mesh.cp == 2
