@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
 
 from dsx.errors import ModelError
 from dsx.nn import collectives
+from dsx.nn.attention import scaled_dot_product
 from dsx.nn.context import ContextParallel
 from dsx.nn.parallel import uncompiled
 
@@ -29,6 +29,11 @@ _NAME = "dsx_context"
 """Of both entries, and of the attribute of a config that says which part a rank has."""
 
 _KERNELS = ("sdpa", "eager")
+_PLAIN = frozenset(("position_bias", "softcap", "cache"))
+"""What transformers' sdpa function may be given that is more than queries, keys and values."""
+
+_LARGEST_GROUPED = 256
+"""Head size up to which kernels share key/value heads (use_gqa_in_sdpa of transformers)."""
 
 
 class ContextAttention:
@@ -74,17 +79,34 @@ class ContextAttention:
         if self.cp.method == "ulysses":
             return self._by_heads(module, query, key, value, mask, named), None
         key, value = self.gathered(key), self.gathered(value)
-        kernel, causal = kernel_of(module, self.kernel), named.get("is_causal")
+        causal = named.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
         if mask is not None or not causal or self.kernel == "eager":
-            y: Tensor = kernel(module, query, key, value, mask, **named)[0]
+            y: Tensor = kernel_of(module, self.kernel)(module, query, key, value, mask, **named)[0]
             return y, None
-        parts, length = list[Tensor](), key.shape[2]
-        for queries, stands in zip(query.chunk(2, 2), self.cp.chunks(length), strict=True):
-            end = stands.stop
-            before: Any = causal_lower_right(queries.shape[2], end)
-            parts.append(kernel(module, queries, key[:, :, :end], value[:, :, :end], before, **named)[0])
-        return torch.cat(parts, dim=1), None
+        return self._causal(module, query, key, value, named), None
+
+    def _causal(self, module: Any, query: Tensor, key: Tensor, value: Tensor, named: Any) -> Tensor:
+        """Each of the two chunks of queries by itself to the keys before its end, without a stored mask."""
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        kernel, parts = kernel_of(module, self.kernel), list[Tensor]()
+        plain = kernel is sdpa_attention_forward and _PLAIN.isdisjoint(
+            k for k, v in named.items() if v is not None
+        )
+        if not key.shape[-1] == value.shape[-1] <= _LARGEST_GROUPED:
+            times = query.shape[1] // key.shape[1]
+            key, value = (each.repeat_interleave(times, 1) if plain else each for each in (key, value))
+        for queries, stands in zip(query.chunk(2, 2), self.cp.chunks(key.shape[2]), strict=True):
+            own = queries, key[:, :, : stands.stop], value[:, :, : stands.stop]
+            if plain:
+                drop, scale = named.get("dropout", 0.0), named.get("scaling")
+                parts.append(scaled_dot_product(*own, drop, None, scale).transpose(1, 2))
+            else:
+                size = len(stands), stands.stop
+                before = torch.ones(size, dtype=torch.bool, device=query.device).tril(stands.start)
+                parts.append(kernel(module, *own, before[None, None], **named)[0])
+        return torch.cat(parts, dim=1)
 
     def _by_heads(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, named: Any

@@ -307,11 +307,13 @@ def _attention(usual: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
 
 
 def _ending_together(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, scale: float | None
 ) -> torch.Tensor:
     """dsx.nn.attention's, for which the kernels of a GPU are those of a square."""
     grouped = query.shape[1] != key.shape[1]
-    return F.scaled_dot_product_attention(query, key, value, None, dropout, True, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(
+        query, key, value, None, dropout, True, scale=scale, enable_gqa=grouped
+    )
 
 
 def _fits_flash(query: torch.Tensor, value: torch.Tensor) -> bool:

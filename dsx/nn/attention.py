@@ -454,13 +454,18 @@ def attended(q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Tensor | Non
 
 
 def scaled_dot_product(
-    q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, dropout: float, mask: Tensor | None
+    q_BNSD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    dropout: float,
+    mask: Tensor | None,
+    scale: float | None = None,
 ) -> Tensor:
     """Scaled dot-product attention, causal unless a mask says more; torch picks the fused kernel.
 
     Queries [B, N, S, D], keys and values [B, K, T, D], which end with the same token, a probability of
     dropout, which draws from torch's generator, and a mask [S, T] or [B, 1, S, T] to be added to the scores
-    to context [B, N, S, D].
+    to context [B, N, S, D]. A ``scale`` of scores that is not 1 / sqrt(D) is given.
     """
     groups = q_BNSD.shape[1] // k_BKSD.shape[1]
     if groups > 1 and q_BNSD.is_cuda and (q_BNSD.dtype == torch.float32 or mask is not None):
@@ -469,7 +474,7 @@ def scaled_dot_product(
         k_BKSD, v_BKSD = (t.repeat_interleave(groups, dim=1) for t in (k_BKSD, v_BKSD))
         groups = 1
     if mask is None and q_BNSD.shape[2] < k_BKSD.shape[2]:
-        return ending_together(q_BNSD, k_BKSD, v_BKSD, dropout)
+        return ending_together(q_BNSD, k_BKSD, v_BKSD, dropout, scale)
     return F.scaled_dot_product_attention(
         q_BNSD,
         k_BKSD,
@@ -477,6 +482,7 @@ def scaled_dot_product(
         attn_mask=mask,
         dropout_p=dropout,
         is_causal=mask is None,
+        scale=scale,
         enable_gqa=groups > 1,
     )
 
@@ -494,9 +500,10 @@ class _LowerRight(NamedTuple):
         return ones.tril_(self.seq_len_kv - self.seq_len_q)
 
 
-def ending_together(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+def ending_together(q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float | None) -> Tensor:
     """Causal attention of the last S tokens to all T, which takes no mask where torch has such a kernel."""
     corner: Any = _LowerRight(q.shape[2], k.shape[2])
     gqa = q.shape[1] != k.shape[1]
-    context: Tensor = CausalBias._dispatch(q, k, v, corner, dropout, enable_gqa=gqa)  # noqa: SLF001
+    dispatch: Any = CausalBias._dispatch  # noqa: SLF001
+    context: Tensor = dispatch(q, k, v, corner, dropout, scale=scale, enable_gqa=gqa)
     return context
