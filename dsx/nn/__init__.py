@@ -26,7 +26,9 @@ columns of the vocabulary.
 
 :func:`copy_to`, :func:`reduce_from`, :func:`gather_from`, :func:`scatter_to` and :func:`gather_sequence` are
 the communications between regions, as functions with a gradient; :func:`copy_parameters` sums the gradients
-of parameters that each rank applies to its own slice. :mod:`dsx.models.families` has the models as layer
+of parameters that each rank applies to its own slice. On a context axis every rank has its part of each row,
+as its :class:`ContextParallel` (``groups.context_parallel``) says, and :func:`gather_rows` makes whole rows
+of the parts. :mod:`dsx.models.families` has the models as layer
 lists and is the only part that needs DeepSpeed.
 """
 
@@ -35,10 +37,12 @@ from dsx.nn.collectives import (
     copy_parameters,
     copy_to,
     gather_from,
+    gather_rows,
     gather_sequence,
     reduce_from,
     scatter_to,
 )
+from dsx.nn.context import ContextParallel
 from dsx.nn.dropout import Dropout
 from dsx.nn.embedding import LearnedPositions, VocabParallelEmbedding, as_head
 from dsx.nn.linear import ColumnParallelLinear, RowParallelLinear
@@ -50,6 +54,7 @@ from dsx.nn.split import WeightGradients
 
 __all__ = [
     "ColumnParallelLinear",
+    "ContextParallel",
     "Dropout",
     "HeadLoss",
     "Init",
@@ -68,6 +73,7 @@ __all__ = [
     "copy_to",
     "cross_entropy",
     "gather_from",
+    "gather_rows",
     "gather_sequence",
     "initialise",
     "linear_cross_entropy",

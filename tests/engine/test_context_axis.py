@@ -1,7 +1,7 @@
-"""An axis that divides the sequence: what is no layer's business is right already.
+"""An axis that divides the sequence, under layers of one's own: losses, gradients, norms, ZeRO, checkpoints.
 
-Each rank has a slice of every sequence and layers that look at one token at a time, so that only losses,
-gradients, norms, ZeRO and checkpoints meet the axis. Ranks have different numbers of labels.
+Each rank has a part of every row, and all layers but one look at one token at a time; that one gathers rows.
+Ranks have different numbers of labels.
 """
 
 from __future__ import annotations
@@ -14,9 +14,29 @@ import torch
 from torch import Tensor, nn
 
 import ranks
-from engine.test_token_mean import ACCUMULATION, ROWS, layers, mean_of, micro_batch
+from dsx.nn import ContextParallel, gather_rows
+from engine import test_token_mean as plain
+from engine.test_token_mean import ACCUMULATION, ROWS, mean_of, micro_batch
 
 CLIP, RATE, STEPS = 0.05, 0.5, (0, 2, 3)
+
+
+class Mean(nn.Module):
+    """To each token the mean of all tokens up to it: attention without weights."""
+
+    def __init__(self, cp: ContextParallel) -> None:
+        super().__init__()
+        self.cp = cp
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = gather_rows(x, self.cp)
+        seen = torch.arange(whole.shape[1]) <= self.cp.indices(whole.shape[1])[:, None]
+        return x + (seen / seen.sum(1, keepdim=True)) @ whole
+
+
+def layers(cp: ContextParallel) -> list[nn.Module]:
+    first, *rest = plain.layers()
+    return [first, Mean(cp), *rest]
 
 
 class Run:
@@ -33,7 +53,8 @@ class Run:
         groups = make_groups(self.mesh)
         self.share = groups.share
         loss = dsx.nn.TokenMean(mean_of)
-        model = dsx.PipelineModule(layers(), groups=groups, loss_fn=loss, partition_method="uniform")
+        listed = layers(groups.context_parallel)
+        model = dsx.PipelineModule(listed, groups=groups, loss_fn=loss, partition_method="uniform")
         config = {
             "train_micro_batch_size_per_gpu": ROWS,
             "gradient_accumulation_steps": ACCUMULATION,
@@ -73,7 +94,7 @@ def go_on(rank: int, world_size: int, stage: int, degrees: dict[str, int], folde
 
 def one_process(shares: int) -> list[list[float]]:
     """torch's own loop over whole sequences."""
-    model, seen = nn.Sequential(*layers()), []
+    model, seen = nn.Sequential(*layers(ContextParallel())), []
 
     def loss_of(step: int) -> tuple[Tensor, int]:
         batches = [micro_batch(step, number) for number in range(ACCUMULATION * shares)]
@@ -137,7 +158,7 @@ def refusals(rank: int, world_size: int) -> list[str]:
     setattr(vouched, VOUCHED, True)
 
     def told(mixer: object, loss: object, batch: tuple[Tensor, Tensor]) -> str:
-        listed = [*layers()[:2], mixer, *layers()[3:]]
+        listed = [*plain.layers()[:2], mixer, *plain.layers()[3:]]
         try:
             model = dsx.PipelineModule(listed, groups=groups, loss_fn=loss, partition_method="uniform")
             config = {"train_batch_size": ROWS, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
@@ -152,6 +173,7 @@ def refusals(rank: int, world_size: int) -> list[str]:
         told(Mixer(), mean, (ids, labels)),
         told(lambda x: x, mean, (ids, labels)),
         told(nn.Tanh(), mean_of, (ids, labels)),
+        told(Mean(ContextParallel()), mean, (ids, labels)),
         told(vouched, mean, (ids[:, :-1], labels[:, :-1])),
         told(vouched, mean, (ids, labels[:, 0])),
         told(vouched, mean, (ids, labels)),
@@ -159,12 +181,13 @@ def refusals(rank: int, world_size: int) -> list[str]:
 
 
 def test_what_would_train_something_else_on_slices_is_refused() -> None:
-    for mixer, function, loss, length, labels, nothing in ranks.run(refusals, 2):
+    for mixer, function, loss, other, length, labels, nothing in ranks.run(refusals, 2):
         for what in (mixer, function):
             assert "layer 2 " in what
             assert "context_parallel = True" in what
         assert "(Mixer)" in mixer
         assert "loss_fn on 2 context-parallel ranks" in loss
+        assert "built for 1 context-parallel ranks, and the mesh has 2" in other
         assert "rows of 11 tokens on 2 context-parallel ranks" in length
         assert "shape (2,)" in labels
         assert nothing == "none"
