@@ -102,6 +102,7 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {  # name -> ranks, ZeRO s
     ),
     "documents apart": (2, 1, {"parallel": {"tensor": 2}, "data": {"documents": "apart"}}),
     "zero-bubble": (2, 1, {"parallel": {"pipeline": 2}, "schedule": {"name": "zb_h1"}}),
+    "context": (2, 3, {"parallel": {"context": 2}, "model": {"config": QWEN3, "implementation": "dsx"}}),
 }
 
 
@@ -141,7 +142,7 @@ def _other_attention(rank: int) -> None:
 PLANTS: dict[str, Callable[[int], None]] = {"loss": _large_loss, "attention": _other_attention}
 
 
-@pytest.mark.parametrize("plant", often(PLANTS, 1))
+@pytest.mark.parametrize("plant", ["loss", "attention"])
 def test_a_mistake_ends_the_run_before_it_trains(plant: str, tmp_path: Path) -> None:
     given = content(tmp_path, parallel={"tensor": 2, "pipeline": 1})
     with pytest.raises(ranks.RankError) as failed:
@@ -153,6 +154,26 @@ def test_a_mistake_ends_the_run_before_it_trains(plant: str, tmp_path: Path) -> 
     )
     assert '{"dsx": {"proof": "off"}}' in error.fix
     assert not list(tmp_path.rglob("*.json"))
+
+
+def _own_keys(_rank: int) -> None:
+    """Each rank's queries see its own keys in the place of the others'."""
+    from dsx.nn import collectives
+
+    collectives.gather_rows = lambda x, cp, dim=1: torch.cat([x] * cp.size, dim)  # type: ignore[assignment]
+
+
+PLANTS["keys"] = _own_keys
+
+
+def test_attention_that_does_not_see_whole_rows_ends_the_run(tmp_path: Path) -> None:
+    given = content(tmp_path, parallel={"context": 2}, model={"config": QWEN3, "implementation": "dsx"})
+    with pytest.raises(ranks.RankError) as failed:
+        proved(given, 2, tmp_path, "keys")
+    error = failed.value.error
+    assert "qwen3 over context 2: a small model" in str(error)
+    assert "attention over the parts of rows" in str(error)
+    assert error.fix.startswith("set dsx.parallel.context to 1, with which it trains right")
 
 
 # `dsx verify` drops for these, and keeps low precisions; a proof does not.
