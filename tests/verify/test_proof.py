@@ -106,7 +106,10 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {  # name -> ranks, ZeRO s
 }
 
 
-@pytest.mark.parametrize("name", often(LAYOUTS, 1))
+SLOWLY = pytest.param("context", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", [*(name for name in LAYOUTS if name != "context"), SLOWLY])
 def test_a_proof_says_how_near_and_changes_nothing(name: str, tmp_path: Path) -> None:
     size, zero, block = LAYOUTS[name]
     for key in ("data", "train"):
