@@ -9,35 +9,15 @@ import re
 from collections import Counter
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from dsx.config.schema_block import Degree, MistakeError, Positive, SchemaBlock, Seed
 from dsx.models.spec import ContextMethod, PresetFamily, Recompute
 from dsx.parallel.islands import wrong_meeting
 from dsx.schedules.builders import ScheduleName
 
-Positive = Annotated[int, Field(ge=1)]
-# A seed of torch's, with room for one per rank.
-Seed = Annotated[int, Field(ge=0, lt=1 << 63)]
-Degree = Positive | Literal["auto"]
-
-
 MEASURE = "measure"
 """``dsx.profile`` of a run that measures its layers when it starts."""
-
-
-class SchemaBlock(BaseModel):
-    """Base of every block: frozen, unknown keys refused, no conversion between types."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class MistakeError(ValueError):
-    """A validator's finding about several keys of a block, with what to do."""
-
-    def __init__(self, what: str, fix: str) -> None:
-        super().__init__(what)
-        self.fix = fix
-
 
 Policy = Literal["off", "stop", "skip", "roll_back"]
 StopSignal = Literal["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"]

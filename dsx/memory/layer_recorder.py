@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from dsx.errors import ModelError
 from dsx.hub.model_structure import structure_of
 from dsx.memory import device as paper
-from dsx.memory.device import fake_build
+from dsx.memory.device import DetachedContextParallel, DetachedTensorParallel, fake_build
 from dsx.memory.layer_record import (
     LOSS,
     Event,
@@ -352,20 +352,6 @@ class _Work:
     def wait(self) -> None:
         """What follows needs the result."""
         self._recorder.emit("wait", self._number)
-
-
-class _DetachedContextParallel(ContextParallel):
-    """One context-parallel rank without its peers."""
-
-    def __post_init__(self) -> None:
-        """Do nothing, because there is no group to check."""
-
-
-class DetachedTensorParallel(TensorParallel):
-    """One tensor-parallel rank without its peers."""
-
-    def __post_init__(self) -> None:
-        """Do nothing, because there is no group to check."""
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -789,7 +775,7 @@ def record_request(request: LayerRequest) -> LayerRecord:
             pad_multiple=shape.vocab_multiple,
             split=split,
             entry=partial(partial, _built, request.frozen),
-            cp=_DetachedContextParallel(size=shape.context, rank=0, method=shape.context_method),
+            cp=DetachedContextParallel(size=shape.context, rank=0, method=shape.context_method),
         )
         layer = layers[index]()
         inputs = [tokens, *positions] if kinds[0] == request.kind else stream

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, ValidationError
 
 from dsx.config.load import explain, raise_all, read
-from dsx.config.schema import Positive, SchemaBlock
+from dsx.config.schema_block import Positive, SchemaBlock
 from dsx.config.wording import plain
 from dsx.errors import ConfigError
 from dsx.models.flops import Precision, peak_flops
