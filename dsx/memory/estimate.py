@@ -138,7 +138,7 @@ def estimate(
     """
     at = job.layout.mesh.coords(rank)
     ledger = Ledger(ROUNDING_BYTES[job.device] if rounding_bytes is None else rounding_bytes)
-    states, walk = _rank(job, at["pp"], at["dp"], ledger, receives, replays=replays)
+    states, walk = _rank(job, at["pp"], job.layout.mesh.replica(rank), ledger, receives, replays=replays)
     sizes = [walk.layers.record(index).buffer_bytes for index in walk.layers.stages.layers_of(at["pp"])]
     kept, phases = [Storage(walk.layers.states.ledger, _BUFFERS, size).hold() for size in sizes if size], []
     quantized = tuple(spec for spec in job.layout.params_of(at["pp"]) if spec.quantized != "none")

@@ -775,7 +775,8 @@ def record_request(request: LayerRequest) -> LayerRecord:
             pad_multiple=shape.vocab_multiple,
             split=split,
             entry=partial(partial, _built, request.frozen),
-            cp=DetachedContextParallel(size=shape.context, rank=0, method=shape.context_method),
+            # The last of them, whose masks are as large as any's.
+            cp=DetachedContextParallel(shape.context, shape.context - 1, method=shape.context_method),
         )
         layer = layers[index]()
         inputs = [tokens, *positions] if kinds[0] == request.kind else stream
