@@ -81,6 +81,11 @@ class Run:
 
 def train(rank: int, world_size: int, stage: int, degrees: dict[str, int], folder: str) -> list[list[float]]:
     run = Run(stage, degrees)
+    batch = ROWS * ACCUMULATION * degrees.get("dp", 1)
+    assert run.engine.train_batch_size() == batch
+    run.engine.set_train_batch_size(2 * batch)
+    assert (run.engine.train_batch_size(), run.engine.micro_batches) == (2 * batch, 2 * ACCUMULATION)
+    run.engine.set_train_batch_size(batch)
     seen = run.steps(STEPS[:2])
     run.engine.save_checkpoint(folder)
     return seen + run.steps(STEPS[2:])
