@@ -181,6 +181,8 @@ def test_every_family_is_refused_or_trains_as_one() -> None:
     let_through = []
     for family in tiny.all_families():
         try:
+            if tiny.text_family(family) != family:  # its language model is a family of its own
+                continue
             model = hub_model(content(family))
         except (DsxError, LookupError):  # stages cannot have it
             continue
