@@ -15,7 +15,7 @@ import dsx
 import ranks
 from dsx.hub.read import hub_model
 
-TOKENS, ROWS, MICRO_BATCHES, STEPS, CLIPPING = 12, 2, 4, 3, 0.5
+TOKENS, ROWS, MICRO_BATCHES, STEPS, CLIPPING = 16, 2, 4, 3, 0.5
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 MIXTURE = {
@@ -58,6 +58,14 @@ LAYOUTS = {
     "tp 2": (2, {"tensor": 2, "pipeline": 1, "chunks": 1, "sequence_parallel": False}, "auto", 1),
     "pp 2, 2 chunks": (2, {"tensor": 1, "pipeline": 2, "chunks": 2}, "interleaved", 2),
     "tp 2 x pp 2, zero-bubble": (4, {"tensor": 2, "pipeline": 2, "chunks": 1}, "zb_h1", 1),
+    "cp 2, ZeRO-2": (2, {"context": 2}, "auto", 2),
+    "cp 2 x pp 2, 2 chunks, Ulysses": (
+        4,
+        {"context": 2, "context_method": "ulysses", "pipeline": 2, "chunks": 2},
+        "interleaved",
+        1,
+    ),
+    "cp 2 x tp 2, cut sequences, ZeRO-3": (4, {"context": 2, "tensor": 2}, "auto", 3),
     "tp 4, ZeRO-3": (4, {"tensor": 4, "pipeline": 1, "chunks": 1}, "auto", 3),
 }
 
@@ -122,8 +130,20 @@ def by_dsx(_rank: int, world_size: int, folder: Path, name: str) -> list[tuple[f
         (MIXTURE, ["tp 2", "pp 2, 2 chunks", "tp 2 x pp 2, zero-bubble"]),
         (ONE_PAIR, ["tp 2 x pp 2, zero-bubble"]),
         (SHARED, ["tp 4, ZeRO-3"]),
+        (MIXTURE, ["cp 2, ZeRO-2"]),
+        pytest.param(
+            ONE_PAIR,
+            ["cp 2 x tp 2, cut sequences, ZeRO-3", "cp 2 x pp 2, 2 chunks, Ulysses"],
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["routers' loss", "one key/value head", "two key/value heads for four ranks"],
+    ids=[
+        "routers' loss",
+        "one key/value head",
+        "two key/value heads for four ranks",
+        "routers' loss, shared sequences",
+        "one key/value head, shared sequences",
+    ],
 )
 def test_training_equals_one_process_of_transformers(
     config: dict[str, Any], names: list[str], tmp_path: Path
