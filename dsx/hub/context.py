@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dsx.errors import ModelError
+from dsx.models.config_values import at
 from dsx.nn import collectives
 from dsx.nn.attention import scaled_dot_product
 from dsx.nn.context import ContextParallel
@@ -178,7 +179,7 @@ def put_context(
     """Have the modules below ``root``, whose configs are no others', attend over ``cp``.
 
     Raises:
-        ModelError: The family computes its attention in another way than in torch.
+        ModelError: As :func:`check_kernels`.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -187,18 +188,22 @@ def put_context(
         return
     ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, _mask)
     ALL_ATTENTION_FUNCTIONS.register(_NAME, _attention)
+    check_kernels(root)
     for config in _configs(root):
         kernel = config._attn_implementation  # noqa: SLF001 - transformers' own modules read it
-        if kernel == _NAME:
-            kernel = vars(config)[_NAME].kernel
-        if kernel not in _KERNELS:
-            raise ModelError(
-                f"attention of {config.model_type}: {kernel}",
-                f"a context axis is known to be right with {' and '.join(_KERNELS)} alone",
-                "use dsx.parallel.context = 1",
-            )
         config._attn_implementation = _NAME  # noqa: SLF001 - as above
         vars(config)[_NAME] = made(cp, kernel)
+
+
+def check_kernels(root: nn.Module) -> None:
+    """Raise ModelError if modules below ``root`` compute their attention in another way than in torch."""
+    for config in _configs(root):
+        if (kernel := config._attn_implementation) not in _KERNELS:  # noqa: SLF001 - as above
+            raise ModelError(
+                at("attn_implementation", kernel),
+                f"a context axis is known to be right with {' and '.join(_KERNELS)} alone",
+                "use one of these, or dsx.parallel.context = 1",
+            )
 
 
 def _configs(root: nn.Module) -> Iterable[Any]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from dsx.errors import ModelError
 from dsx.hub import values
-from dsx.hub.context import ContextAttention, kernel_of, put_context
+from dsx.hub.context import ContextAttention, check_kernels, kernel_of, put_context
 from dsx.hub.model_structure import BlockArguments, BlockCall, structure_of
 from dsx.hub.shrunk import random_model, shrunk
 from dsx.models.spec import ContextMethod, HubModel
@@ -38,6 +38,10 @@ def no_context(model: HubModel, size: int, method: ContextMethod) -> str | None:
 
 @lru_cache(maxsize=8)
 def _found(config: str, size: int, method: ContextMethod) -> str | None:
+    try:
+        check_kernels(structure_of(config).model)
+    except ModelError as error:
+        return f"{error.where}: {error.what}"
     try:
         with torch_forms(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)

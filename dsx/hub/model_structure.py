@@ -438,7 +438,7 @@ class BlockArguments:
             return whole
         told = places is not None
         if told not in self._dims:
-            self._dims[told] = self._found_dims(hidden, told=told, training=training)
+            self._dims[told] = self._found_dims(hidden, min(length, _MEASURED), told=told, training=training)
         done: dict[int, Any] = {}  # blocks share what is large
 
         def cut(each: Any, dims: tuple[int, ...]) -> Any:
@@ -454,13 +454,15 @@ class BlockArguments:
             parts.append(tree_unflatten(map(cut, values, dims), form))
         return parts
 
-    def _found_dims(self, hidden: Tensor, *, told: bool, training: bool) -> list[list[tuple[int, ...]]]:
+    def _found_dims(
+        self, hidden: Tensor, most: int, *, told: bool, training: bool
+    ) -> list[list[tuple[int, ...]]]:
         """Of each value that each block is called with, the dims that go along the sequence.
 
-        These are the ones that are longer where the sequence is.
+        These are the ones that are shorter where the sequence is.
         """
         seen = []
-        for length in (16, 24):
+        for length in (most, most // 2):
             base = self._made(ShapesAlone)
             positions = torch.arange(length, device=hidden.device).expand(hidden.shape[0], -1)
             places = Places(positions) if told else None
@@ -501,6 +503,8 @@ class BlockArguments:
 
 
 _MOST_SHAPES = 4
+_MEASURED = 16
+"""Tokens that show which dims are as long as the sequence."""
 
 
 def _shape(value: Any) -> tuple[int, ...]:

@@ -93,6 +93,8 @@ def config(drawn: dict[str, Any]) -> dict[str, Any]:
                 "pipeline": drawn["pipeline"],
                 "chunks": drawn["chunks"],
                 "sequence_parallel": drawn["sequence"],
+                "context": drawn.get("context", 1),
+                "context_method": drawn.get("method", "auto"),
             },
             "schedule": {"name": drawn["schedule"]},
             "recompute": drawn["recompute"],

@@ -9,6 +9,7 @@ from dsx.memory.estimate import estimate
 from dsx.memory.job import job_of
 from memory.hub_cases import case, config
 from meta_engine import programs
+from often import often
 
 _SCALARS_BYTES = 16 * 512
 """What the estimate leaves out: numbers such as norms and counts, which an allocator rounds up one by one."""
@@ -18,10 +19,19 @@ _SCALARS_BYTES = 16 * 512
     "number", [*range(3), 99, *(pytest.param(n, marks=pytest.mark.slow) for n in (*range(3, 43), 54))]
 )
 def test_estimate_is_that_of_the_engine(number):
-    drawn = case(number)
-    world = drawn["tensor"] * drawn["pipeline"] * drawn["data"]
+    require_alike(case(number))
+
+
+@pytest.mark.parametrize("number", often((3, 0, 1, 2), 4))
+def test_so_is_that_of_ranks_that_share_sequences(number):
+    require_alike({**case(number), "context": 2, "method": ("all_gather", "ulysses")[number % 2]})
+
+
+def require_alike(drawn):
+    context = drawn.get("context", 1)
+    world = drawn["tensor"] * drawn["pipeline"] * drawn["data"] * context
     run = resolve(config(drawn), world_size=world)
-    rank = run.mesh.rank(pp=drawn["rank"])
+    rank = run.mesh.rank(pp=drawn["rank"], cp=context - 1)
     found = {phase.name: phase.peak_bytes for phase in estimate(job_of(run), rank).phases}
     for phase, traced in programs.traced(config(drawn), rank, world).phases.items():
         error = found[phase] - traced
