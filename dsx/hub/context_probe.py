@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from dsx.errors import ModelError
 from dsx.hub import values
+from dsx.hub.block_arguments import BlockArguments
 from dsx.hub.context import ContextAttention, check_kernels, kernel_of, put_context
-from dsx.hub.model_structure import BlockArguments, BlockCall, structure_of
+from dsx.hub.model_structure import BlockCall, structure_of
 from dsx.hub.shrunk import random_model, shrunk
 from dsx.models.spec import ContextMethod, HubModel
 from dsx.models.transformers_settings import first_line, torch_forms

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from dsx.hub import values
 from dsx.hub.balance import Routers, fresh_sums, sums_of
+from dsx.hub.block_arguments import BlockArguments
 from dsx.hub.context import ContextAttention, ShapesAlone, put_context
-from dsx.hub.model_structure import BlockArguments, BlockCall, structure_of
+from dsx.hub.model_structure import BlockCall, structure_of
 from dsx.hub.on_meta import copied
 from dsx.hub.read import block_plan
 from dsx.hub.tensor_plan import apply_plan, set_dropouts, sum_gradients
