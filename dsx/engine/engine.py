@@ -502,6 +502,11 @@ class PipelineEngine:
         engine.set_train_batch_size(train_batch_size * self.groups.mesh.cp)
         engine._config.train_batch_size = train_batch_size  # noqa: SLF001 (see settings_of)
 
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the micro-batch size, and the global batch with it."""
+        self.deepspeed_engine.set_train_micro_batch_size(micro_batch_size)
+        self.deepspeed_engine._config.train_batch_size //= self.groups.mesh.cp  # noqa: SLF001 (see settings_of)
+
     def save_checkpoint(
         self,
         save_dir: str | Path,

@@ -86,6 +86,9 @@ def train(rank: int, world_size: int, stage: int, degrees: dict[str, int], folde
     run.engine.set_train_batch_size(2 * batch)
     assert (run.engine.train_batch_size(), run.engine.micro_batches) == (2 * batch, 2 * ACCUMULATION)
     run.engine.set_train_batch_size(batch)
+    run.engine.set_train_micro_batch_size(2 * ROWS)
+    assert run.engine.train_batch_size() == 2 * batch
+    run.engine.set_train_micro_batch_size(ROWS)
     seen = run.steps(STEPS[:2])
     run.engine.save_checkpoint(folder)
     return seen + run.steps(STEPS[2:])
