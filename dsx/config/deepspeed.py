@@ -66,6 +66,12 @@ def zero_stage(config: Json) -> int:
     return stage if isinstance(stage, int) and not isinstance(stage, bool) else 0
 
 
+def offloads_optimizer(config: Json) -> bool:
+    """Whether a checked config has the optimizer's states on the host."""
+    block = _block(_block(config, "zero_optimization"), "offload_optimizer")
+    return str(block.get("device") or "none") != "none"
+
+
 def precision(config: Json) -> Precision:
     """What a checked config trains in."""
     if _is_on(config, "fp16"):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dsx.config.deepspeed import offloads_optimizer
 from dsx.config.schema import DsxConfig
 from dsx.config.wording import at, without_secrets
 from dsx.errors import ConfigError, LayoutError
@@ -19,6 +20,7 @@ from dsx.parallel.islands import Islands
 from dsx.parallel.layout import Layout
 from dsx.parallel.mesh import Mesh
 from dsx.parallel.partition import partition
+from dsx.parallel.reduction import reduces_micro_batches
 from dsx.parallel.stages import StageMap
 from dsx.schedules.program import Program
 
@@ -146,6 +148,14 @@ class RunConfig:
     def num_trained(self) -> int:
         """Elements of those that are not frozen."""
         return sum(spec.numel for spec in self.param_specs if spec.trained)
+
+    @property
+    def reduces_micro_batches(self) -> bool:
+        """Whether gradients are reduced after every backward, by DeepSpeed (``dsx.zero.reduce``)."""
+        offloads, asked = offloads_optimizer(self.deepspeed), self.dsx.zero.reduce
+        return reduces_micro_batches(
+            asked, self.zero_stage, offloads=offloads, micro_batches=self.accumulation
+        )
 
     @property
     def layout(self) -> Layout:

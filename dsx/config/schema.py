@@ -435,11 +435,12 @@ class ScheduleConfig(SchemaBlock):
 class ZeroConfig(SchemaBlock):
     """When ZeRO communicates under a pipeline; what it cuts is in DeepSpeed's zero_optimization."""
 
-    reduce: Literal["step", "micro_batch"] = Field(
-        default="step",
+    reduce: Literal["step", "micro_batch"] | None = Field(
+        default=None,
         description="ZeRO-2: reduce gradients once per step, each chunk's in its last backward, keeping "
         "them whole until then; or after every backward, keeping this rank's part alone, for as many times "
-        "the traffic as there are micro-batches.",
+        "the traffic as there are micro-batches. null: once per step, but after every backward where the "
+        "optimizer is offloaded and there are several.",
     )
     keep_gathered_bytes: int = Field(
         default=0,

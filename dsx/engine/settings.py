@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dsx.config.batch import TRAIN
-from dsx.config.deepspeed import pipeline_problems, precision, zero_stage
+from dsx.config.deepspeed import offloads_optimizer, pipeline_problems, precision, zero_stage
 from dsx.config.load import raise_all, read, refuse_hidden
 from dsx.config.refusals import is_number
 from dsx.config.run import RunConfig
@@ -57,13 +57,13 @@ def settings_of(config: Config | None, args: Any, mesh: Mesh) -> Settings:
     if stage == 0 and precision(deepspeed) == "fp32":
         deepspeed["gradient_clipping"] = 0.0  # clipped by ReplicatedAdapter, by the whole model's norm
     zero = deepspeed.get("zero_optimization", {})
-    offload = str((zero.get("offload_optimizer") or {}).get("device") or "none") != "none"
-    # With the boundary managed by backward calls, only the chunk of the last one would reach the CPU. Without
-    # offload the executor manages it, whatever the config says: a step is one train_batch either way.
-    deepspeed["managed_gradient_accumulation"] = not offload
+    # With the boundary managed by backward calls, only the chunk of the last one would reach the CPU where
+    # DeepSpeed reduces. Else the executor manages it, whatever the config says (engine/zero/__init__.py,
+    # _reduction): a step is one train_batch either way.
+    deepspeed["managed_gradient_accumulation"] = not offloads_optimizer(deepspeed)
     if stage in (1, 2):
         # dsx's own reductions run beside the computation as they are (engine/zero/reduction.py). Where
-        # DeepSpeed reduces (offload, ZeRO-2 after each micro-batch), ZeRO-1 would reduce only the chunk of
+        # DeepSpeed reduces (Muon, ZeRO-2 after each micro-batch), ZeRO-1 would reduce only the chunk of
         # the last backward, and both would wait for the whole device at each reduction, transfers included
         # (stage_1_and_2.py:1028). Stock pipelines turn it off as well.
         zero["overlap_comm"] = False

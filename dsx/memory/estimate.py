@@ -10,7 +10,7 @@ from math import inf, prod
 from dsx.memory.islands import OUTER_STEP, IslandMemory, IslandSettings
 from dsx.memory.layer_record import DeviceKind, Kept
 from dsx.memory.ledger import Label, Leaf, Ledger, Message, Storage, dropped
-from dsx.memory.partitioned import Bf16, Bucketed, Partitioned, PartitionedOffload
+from dsx.memory.partitioned import Bf16, Bucketed, BucketedOffload, Partitioned, PartitionedOffload
 from dsx.memory.record_cache import LayerRecords
 from dsx.memory.stage3 import Stage3, built, uses
 from dsx.memory.states import Flat, States, StateSettings, Unfused
@@ -308,11 +308,11 @@ def _wrapper(job: Job) -> type[States]:
         return low if settings.width == 2 else States
     if stage == 1 and settings.is_bf16 and settings.accumulate == 4 and not settings.offload:
         return Bf16
+    if stage == 3:
+        return Stage3
     if settings.offload is not None:
-        return Stage3 if stage == 3 else PartitionedOffload
-    if stage == 2 and settings.reduce == "micro_batch":
-        return Bucketed
-    return Stage3 if stage == 3 else Partitioned
+        return BucketedOffload if settings.reduces_micro_batches else PartitionedOffload
+    return Bucketed if settings.reduces_micro_batches else Partitioned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dsx.config.deepspeed import precision, zero_stage
+from dsx.config.deepspeed import offloads_optimizer, precision, zero_stage
 from dsx.config.run import RunConfig
 from dsx.config.schema import ZeroConfig
 from dsx.config.wording import at
@@ -53,15 +53,6 @@ def offload_of(
             "dsx has not learned what memory it takes",
             "remove it for the estimate",
         )
-    if zero.get("stage") in (1, 2):
-        # At ZeRO-1 and 2 DeepSpeed itself reduces what goes to the host, and these settings change how.
-        for key in ("reduce_scatter", "use_multi_rank_bucket_allreduce"):
-            if zero.get(key, True) is False:
-                raise ConfigError(
-                    at(f"zero_optimization.{key}", False),
-                    "dsx has not learned what memory it takes with offload",
-                    "remove it for the estimate",
-                )
     chosen = optimizer_of(optimizer, "cpu", declared_bytes)
     kernel = chosen.kind == "lion" and declared_bytes is None
     return Offload(
@@ -177,17 +168,21 @@ _PARTITIONED: Mapping[str, Any] = {
 """The same at ZeRO-1 and 2, whose flat tensors these lay out otherwise."""
 
 _BUCKETED: Mapping[str, Any] = {
-    "zero_optimization.overlap_comm": False,
-    "zero_optimization.contiguous_gradients": True,
     "zero_optimization.reduce_scatter": True,
     "zero_optimization.use_multi_rank_bucket_allreduce": True,
 }
 """Where DeepSpeed reduces gradients in its bucket: ``dsx.zero.reduce = "micro_batch"``."""
 
+_ON_DEVICE: Mapping[str, Any] = {
+    "zero_optimization.overlap_comm": False,
+    "zero_optimization.contiguous_gradients": True,
+}
+"""The same, of which offload leaves no choice."""
 
-def require_learned(deepspeed: Mapping[str, Any], settings: ZeroConfig) -> None:
+
+def require_learned(deepspeed: Mapping[str, Any], *, reduces_micro_batches: bool) -> None:
     """Raise ConfigError for the first of DeepSpeed's keys that the estimate would get wrong."""
-    for key, usual in _concerned(zero_stage(deepspeed), settings):
+    for key, usual in _concerned(deepspeed, reduces_micro_batches):
         value: Any = deepspeed
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
@@ -197,12 +192,14 @@ def require_learned(deepspeed: Mapping[str, Any], settings: ZeroConfig) -> None:
             )
 
 
-def _concerned(stage: int, settings: ZeroConfig) -> Iterator[tuple[str, Any]]:
+def _concerned(deepspeed: Mapping[str, Any], reduces_micro_batches: bool) -> Iterator[tuple[str, Any]]:
     yield from _ANY_STAGE.items()
-    if stage in (1, 2):
+    if zero_stage(deepspeed) in (1, 2):
         yield from _PARTITIONED.items()
-    if settings.reduce == "micro_batch":
+    if reduces_micro_batches:
         yield from _BUCKETED.items()
+        if not offloads_optimizer(deepspeed):
+            yield from _ON_DEVICE.items()
 
 
 _SIZES = {
@@ -296,11 +293,14 @@ def job_of(config: RunConfig, *, device: DeviceKind = "cuda", capacity_bytes: in
             "what is computed again is chosen when the layers have been measured, at the start of a run",
             'use "none", "selective" or "full" for the estimate',
         )
-    require_learned(config.deepspeed, config.dsx.zero)
+    each = config.reduces_micro_batches
+    require_learned(config.deepspeed, reduces_micro_batches=each)
     count = enough_micro_batches(config.program, stages.num_ranks, config.accumulation, device)
     schedule = config.program.build(stages.num_ranks, stages.num_chunks, count)
     sequence_parallel = config.dsx.parallel.sequence_parallel
-    states = state_settings(config.deepspeed, config.dsx.zero, config.dsx.optimizer_bytes, device)
+    states = state_settings(
+        config.deepspeed, config.dsx.zero, config.dsx.optimizer_bytes, device, reduces_micro_batches=each
+    )
     shape = Shape(
         model=config.model,
         tensor=mesh.tp,
@@ -338,7 +338,12 @@ def islands_of(config: RunConfig) -> IslandSettings | None:
 
 
 def state_settings(
-    deepspeed: Mapping[str, Any], settings: ZeroConfig, declared_bytes: int | None, device: DeviceKind
+    deepspeed: Mapping[str, Any],
+    settings: ZeroConfig,
+    declared_bytes: int | None,
+    device: DeviceKind,
+    *,
+    reduces_micro_batches: bool = False,
 ) -> StateSettings:
     """Precision, optimizer and ZeRO's sizes of a checked config.
 
@@ -357,7 +362,7 @@ def state_settings(
         optimizer=chosen.rule,
         bucket=500_000_000 if bucket is None else bucket,
         communication=_WIDTHS.get(deepspeed.get("communication_data_type", "")),
-        reduce=settings.reduce,
+        reduces_micro_batches=reduces_micro_batches,
         offload=offload_of(zero, deepspeed["optimizer"], declared_bytes, device),
         fused=chosen.fused,
         gloo=device == "cpu",

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from dsx.config.batch import MICRO, resolve_batch
-from dsx.config.deepspeed import deepspeed_problems, pipeline_problems, precision, zero_stage
+from dsx.config.deepspeed import (
+    deepspeed_problems,
+    offloads_optimizer,
+    pipeline_problems,
+    precision,
+    zero_stage,
+)
 from dsx.config.load import raise_all
 from dsx.config.schema import ZeroConfig
 from dsx.config.wording import at
@@ -30,6 +36,7 @@ from dsx.nn.parameters import DTYPES
 from dsx.parallel.layout import Layout
 from dsx.parallel.mesh import Mesh
 from dsx.parallel.partition import partition
+from dsx.parallel.reduction import reduces_micro_batches
 from dsx.schedules.program import Program
 from dsx.schedules.schedule import lower
 
@@ -140,10 +147,12 @@ def layers_job(
         )
     require_optimizer(config)
     settings = zero or ZeroConfig()
-    require_learned(config, settings)
-    states = state_settings(config, settings, declared_bytes, device)
     name = ("interleaved" if chunks > 1 else "1f1b") if schedule == "auto" else schedule
     program, batch = Program(name=name), resolve_batch(config, mesh.num_shares)
+    offloads, stage = offloads_optimizer(config), zero_stage(config)
+    each = reduces_micro_batches(settings.reduce, stage, offloads=offloads, micro_batches=batch.accumulation)
+    require_learned(config, reduces_micro_batches=each)
+    states = state_settings(config, settings, declared_bytes, device, reduces_micro_batches=each)
     if recorded is None:
         recorded = record_list(make, precision(config), device, hooked=zero_stage(config) == 3)
     if batch.micro != recorded.samples:

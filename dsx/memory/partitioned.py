@@ -1,8 +1,7 @@
 """ZeRO-1 and 2: deepspeed/runtime/zero/stage_1_and_2.py and bf16_optimizer.py, with and without offload.
 
-With offload, and at ZeRO-2 with ``dsx.zero.reduce = "micro_batch"``, DeepSpeed reduces by itself
-(dsx/engine/zero/reduction.py, reducible): at ZeRO-2 after every backward, at ZeRO-1 when the step begins.
-With offload the gradients of parameters that this rank updates then go to the host one by one.
+Where ZeRO-2 reduces after every backward (``dsx.zero.reduce``), DeepSpeed does so by itself. With offload the
+gradients of parameters that this rank updates then go to the host one by one.
 """
 
 from __future__ import annotations
@@ -164,7 +163,6 @@ class Bucketed(Partitioned):
         """The bucket, and the bytes of a gradient in it."""
         super().prepare()
         self.owners = self.plan.owners()
-        self.staged = self.settings.width
         self.bucket: Tensor | None = None
         self.in_bucket: list[tuple[Leaf, Tensor | None]] = []
         self.elements = 0
@@ -178,7 +176,7 @@ class Bucketed(Partitioned):
     def set_up(self) -> None:
         """setup_buckets: at a backward's first gradient."""
         if self.bucket is None:
-            self.bucket = self.new("buckets", "reduce bucket", self.settings.bucket, self.staged)
+            self.bucket = self.new("buckets", "reduce bucket", self.settings.bucket, self.settings.width)
 
     def arrive(self, leaf: Leaf, gradient: Tensor) -> None:
         """reduce_independent_p_g_buckets_and_remove_grads: into the bucket, unless it is larger than that."""
@@ -223,8 +221,8 @@ class Bucketed(Partitioned):
         total, width = sum(part.numel for part in slices), self.settings.communication or self.settings.width
         copy = None
         if len(slices) > 1:
-            copy = self.new("temporaries", "flat copy of the bucket", total, self.staged)
-        if self.staged != width:
+            copy = self.new("temporaries", "flat copy of the bucket", total, self.settings.width)
+        if self.settings.width != width:
             flat, copy = copy, self.new("temporaries", "bucket as it is sent", total, width)
             free(flat)
         for part in slices:
@@ -284,20 +282,14 @@ class Bucketed(Partitioned):
         return gradient
 
 
-class PartitionedOffload(Bucketed):
-    """DeepSpeedZeroOptimizer with ``offload_optimizer``."""
+class PartitionedOffload(Partitioned):
+    """DeepSpeedZeroOptimizer with ``offload_optimizer``; averages go to its fp32 gradients on the host."""
 
     def prepare(self) -> None:
         """What is on the host."""
         super().prepare()
         self.host_groups = range(len(self.sizes))
-        self.there: set[str] = set()
-        self.micro_step, self.over = 0, True
-        self.scratch: Tensor | None = None
-        if self.plan.stage == 1:
-            self.staged = self.settings.accumulate
-            for leaf in self.order:
-                leaf.accumulate = self.gather_up
+        self.own = {piece.name: piece.stop - piece.start for b in self.buffers for piece in b.pieces}
 
     # The engine
 
@@ -309,9 +301,12 @@ class PartitionedOffload(Bucketed):
             self._keep_there("parameters", "updated", size, width)
         largest = max(leaf.numel for leaf in self.order)
         self._keep_there("buckets", "gradient on its way", largest, width)
-        self.scratch = self.new("buckets", "gradient on its way", largest, width)
+        self.scratch = [self.on_host[-1], self.new("buckets", "gradient on its way", largest, width)]
         for size in self.sizes:
             self._keep_there("gradients", "fp32 gradients", size, 4)
+        if not self.reduces_itself:
+            self.on_host.remove(self.scratch[0])
+            free(*self.scratch)
 
     def keep_master(self, size: int) -> None:
         """On the host."""
@@ -319,6 +314,35 @@ class PartitionedOffload(Bucketed):
 
     def _keep_there(self, category: str, name: str, numel: int, width: int) -> None:
         self.on_host.append(self.host.pinned(category, name, numel, width, pin=self.offload.pinned))
+
+    # Gradients that dsx reduces
+
+    def put(self, leaf: Leaf, gradient: Tensor) -> None:
+        """To the host, in fp32."""
+        if gradient.width != 4 and leaf.name in self.own:
+            self.passing("gradient in float32", self.own[leaf.name], 4)
+
+    def complete(self) -> None:
+        """Averages are on the host."""
+
+    # The update
+
+    def step(self) -> None:
+        """Where the gradients are."""
+        self.update_groups()
+
+    def single(self, group: int) -> Tensor | None:
+        """None on the device."""
+
+
+class BucketedOffload(PartitionedOffload, Bucketed):
+    """The same where DeepSpeed reduces, and adds up gradients on the host."""
+
+    def prepare(self) -> None:
+        """What is on the host."""
+        super().prepare()
+        self.there: set[str] = set()
+        self.micro_step, self.over = 0, True
 
     # Gradients
 
@@ -330,92 +354,52 @@ class PartitionedOffload(Bucketed):
         self.micro_step += self.bucket is None
         super().set_up()
 
-    def gather_up(self, leaf: Leaf, gradient: Tensor) -> None:
-        """ZeRO-1: whole gradients until the step, in the precision of sums."""
-        self.set_up()
-        if self.separate:  # _fill_param_grad_accum_attribute
-            narrow, gradient = gradient, self.new("gradients", "sums", leaf.numel, self.settings.accumulate)
-            free(narrow)
-        if leaf.grad is None:
-            leaf.grad = gradient
-        else:
-            free(gradient)
-
-    def take(self, leaf: Leaf) -> Tensor | None:
-        """What has been gathered up."""
-        gradient, leaf.grad = leaf.grad, None
-        return gradient
-
     def apart(self, gradient: Tensor) -> Tensor:
         """Cloned."""
         return self.new("gradients", "gradient, cloned", gradient.numel, gradient.width)
 
     def make_room(self, mine: Sequence[Leaf]) -> None:
         """All at once: when the first of this rank's gradients comes, or at the end."""
-        if mine:
-            self.complete()
+        for group in range(len(self.sizes)) if mine else ():
+            self.average(group)
 
     def keep(self, leaf: Leaf) -> None:
-        """On the host: whole, where DeepSpeed adds up micro-batches there; at ZeRO-1 this rank's part."""
+        """On the host: whole, where DeepSpeed adds up micro-batches there."""
         if not self.separate and self.micro_step and leaf.name not in self.there:
             self.there.add(leaf.name)
             kind = "gradients", "gradients of parameters in the partition"
             self._keep_there(*kind, leaf.numel, self.settings.width)
-        if self.plan.stage == 1:
-            self._to_host(leaf)
 
     def lingers(self, *, mine: bool) -> bool:
-        """Forgotten at once: another rank's (ZeRO-2), or what has gone to the host for good (ZeRO-1)."""
-        return mine == (self.plan.stage == 2)
-
-    def _to_host(self, leaf: Leaf) -> None:
-        """set_norm_for_param_grad_in_gpu, async_inplace_copy_grad_to_fp32_buffer_from_gpu."""
-        numel = sum(stop - start for owner, start, stop in self.owners[leaf.name] if owner == self.dp_rank)
-        self.passing("gradient in float64", numel, 8)
-        if self.settings.accumulate != 4:
-            self.passing("gradient in float32", numel, 4)
+        """Those of other ranks are forgotten at once."""
+        return mine
 
     def reduce(self, *, boundary: bool, came: bool) -> None:
         """independent_gradient_partition_epilogue."""
         del boundary
         self.over = True
-        if self.plan.stage == 2 and came:
-            self._end()
-
-    def _end(self) -> None:
-        """The epilogue."""
-        self.flush()
-        if self.separate:
-            self.complete()
-        self.drop_bucket()
+        if came:
+            self.flush()
+            if self.separate:
+                self.make_room(self.order)
+            self.drop_bucket()
 
     # The update
 
     def step(self) -> None:
-        """Send the last gradients to the host, where the update runs."""
-        if self.plan.stage == 1:
-            # DeepSpeed's reduce_gradients, called as the step begins.
-            self.over = False
-            for leaf in self.order:
-                gradient = self.take(leaf)
-                if gradient is not None:
-                    self.arrive(leaf, gradient)
-            self._end()
-        else:
-            self._finalize()
-        self.update_groups()
-
-    def single(self, group: int) -> Tensor | None:
-        """What sums there are on the device."""
-        return self.averaged.pop(group, None)
-
-    def _finalize(self) -> None:
-        """_finalize_cpu_offload_gradient_accumulation: back from the host to be squared."""
+        """_finalize_cpu_offload_gradient_accumulation: back from the host to be squared, and to the host."""
         for leaf in self.order:
             if leaf.name not in self.places:
                 continue
             back = None
             if not self.separate:
                 back = self.new("temporaries", "gradient, back", leaf.numel, self.settings.width)
-            self._to_host(leaf)
+            self.passing("gradient in float64", self.own[leaf.name], 8)
+            if self.settings.accumulate != 4:
+                self.passing("gradient in float32", self.own[leaf.name], 4)
             free(back)
+        self.update_groups()
+
+    def single(self, group: int) -> Tensor | None:
+        """What sums there are on the device."""
+        return self.averaged.pop(group, None)

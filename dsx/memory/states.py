@@ -8,8 +8,8 @@ dsx.parallel.zero, dsx.schedules.gathers). Sources named here are below deepspee
 
 With offload the device keeps parameters (or, with parameters offloaded, none between uses) and the reduce
 bucket. The host keeps fp32 masters, their gradients, the moments and, at ZeRO-3, the partitions that
-gradients add up in. Gradients go there parameter by parameter, by way of the device, where they are added up
-and squared.
+gradients add up in. Where DeepSpeed reduces, gradients go there parameter by parameter, by way of the device,
+where they are added up and squared.
 
 Tensors are freed by name (:func:`free`, :meth:`Ledger.aside`) at the moment when the engine frees its own.
 """
@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from dsx.memory.ledger import Leaf, Ledger, Tensor
 from dsx.parallel.reduction import ChunkReduction, GradientPiece, by_owner
@@ -156,7 +156,7 @@ class StateSettings:
         accumulate: Bytes of an accumulated gradient.
         bucket: ``zero_optimization.reduce_bucket_size``, elements.
         communication: Bytes of a gradient on its way (``communication_data_type``); None as a parameter's.
-        reduce: ``dsx.zero.reduce``.
+        reduces_micro_batches: Whether DeepSpeed reduces gradients after every backward (ZeRO-2).
         fused: Whether the update is DeepSpeed's FusedAdam or the like.
         gloo: Whether the ranks are CPUs, which send an owner its gradients whole.
     """
@@ -167,7 +167,7 @@ class StateSettings:
     is_bf16: bool = False
     bucket: int = 500_000_000
     communication: int | None = None
-    reduce: Literal["step", "micro_batch"] = "step"
+    reduces_micro_batches: bool = False
     offload: Offload | None = None
     fused: bool = False
     gloo: bool = False

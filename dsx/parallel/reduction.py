@@ -34,6 +34,12 @@ LEAST = 1 << 22
 """Elements that are worth a bucket of their own; torch's DistributedDataParallel has 25 MB."""
 
 
+def reduces_micro_batches(asked: str | None, stage: int, *, offloads: bool, micro_batches: int) -> bool:
+    """Whether DeepSpeed reduces after every backward; ``asked`` is ``dsx.zero.reduce`` (docs/adr/0008)."""
+    chosen = asked or ("micro_batch" if offloads and micro_batches > 1 else "step")
+    return stage == 2 and chosen == "micro_batch"
+
+
 def elements_of_a_bucket(chunk: int, limit: int) -> int:
     """At how many elements a chunk of so many closes a bucket; ``limit`` is ``reduce_bucket_size``."""
     return min(limit, max(-(-chunk // PARTS), LEAST))

@@ -61,7 +61,7 @@ def layout_of(run: RunConfig) -> Candidate:
         recompute="none" if run.dsx.recompute == "auto" else run.dsx.recompute,
         sequence_parallel=run.dsx.parallel.sequence_parallel,
         zero_stage=run.zero_stage,
-        reduces_micro_batches=run.dsx.zero.reduce == "micro_batch",
+        reduces_micro_batches=run.reduces_micro_batches,
         bounds=tuple(run.stage_map.bounds),
     )
 

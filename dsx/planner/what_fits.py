@@ -143,7 +143,7 @@ def _savings(config: RunConfig) -> Iterator[Saving]:
             yield Saving(words=f"{axis.title} {twice}", degrees={axis.name: twice})
     if mesh.pp > 1 and config.schedule_name != "1f1b" and block.schedule.file is None:
         yield Saving(words="schedule 1f1b", fields={"schedule": "1f1b", "chunks": 1})
-    if zero == 2 and block.zero.reduce == "step" and config.accumulation > 1:
+    if zero == 2 and not config.reduces_micro_batches and config.accumulation > 1:
         words = "gradients reduced after every micro-batch"
         yield Saving(words=words, fields={"reduces_micro_batches": True})
     if zero and not config.deepspeed["zero_optimization"].get("offload_optimizer"):

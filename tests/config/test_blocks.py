@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import dsx
 from dsx.config.resolve import resolve
 from dsx.config.schema import FaultsConfig, ZeroConfig
 from dsx.errors import ConfigError
+from dsx.planner.predicted import layout_of
 
 REDUCE, KEEP = "dsx.zero.reduce", "dsx.zero.keep_gathered_bytes"
 
@@ -75,6 +77,19 @@ def test_each_setting_belongs_to_one_stage(key: str, value: str | int, right: in
 def test_defaults_suit_every_stage() -> None:
     for stage in range(4):
         assert resolve(changed({"zero_optimization.stage": stage}), world_size=1).dsx.zero == ZeroConfig()
+
+
+@pytest.mark.parametrize("chosen", [None, "step", "micro_batch"])
+def test_with_offload_each_of_several_micro_batches_is_reduced_unless_asked(
+    chosen: str | None,
+) -> None:
+    for device, batch in product(("none", "cpu"), (2, 4)):
+        edits = {REDUCE: chosen, "zero_optimization.stage": 2, "train_micro_batch_size_per_gpu": 2}
+        edits |= {"train_batch_size": batch, "gradient_accumulation_steps": batch // 2}
+        edits |= {"zero_optimization.offload_optimizer": {"device": device}}
+        run = resolve(changed(edits), world_size=1)
+        expected = chosen == "micro_batch" or (chosen is None and device == "cpu" and batch == 4)
+        assert run.reduces_micro_batches == layout_of(run).reduces_micro_batches == expected
 
 
 CONFIG = Path(__file__).parents[2] / "configs" / "zero1.json"

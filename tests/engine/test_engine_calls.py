@@ -18,6 +18,7 @@ CASES = {
         Case(pp=2, chunks=2, zero=0),
         Case(pp=2, chunks=2, zero=1, layers="tied"),
         Case(pp=2, chunks=2, zero=2),
+        Case(pp=2, chunks=2, zero=1, zero_keys={"offload_optimizer": {"device": "cpu"}}),
         Case(pp=2, chunks=2, zero=1, module={"schedule": "zbv"}),
         Case(pp=2, chunks=2, zero=1, layers="tuples", module={"partition_method": [1, 1, 1, 2]}),
         Case(pp=2, chunks=2, zero=1, bf16=True, keys={"data_types": {"grad_accum_dtype": "fp32"}}),
@@ -29,7 +30,7 @@ CASES = {
     "EngineCalls": [
         Case(pp=2, chunks=2, zero=3),
         Case(pp=2, chunks=2, zero=1, keys={"wall_clock_breakdown": True}),
-        Case(pp=2, chunks=2, zero=1, zero_keys={"offload_optimizer": {"device": "cpu"}}),
+        Case(pp=2, chunks=2, zero=2, zero_keys={"offload_optimizer": {"device": "cpu"}}),
     ],
 }
 

@@ -128,33 +128,50 @@ def test_zero2_reduces_every_micro_batch_when_asked() -> None:
 
 
 def _against_deepspeed(rank: int, world_size: int, cases: list[Case]) -> list[tuple[Any, Any, bool]]:
-    """Losses and norms of both ways, and whether DeepSpeed's own reduction took part in the second."""
+    """Losses and norms of both ways, and whether DeepSpeed's own reduction took part in the second alone."""
     from dsx.engine import zero as zero_adapters
 
     found = []
     for case in cases:
-        ours = toy.train(case)
+        mine = toy.engine(case)
+        ours = toy.train(case, mine)
         with pytest.MonkeyPatch.context() as mp:
             mp.setattr(zero_adapters, "reducible", lambda engine: False)
             made = toy.engine(case)
-            found.append((ours, toy.train(case, made), made.enable_backward_allreduce))
+            alone = made.enable_backward_allreduce and not mine.enable_backward_allreduce
+            found.append((ours, toy.train(case, made), alone))
     return found
 
 
+HOST = {"offload_optimizer": {"device": "cpu"}}
+OWN = {"zero_force_ds_cpu_optimizer": False}
+BF16_SUMS = {"data_types": {"grad_accum_dtype": "bf16"}}
 SAME = [
     Case(
-        layers="tied", zero=zero, pp=PP, chunks=2, micro_batches=3, bf16=bf16, zero_keys=zero_keys, keys=keys
+        layers="tied",
+        zero=zero,
+        pp=PP,
+        chunks=2,
+        bf16=bf16,
+        zero_keys=zero_keys,
+        keys=keys,
+        micro_batches=count,
     )
-    for zero, bf16, zero_keys, keys in (
-        (0, False, {}, {}),
-        (0, False, {"reduce_bucket_size": 60}, {"prescale_gradients": True}),
-        (0, True, {}, {"gradient_predivide_factor": 4.0}),
-        (1, False, {"reduce_scatter": False}, {"gradient_predivide_factor": 4.0}),
-        (1, False, {"round_robin_gradients": True}, {}),
-        (1, True, {}, {"data_types": {"grad_accum_dtype": "bf16"}}),
-        (1, True, {}, {**FP32_SUMS, "communication_data_type": "fp32"}),
-        (1, True, {}, FP32_SUMS),
-        (1, True, {"reduce_bucket_size": 50}, FP32_SUMS),  # a weight of 64 elements in two of them
+    for zero, bf16, zero_keys, keys, count in (
+        (0, False, {}, {}, 3),
+        (0, False, {"reduce_bucket_size": 60}, {"prescale_gradients": True}, 3),
+        (0, True, {}, {"gradient_predivide_factor": 4.0}, 3),
+        (1, False, {"reduce_scatter": False}, {"gradient_predivide_factor": 4.0}, 3),
+        (1, False, {"round_robin_gradients": True}, {}, 3),
+        (1, True, {}, BF16_SUMS, 3),
+        (1, True, {}, {**FP32_SUMS, "communication_data_type": "fp32"}, 3),
+        (1, True, {}, FP32_SUMS, 3),
+        (1, True, {"reduce_bucket_size": 50}, FP32_SUMS, 3),  # a weight of 64 elements in two of them
+        (1, False, {**HOST, "reduce_bucket_size": 60}, OWN, 3),
+        (1, True, HOST, OWN | BF16_SUMS, 3),
+        (1, True, HOST, OWN | FP32_SUMS, 3),
+        (2, False, HOST, OWN, 1),
+        (2, True, HOST, OWN | BF16_SUMS, 1),
     )
 ]
 
@@ -181,8 +198,11 @@ def test_zero2_sums_micro_batches_in_the_precision_that_is_asked_for() -> None:
         assert toy.flat(ours) == pytest.approx(toy.flat(theirs), rel=1e-3 if case.bf16 else 1e-6), case
 
 
-def _sent(rank: int, world_size: int, micro_batches: int) -> dict[str, float]:
-    """Elements that a rank sends in a step, in (N - 1) / N of all parameters: ZeRO-1, ZeRO-2, FSDP2."""
+OFFLOADED = (2, True, None)
+
+
+def _sent(rank: int, world_size: int, micro_batches: int) -> dict[Any, float]:
+    """Elements that a rank sends in a step, in (N - 1) / N of all parameters, by what is used."""
     from torch.distributed.fsdp import fully_shard
 
     counts = [0.0]
@@ -214,12 +234,18 @@ def _sent(rank: int, world_size: int, micro_batches: int) -> dict[str, float]:
         mp.setattr(
             TorchBackend, "get_all_gather_function", classmethod(lambda _: dist.all_gather_into_tensor)
         )
-        for zero in (1, 2):
-            case = Case(zero=zero, micro_batches=micro_batches)
-            made = toy.engine(case)
+        for zero, host, reduce in (
+            (1, False, None),
+            (2, False, None),
+            (1, True, None),
+            (2, True, "step"),
+            OFFLOADED,
+        ):
+            case = Case(zero=zero, micro_batches=micro_batches, zero_keys=HOST if host else {}, keys=OWN)
+            made = toy.engine(case, zero=ZeroConfig(reduce=reduce))
             counts[0] = 0.0
             made.train_batch(toy.batches(0, micro_batches, world_size, rank))
-            found[f"ZeRO-{zero}"] = counts[0] / sum(p.numel() for p in made.module.parameters())
+            found[zero, host, reduce] = counts[0] / sum(p.numel() for p in made.module.parameters())
         model = nn.Sequential(*(nn.Linear(toy.WIDTH, toy.WIDTH) for _ in range(8)))
         numel = sum(p.numel() for p in model.parameters())
         fully_shard(model, reshard_after_forward=False)
@@ -234,10 +260,14 @@ def _sent(rank: int, world_size: int, micro_batches: int) -> dict[str, float]:
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_as_many_bytes_as_fsdp2_whatever_the_micro_batches(micro_batches: int) -> None:
-    """Each gradient once, to be summed where it is used, and each parameter once."""
+    """Each gradient once, to be summed where it is used, and each parameter once.
+
+    At ZeRO-2 with offload DeepSpeed all-reduces after each of several micro-batches, unless told otherwise.
+    """
     every = ranks.run(_sent, 2, micro_batches)
     for name in every[0]:
-        assert sum(sent[name] for sent in every) / 2 == pytest.approx(2.0, rel=0.01), name
+        units = 2 * micro_batches + 1 if name == OFFLOADED and micro_batches > 1 else 2
+        assert sum(sent[name] for sent in every) / 2 == pytest.approx(units, rel=0.01), name
 
 
 BUCKET = 50

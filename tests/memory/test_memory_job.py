@@ -63,6 +63,13 @@ def test_an_unknown_optimizer_is_declared():
             ["dsx.zero.reduce=micro_batch", "zero_optimization.overlap_comm=true"],
             "overlap_comm = true: dsx has",
         ),
+        (
+            [
+                'zero_optimization.offload_optimizer={"device":"cpu"}',
+                "zero_optimization.reduce_scatter=false",
+            ],
+            "reduce_scatter = false: dsx has not",
+        ),
         (["bf16.enabled=true", "bf16.check_grad_overflow=true"], "check_grad_overflow = true: dsx has not"),
     ],
 )

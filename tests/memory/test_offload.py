@@ -7,7 +7,7 @@ import pytest
 from dsx.errors import ConfigError
 from dsx.memory.job import offload_of
 from dsx.memory.ledger import Label, Leaf, Ledger, Storage, Tensor
-from dsx.memory.partitioned import PartitionedOffload
+from dsx.memory.partitioned import BucketedOffload, PartitionedOffload
 from dsx.memory.states import Host, Offload, Optimizer, StateSettings, free
 from dsx.parallel.zero import ZeroPlan
 
@@ -40,7 +40,6 @@ def test_deepspeeds_lion_for_cpus_keeps_two_moments():
         ({"offload_param": {"device": "nvme"}}, "offload_param.device"),
         ({"offload_optimizer": {"device": "cpu", "super_offload": True}}, "super_offload"),
         ({"cpu_offload": True}, "cpu_offload"),
-        ({"stage": 2, "offload_optimizer": {"device": "cpu"}, "reduce_scatter": False}, "reduce_scatter"),
     ],
 )
 def test_what_dsx_does_not_know_is_refused(zero, where):
@@ -59,8 +58,8 @@ def test_pinned_memory_comes_in_powers_of_two_and_is_copied_into():
     assert host.ledger.current_bytes == 0
 
 
-def states(stage, *, bucket, dp=2, accumulate=2, sizes=(10, 6, 100)):
-    plan = ZeroPlan(stage=stage, dp=dp, groups=(tuple((f"p{i}", size) for i, size in enumerate(sizes)),))
+def states(kind, *, bucket, dp=2, accumulate=2, sizes=(10, 6, 100)):
+    plan = ZeroPlan(stage=2, dp=dp, groups=(tuple((f"p{i}", size) for i, size in enumerate(sizes)),))
     leaves = {f"p{i}": Leaf(f"p{i}", (size,), 2) for i, size in enumerate(sizes)}
     settings = StateSettings(
         width=2,
@@ -69,7 +68,7 @@ def states(stage, *, bucket, dp=2, accumulate=2, sizes=(10, 6, 100)):
         bucket=bucket,
         offload=Offload(optimizer=True, pinned=False, state_bytes=8, step_bytes=8),
     )
-    made = PartitionedOffload(Ledger(), plan, 0, leaves, settings)
+    made = kind(Ledger(), plan, 0, leaves, settings)
     made.build()
     made.start()
     return made
@@ -88,7 +87,7 @@ def backward(held, names):
 
 
 def test_the_device_keeps_parameters_and_one_gradients_room():
-    held = states(2, bucket=50)
+    held = states(BucketedOffload, bucket=50)
     total = 116
     assert held.ledger.current_bytes == 2 * total + 2 * 100
     backward(held, ["p2", "p1", "p0"])
@@ -107,24 +106,34 @@ def test_the_device_keeps_parameters_and_one_gradients_room():
     }
 
 
-def test_zero_2_reduces_in_each_backward_and_zero_1_in_the_step():
-    two, one = states(2, bucket=500), states(1, bucket=500)
-    still = two.ledger.current_bytes
-    backward(two, ["p2", "p1", "p0"])
-    assert two.ledger.current_bytes == still
-    backward(one, ["p2", "p1", "p0"])
-    assert one.ledger.current_bytes == still + 2 * 500 + 2 * 116
-    one.step()
-    assert one.ledger.current_bytes == still
+def test_reduced_in_each_backward_or_whole_gradients_until_they_leave_for_the_host():
+    each, once = states(BucketedOffload, bucket=500), states(PartitionedOffload, bucket=500)
+    still = each.ledger.current_bytes
+    backward(each, ["p2", "p1", "p0"])
+    assert each.ledger.current_bytes == still
+    still -= 2 * 100  # DeepSpeed's room for a gradient on its way
+    assert once.ledger.current_bytes == still
+    backward(once, ["p2", "p1", "p0"])
+    assert once.ledger.current_bytes == still + 2 * 116
+    for leaf in once.order:
+        once.ledger.start()
+        before, own = once.ledger.current_bytes, {"p0": 10, "p1": 6, "p2": 42}[leaf.name]
+        taken = once.take(leaf)
+        once.put(leaf, taken)
+        free(taken)
+        assert once.ledger.peak_bytes == before + 4 * own
+    assert once.ledger.current_bytes == still
+    lines = {label.name: size for label, size in once.host.ledger.live.items() if size}
+    assert lines == {"master weights": 4 * 58, "updated": 2 * 58, "fp32 gradients": 4 * 58}
 
 
 def test_slices_of_one_owner_go_without_a_copy():
-    held = states(2, bucket=500, dp=1)
+    held = states(BucketedOffload, bucket=500, dp=1)
     held.ledger.start()
     before = held.ledger.current_bytes
     backward(held, ["p0", "p1"])
     assert held.ledger.peak_bytes == before + 2 * 500 + 2 * 10
-    split = states(2, bucket=500, dp=2, sizes=(10, 10))
+    split = states(BucketedOffload, bucket=500, dp=2, sizes=(10, 10))
     split.ledger.start()
     before = split.ledger.current_bytes
     backward(split, ["p1", "p0"])

@@ -41,6 +41,8 @@ CONFIG = {
 CASES = {
     "zero1": (["zero_optimization.stage=1", "data_types.grad_accum_dtype=fp32"], False),
     "zero2": (["zero_optimization.stage=2", "dsx.schedule.name=zb_h1"], False),
+    "zero2_once": (["zero_optimization.stage=2", "dsx.zero.reduce=step"], False),
+    "zero2_one_micro_batch": (["zero_optimization.stage=2", "gradient_accumulation_steps=1"], False),
     "zero2_short": (["zero_optimization.stage=2"], True),
     "zero1_on_the_device_short": (
         ["zero_optimization.stage=1", "zero_optimization.offload_optimizer=null"],

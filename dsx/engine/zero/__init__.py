@@ -38,7 +38,7 @@ from dsx.engine.zero.replicated import Bf16Adapter, ReplicatedAdapter, WidenedAd
 from dsx.engine.zero.stage3 import Stage3Adapter, StepGathers, share_groups
 from dsx.errors import ConfigError, ModelError, VersionError
 from dsx.parallel.groups import Groups
-from dsx.parallel.reduction import ChunkReduction
+from dsx.parallel.reduction import ChunkReduction, reduces_micro_batches
 
 SUPPORTED_DEEPSPEED = ("0.19.8",)
 
@@ -161,7 +161,9 @@ def _reduction(
 ) -> Reduction:
     """Make dsx reduce gradients in DeepSpeed's place, where that is possible."""
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
-    if not reducible(engine) or (stage == 2 and zero.reduce == "micro_batch"):
+    offloads, count = getattr(optimizer, "cpu_offload", False), engine.gradient_accumulation_steps()
+    each = reduces_micro_batches(zero.reduce, stage, offloads=offloads, micro_batches=count)
+    if each or not reducible(engine):
         return LeftToDeepSpeed()
     partitioned = type(optimizer).__name__ == "DeepSpeedZeroOptimizer"
     parameters = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
@@ -169,6 +171,7 @@ def _reduction(
         owned = {id(p) for g in (optimizer.bit16_groups if partitioned else optimizer.bf16_groups) for p in g}
         parameters = {name: p for name, p in parameters.items() if id(p) in owned}
     engine.enable_backward_allreduce = False
+    engine._config.managed_gradient_accumulation = True  # noqa: SLF001 (dsx says when to step, as ever)
 
     def wire_dtype(parameter: nn.Parameter) -> torch.dtype:  # a program may assign the engine's later
         dtype: torch.dtype = (

@@ -76,6 +76,8 @@ class PartitionedAdapter(ZeroAdapter):
         optimizer.scaled_global_norm = self._global_norm
         if self.hooks.by_dsx:
             optimizer.process_gradients = lambda parameter, _: self.accumulate(parameter)
+            if optimizer.cpu_offload:  # of the largest parameter's size, for DeepSpeed's own way to the host
+                optimizer.temp_grad_buffer_for_gpu_offload = optimizer.temp_grad_buffer_for_cpu_offload = None
         self._hooks = GradientHooks(optimizer, "process_gradients", prepare=optimizer.setup_buckets)
 
     def _join_masters(self) -> None:
@@ -160,7 +162,14 @@ class PartitionedAdapter(ZeroAdapter):
         if place := self._places.get(id(parameter)):
             group, span = place
             at = span.offset + start - span.start
-            self._buffer(group).narrow(0, at, gradient.numel()).copy_(gradient)
+            mine = self._buffer(group).narrow(0, at, gradient.numel())
+            if self._optimizer.cpu_offload:
+                # Of one data type and into pinned memory, so that the device goes on with the backward.
+                # DeepSpeed waits for such copies as its step begins.
+                mine.copy_(gradient.to(mine.dtype), non_blocking=True)
+                self._optimizer._record_offload_copy()  # noqa: SLF001
+            else:
+                mine.copy_(gradient)
 
     def complete(self) -> None:
         """Have a buffer for every group before the step, of zeros where no parameter is this rank's."""
@@ -169,6 +178,8 @@ class PartitionedAdapter(ZeroAdapter):
 
     def _buffer(self, group: int) -> torch.Tensor:
         """This rank's interval of a group's gradient, flat; zeros where nothing is put."""
+        if self._optimizer.cpu_offload:
+            return self._optimizer.single_partition_of_fp32_groups[group].grad  # type: ignore[no-any-return]
         if group not in self._flat:
             optimizer = self._optimizer
             form = optimizer.gradient_accumulation_dtype, torch.device(optimizer.device)
@@ -185,13 +196,13 @@ class PartitionedAdapter(ZeroAdapter):
         return parameter.grad is not None or getattr(parameter, "grad_accum", None) is not None
 
     def before_backward(self) -> None:
-        """With offload, start each step from zeroed accumulators and always add.
+        """Where DeepSpeed reduces with offload, start each step from zeroed accumulators and always add.
 
         DeepSpeed overwrites on a step's first micro-batch, told by a counter that chunks and shared weights
         upset; ``setup_buckets`` adds one to it before it is read (stage_1_and_2.py:3258, 1855).
         """
         self._hooks.before_backward()
-        if not self._optimizer.cpu_offload:
+        if not self._optimizer.cpu_offload or self.hooks.by_dsx:
             return
         if self._fresh:
             for accumulator in self._optimizer.accumulated_grads_in_cpu.values():

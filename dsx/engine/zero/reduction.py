@@ -279,20 +279,16 @@ def _next_backward() -> int:
 def reducible(engine: Any) -> bool:
     """Whether dsx reduces in DeepSpeed's place.
 
-    It does not where DeepSpeed does more with gradients than to average them: offload (they go to the host
-    one by one), ZenFlow, sparse embeddings, Ulysses' sequence parallelism, DeepCompile, Muon (which needs
-    whole matrices on several ranks). There they are reduced in the step's last backward, or, at ZeRO-2 and
-    with offload, after each micro-batch.
+    It does not where DeepSpeed does more with gradients than to average them: ZenFlow, sparse embeddings,
+    Ulysses' sequence parallelism, DeepCompile, Muon (which needs whole matrices on several ranks). There they
+    are reduced in the step's last backward, or, at ZeRO-2, after each micro-batch.
     """
-    optimizer = engine.optimizer
     modules = engine.module.modules()
     sparse = (nn.Embedding, nn.EmbeddingBag)
     return not (
-        not engine.managed_gradient_accumulation()
-        or engine.zenflow
+        engine.zenflow
         or any(isinstance(module, sparse) and module.sparse for module in modules)
         or engine.sequence_parallel_size > 1
         or engine.is_deepcompile_enabled()
-        or getattr(optimizer, "cpu_offload", False)
         or any(getattr(parameter, "use_muon", False) for parameter in engine.module.parameters())
     )
