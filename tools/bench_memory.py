@@ -213,7 +213,7 @@ def config_of(case: Case) -> tuple[dict[str, Any], int]:
     }
     if case["precision"] == "bf16":
         config["bf16"] = {"enabled": True}
-    if case["reduce"] != "step":
+    if case["zero"] == 2:
         config["dsx"].setdefault("zero", {})["reduce"] = case["reduce"]
     if case["accumulate"]:
         config["data_types"] = {"grad_accum_dtype": case["accumulate"]}

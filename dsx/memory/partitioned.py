@@ -295,15 +295,19 @@ class PartitionedOffload(Partitioned):
 
     def start(self) -> None:
         """Group by group: the flat copy beside the parameters, then masters and a bf16 copy on the host."""
-        width = self.settings.width
+        width, pins = self.settings.width, self.offload.pinned and not self.offload.unified
+        unpinned = None  # what a bf16 copy was pinned from is there until DeepSpeed's constructor ends
         for size in self.flatten_groups(self.sizes, by_way_of_host=True):
             self.make_master(size, cloned=width != 4 or not self.offload.unified)
+            free(unpinned)
             self._keep_there("parameters", "updated", size, width)
+            unpinned = self.host.new("temporaries", "updated, before pinning", size, width) if pins else None
         largest = max(leaf.numel for leaf in self.order)
         self._keep_there("buckets", "gradient on its way", largest, width)
         self.scratch = [self.on_host[-1], self.new("buckets", "gradient on its way", largest, width)]
         for size in self.sizes:
             self._keep_there("gradients", "fp32 gradients", size, 4)
+        free(unpinned)
         if not self.reduces_itself:
             self.on_host.remove(self.scratch[0])
             free(*self.scratch)

@@ -78,6 +78,14 @@ CASES = {
         "dsx.parallel.tensor=1",
         "dsx.parallel.context=2",
     ],
+    "zero1_offload": [
+        "zero_optimization.stage=1",
+        "zero_optimization.offload_optimizer.device=cpu",
+        "zero_force_ds_cpu_optimizer=false",
+        "bf16.enabled=true",
+        "dsx.parallel.pipeline=1",
+        "dsx.parallel.tensor=1",
+    ],
 }
 
 SCALARS = 2048
