@@ -232,6 +232,10 @@ class CountedBuckets:
             self._states.put(piece.parameter, bucket.flat)
         free(bucket.flat, bucket.received)
 
+    def lacking(self, parameters: Mapping[Leaf, bool]) -> set[Leaf]:
+        """Ranks are alike."""
+        return {leaf for leaf, marked in parameters.items() if marked}
+
     def all_left(self) -> None:
         """No gradient comes late in a plan."""
 

@@ -4,8 +4,8 @@ DeepSpeed reduces in the backward that ends the step: the whole rank's gradients
 nothing is left to hide the communication behind, or after every micro-batch (ZeRO-2), m times the traffic.
 Here a chunk's gradients leave during its last backward, bucket after bucket as they come, asynchronously.
 What does not come one by one leaves after the last action of the chunk, while the rank goes on with its other
-chunks: a split backward's, and whatever stands in the order behind a parameter without a gradient. All are
-waited for before the step.
+chunks: a split backward's, and, in the first step, whatever stands in the order behind a parameter without a
+gradient. From then on such parameters stand last. All are waited for before the step.
 
 A bucket takes the place of the gradients that it was filled from. Where averages have memory of their own,
 and where gradients stay in theirs, :data:`AT_ONCE` buckets are under way at most.
@@ -117,6 +117,9 @@ class Transport(Protocol[P, B]):
     def land(self, bucket: B) -> None:
         """Wait for a bucket's sum, and hand the averages over."""
 
+    def lacking(self, parameters: Mapping[P, bool]) -> set[P]:
+        """The parameters that are marked on any rank. Every rank asks with the same ones, in one order."""
+
     def all_left(self) -> None:
         """Everything of the step has left. Raises what there is to say about gradients that came later."""
 
@@ -130,7 +133,8 @@ class ChunkReduction(Generic[P, B]):
     A parameter that several chunks of this rank use (a tied weight) leaves after the last of them; one that
     no chunk claims (of the loss function) at the end. One without a gradient counts as zero, so that ranks
     agree on what they send whatever their micro-batches used. A chunk's buckets leave in the same order on
-    every rank: the reverse of the module's, in which gradients come.
+    every rank: the reverse of the module's, in which gradients come, but last those that did not come in the
+    first step on some rank.
 
     Args:
         transport: Carries the buckets.
@@ -171,6 +175,8 @@ class ChunkReduction(Generic[P, B]):
         self._row: tuple[Schedule, dict[int, int]] | None = None
         self._due: dict[int, deque[Bucket[P]]] = {}
         self._unwatch: Callable[[], None] | None = None
+        self._missing: dict[int, set[P]] = {}
+        self._learned = False
         self._done: set[int] = set()
         self._left: set[P] = set()
         self._waiting: deque[Bucket[P]] = deque()
@@ -198,11 +204,11 @@ class ChunkReduction(Generic[P, B]):
         self._end_watch()
         stage = self._row and self._row[1].get(position)
         if stage in self._buckets and not (self._transport.in_place and self._transport.alone):
-            self._watch(self._due.setdefault(stage, deque(self._buckets[stage])))
+            self._watch(stage, self._due.setdefault(stage, deque(self._buckets[stage])))
 
-    def _watch(self, due: deque[Bucket[P]]) -> None:
+    def _watch(self, stage: int, due: deque[Bucket[P]]) -> None:
         """Send each of ``due`` as soon as it and those before it are complete."""
-        missing = {piece.parameter for bucket in due for piece in bucket}
+        missing = self._missing[stage] = {piece.parameter for bucket in due for piece in bucket}
 
         def came(parameter: P) -> None:
             missing.discard(parameter)
@@ -242,9 +248,26 @@ class ChunkReduction(Generic[P, B]):
         while self._flying:
             self._transport.land(self._flying.popleft())
         self._transport.complete()
+        if self._missing and not self._learned:
+            self._learn()
         self._forget()
 
+    def _learn(self) -> None:
+        """Have what got no gradient leave by itself, behind all that did. On every rank in the same step."""
+        self._learned = True
+        orders = {
+            stage: dict.fromkeys(piece.parameter for bucket in self._buckets[stage] for piece in bucket)
+            for stage in self._missing
+        }
+        marks = {p: p in self._missing[stage] for stage, order in orders.items() for p in order}
+        late = self._transport.lacking(marks)
+        for stage, order in orders.items():
+            if not late.isdisjoint(order):
+                parts = [[p for p in order if (p in late) is last] for last in (False, True)]
+                self._buckets[stage] = [b for part in parts for b in self._cut(part, self._limit(order))]
+
     def _forget(self) -> None:
+        self._missing.clear()
         self._due.clear()
         self._done.clear()
         self._left.clear()

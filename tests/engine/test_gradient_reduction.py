@@ -243,6 +243,7 @@ def _sent(rank: int, world_size: int, micro_batches: int) -> dict[Any, float]:
         ):
             case = Case(zero=zero, micro_batches=micro_batches, zero_keys=HOST if host else {}, keys=OWN)
             made = toy.engine(case, zero=ZeroConfig(reduce=reduce))
+            made.train_batch(toy.batches(0, micro_batches, world_size, rank))  # asks once who lacks gradients
             counts[0] = 0.0
             made.train_batch(toy.batches(0, micro_batches, world_size, rank))
             found[zero, host, reduce] = counts[0] / sum(p.numel() for p in made.module.parameters())
@@ -276,6 +277,7 @@ BUCKET = 50
 def _buckets(rank: int, world_size: int, case: Case) -> tuple[list[Any], int, int, int]:
     """(what happened in a step, buckets alive at once, bf16 gradients seen, elements of all parameters)."""
     made = toy.engine(case)
+    made.train_batch(toy.batches(0, MICRO_BATCHES, DP, made.groups.dp_rank, dtype=case.dtype))
     alive: list[weakref.ref[torch.Tensor]] = []
     most = [0]
     gradients = [0]

@@ -17,7 +17,7 @@ class Notes:
 
     def __init__(self, *, in_place=False, apart=False, alone=False, waits=False):
         self.in_place, self.apart, self.alone, self.waits = in_place, apart, alone, waits
-        self.watched = None
+        self.watched, self.lacking_elsewhere = None, set()
         self.flying, self.landed, self.sent, self.most, self.ended = [], [], [], 0, []
 
     def watch(self, parameters, came):
@@ -41,6 +41,9 @@ class Notes:
     def land(self, bucket):
         assert self.flying.pop(0) is bucket, "the oldest lands first"
         self.landed += [(p.parameter, at) for p in bucket for at in range(p.start, p.start + p.length)]
+
+    def lacking(self, parameters):
+        return {parameter for parameter, marked in parameters.items() if marked} | self.lacking_elsewhere
 
     def all_left(self):
         self.ended.append("left")
@@ -127,6 +130,23 @@ def test_a_bucket_leaves_in_the_last_backward_as_soon_as_it_and_those_before_it_
     assert transport.sent[3:] == [["a"]]
 
 
+def test_what_got_no_gradient_in_the_first_step_leaves_last_from_then_on():
+    """On this rank or another: all have one order, and what comes need not wait for what does not."""
+    transport = Notes(apart=True)
+    transport.lacking_elsewhere = {"c"}
+    reduced = reduction(transport, dict.fromkeys("abcde", 4), {0: "abcde"}, 4)
+    for within, after in (([], "edcba"), ("dba", "ec"), ("dba", "ec")):
+        transport.sent.clear()
+        reduced.begin(of_actions("0B0"))
+        reduced.before_action(0)
+        for name in "dcba":
+            transport.watched[1](name)
+        assert transport.sent == [[name] for name in within]
+        reduced.chunk_done(0)
+        reduced.finish()
+        assert transport.sent == [[name] for name in (*within, *after)]
+
+
 def test_a_shared_parameter_leaves_after_its_last_chunk_and_an_unused_one_at_the_end():
     transport = Notes(in_place=False)
     reduced = reduction(transport, {"own": 4, "tied": 4, "loss": 1}, {0: ["own", "tied"], 1: ["tied"]}, 100)
@@ -142,6 +162,7 @@ def test_a_large_chunk_leaves_in_many_buckets_but_at_once_where_landing_waits():
     names = dict.fromkeys(range(2 * PARTS), LEAST)
     for waits, expected in ((False, PARTS), (True, 1)):
         transport = Notes(apart=True, waits=waits)
+        transport.land = transport.flying.remove  # without a note of each of 268 million elements
         reduced = reduction(transport, names, {0: list(names)}, 1 << 40)
         reduced.chunk_done(0)
         reduced.finish()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, Protocol
 
 import torch
@@ -249,6 +250,13 @@ class GradientTransport:
             mine.mul_(self._scale.after)
         for piece, part in zip(bucket.pieces, mine.split([p.length for p in bucket.pieces]), strict=True):
             self._store.put(piece.parameter, part, piece.start)
+
+    def lacking(self, parameters: Mapping[nn.Parameter, bool]) -> set[nn.Parameter]:
+        """Those that are marked on any data-parallel rank."""
+        marks = torch.tensor([*parameters.values()], dtype=torch.uint8, device=next(iter(parameters)).device)
+        if not self.alone:
+            dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=self._group)
+        return set(compress(parameters, marks.tolist()))
 
     def all_left(self) -> None:
         """Raises ModelError if a parameter got a gradient after its reduction had begun."""
