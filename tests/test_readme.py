@@ -336,7 +336,7 @@ def test_what_is_refused_is_refused_for_that(cells):
         assert instead in str(refused.value)
 
 
-def counted(rank: int, world_size: int, zero: int, micro_batches: int) -> dict[str, float]:
+def counted(rank: int, world_size: int, zero: int, micro_batches: int, offloads: bool) -> dict[str, float]:
     """What a rank sends over data parallelism in a step, in (N - 1) / N of the pipeline rank's parameters."""
     import torch.distributed as dist
 
@@ -366,7 +366,9 @@ def counted(rank: int, world_size: int, zero: int, micro_batches: int) -> dict[s
     backend.get_reduce_scatter_function = classmethod(lambda _: dist.reduce_scatter_tensor)
     caches = ("param_persistence_threshold", "max_reuse_distance", "prefetch_bucket_size")
     keys = tuple((f"stage3_{name}", 0) for name in caches) if zero == 3 else ()
-    case = dsx_run.Case(pp=2, dp=2, zero=zero, accumulation=micro_batches, zero_keys=keys)
+    keys += (("offload_optimizer", {"device": "cpu"}),) if offloads else ()
+    own = (("zero_force_ds_cpu_optimizer", False),)
+    case = dsx_run.Case(pp=2, dp=2, zero=zero, accumulation=micro_batches, zero_keys=keys, extra=own)
     engine, _ = dsx_run.build(case, None)
     dsx_run.losses_of(engine, case, range(2))
     group.append(engine.groups.data)
@@ -380,13 +382,13 @@ def counted(rank: int, world_size: int, zero: int, micro_batches: int) -> dict[s
 )
 def test_what_each_stage_communicates(cells):
     micro_batches = 8
-    zero, said = int(cells[0]), f"{cells[1]}; {cells[2]}"
+    zero, said = int(cells[0][0]), f"{cells[1]}; {cells[2]}"
     expected = {"all-reduced": 0, "gathered": 0, "reduced to owners": 0}
     for times, how in re.findall(r"(1|2 m|m) ([a-z -]+)", said):
         elements = {"1": 1, "m": micro_batches, "2 m": 2 * micro_batches}[times]
         expected[how] = elements * (2 if how == "all-reduced" else 1)
     assert sum(expected.values()) == int(cells[3])
-    every = ranks.run(counted, 4, zero, micro_batches)
+    every = ranks.run(counted, 4, zero, micro_batches, "offloaded" in cells[0])
     for how, elements in expected.items():
         # Half of the pipeline's ranks have other parameters; replicas own what may differ in a chunk.
         found = sum(sent.get(how, 0) for sent in every) / len(every)
