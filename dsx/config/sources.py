@@ -230,21 +230,19 @@ def _is_own(dsx: DsxConfig, family: object, place: str) -> bool:
 
 def _of_hub(config: Mapping[str, Any], plan: Mapping[str, str | None]) -> tuple[dict[str, Any], Model]:
     """The config as its family wants it, and the model that transformers makes of it."""
-    from dsx.hub.model_structure import with_family_floats  # here: dsx's own families need no transformers
-
-    config = with_family_floats(config)
-    return config, _hub_model(json.dumps(config), tuple(plan.items()))
+    text, model = _hub_model(json.dumps(config), tuple(plan.items()))
+    return json.loads(text), model
 
 
 @lru_cache(maxsize=8)
-def _hub_model(text: str, plan: tuple[tuple[str, str | None], ...]) -> Model:
-    """Of a config as JSON, which a plan asks for hundreds of times."""
-    from dsx.hub.model_structure import check_keys
+def _hub_model(text: str, plan: tuple[tuple[str, str | None], ...]) -> tuple[str, Model]:
+    """The same of a config as JSON, and as JSON: a plan asks hundreds of times."""
+    from dsx.hub.model_structure import check_keys, with_family_floats  # dsx's own families need neither
     from dsx.hub.read import hub_model
 
-    config = json.loads(text)
+    config = with_family_floats(json.loads(text))
     check_keys(config)
-    return hub_model(config, dict(plan))
+    return json.dumps(config), hub_model(config, dict(plan))
 
 
 def _keys_of(config: Mapping[str, Any], place: str) -> set[str]:

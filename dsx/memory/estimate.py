@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from math import inf, prod
 
 from dsx.memory.islands import OUTER_STEP, IslandMemory, IslandSettings
@@ -136,6 +137,24 @@ def estimate(
     Raises:
         AboveError: A step takes more than ``most_bytes``; its argument is a bound of the peak.
     """
+    walked = partial(_walked, job, rank, rounding_bytes, receives, replays=replays, most_bytes=most_bytes)
+    if most_bytes < inf and job.layout.zero_stage == 3 and not job.islands:
+        # No micro-batch repeats another, and what is too large mostly is so in later steps alone.
+        walked(range(1, STEPS))
+    return walked(range(STEPS))
+
+
+def _walked(
+    job: Job,
+    rank: int,
+    rounding_bytes: int | None,
+    receives: ReceivePlan | None,
+    steps: range,
+    *,
+    replays: bool,
+    most_bytes: float,
+) -> Estimate:
+    """The estimate of some of the steps; those before them are passed over (ZeRO-3)."""
     at = job.layout.mesh.coords(rank)
     ledger = Ledger(ROUNDING_BYTES[job.device] if rounding_bytes is None else rounding_bytes)
     states, walk = _rank(job, at["pp"], job.layout.mesh.replica(rank), ledger, receives, replays=replays)
@@ -149,16 +168,13 @@ def estimate(
             kept += _quantized(quantized, job, ledger)
         phases.append(_phase(name, ledger, ""))
     if job.built_width is not None:
-        # All parameters and buffers, before DeepSpeed converts and cuts the parameters.
-        buffer_bytes = sum(storage.size_bytes for storage in kept)
-        size = sum(states.ledger.rounded(leaf.numel * job.built_width) for leaf in states.leaves.values())
-        lines = [(Label("parameters", "parameter"), size)]
-        lines += [(_BUFFERS, buffer_bytes)] if buffer_bytes else []
-        phases[0] = Phase(name="build", peak_bytes=size + buffer_bytes, lines=tuple(lines), place="")
+        phases[0] = _built_whole(states, job.built_width, sum(storage.size_bytes for storage in kept))
     kept += _kept(walk.layers, at["pp"])
     islands = job.islands and IslandMemory(job.islands, states, unified=job.device == "cpu")
+    if steps[0] and isinstance(states, Stage3):
+        walk.pass_over(states.coordinator.modules)
     ledger.most_bytes = most_bytes
-    for step in range(STEPS):
+    for step in steps:
         ledger.start()
         watch = _Watch(ledger)
         if islands and step == 0:
@@ -185,6 +201,14 @@ def estimate(
         host_bytes=host.peak_bytes if apart else 0,
         host_lines=_sorted(host.at_peak) if apart else (),
     )
+
+
+def _built_whole(states: States, width: int, buffer_bytes: int) -> Phase:
+    """All parameters and buffers, before DeepSpeed converts and cuts the parameters."""
+    size = sum(states.ledger.rounded(leaf.numel * width) for leaf in states.leaves.values())
+    lines = [(Label("parameters", "parameter"), size)]
+    lines += [(_BUFFERS, buffer_bytes)] if buffer_bytes else []
+    return Phase(name="build", peak_bytes=size + buffer_bytes, lines=tuple(lines), place="")
 
 
 class _Watch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from dsx.config.deepspeed import offloads_optimizer, precision, zero_stage
@@ -18,7 +19,8 @@ from dsx.memory.record_cache import ModelRecords
 from dsx.memory.states import Gathering, Offload, Optimizer, StateSettings
 from dsx.models.flops import WIDTHS
 from dsx.models.param import PRECISIONS
-from dsx.schedules.schedule import lower
+from dsx.schedules.program import Program
+from dsx.schedules.schedule import Schedule, lower
 
 LION_STATE_BYTES = 8
 """DeepSpeed's Lion for CPUs also makes a second moment, which it does not use (ops/lion/cpu_lion.py)."""
@@ -296,7 +298,7 @@ def job_of(config: RunConfig, *, device: DeviceKind = "cuda", capacity_bytes: in
     each = config.reduces_micro_batches
     require_learned(config.deepspeed, reduces_micro_batches=each)
     count = enough_micro_batches(config.program, stages.num_ranks, config.accumulation, device)
-    schedule = config.program.build(stages.num_ranks, stages.num_chunks, count)
+    schedule = _lowered(config.program, stages.num_ranks, stages.num_chunks, count)
     sequence_parallel = config.dsx.parallel.sequence_parallel
     states = state_settings(
         config.deepspeed, config.dsx.zero, config.dsx.optimizer_bytes, device, reduces_micro_batches=each
@@ -319,7 +321,7 @@ def job_of(config: RunConfig, *, device: DeviceKind = "cuda", capacity_bytes: in
     return Job(
         records=ModelRecords(shape),
         layout=config.layout,
-        schedule=lower(schedule),
+        schedule=schedule,
         left_out=config.accumulation - count,
         alike=mesh.tp > 1 and not sequence_parallel,
         states=states,
@@ -327,6 +329,12 @@ def job_of(config: RunConfig, *, device: DeviceKind = "cuda", capacity_bytes: in
         capacity_bytes=capacity_bytes,
         islands=islands_of(config),
     )
+
+
+@lru_cache(maxsize=64)
+def _lowered(program: Program, num_ranks: int, num_chunks: int, num_micro_batches: int) -> Schedule:
+    """A schedule with its transfers, for which a plan asks many times."""
+    return lower(program.build(num_ranks, num_chunks, num_micro_batches))
 
 
 def islands_of(config: RunConfig) -> IslandSettings | None:

@@ -232,15 +232,21 @@ class LayerRecord:
     _operators: dict[str, tuple[tuple[Event, int], ...]] = field(
         default_factory=dict, repr=False, compare=False
     )
+    _gives: dict[str, tuple[str, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     def memory(self, phase: str) -> tuple[Event, ...]:
-        """The events of a phase that a ledger replays."""
+        """The events of a phase that a ledger replays, with labels in place of their numbers."""
         if phase not in self._memory:
             events: Sequence[Event] | None = getattr(self, phase)
-            if events is None:
-                events = self.backward
-            self._memory[phase] = tuple(event for event in events if event[0] in MEMORY)
+            self._memory[phase] = self._replayed(self.backward if events is None else events)
         return self._memory[phase]
+
+    def _replayed(self, events: Sequence[Event]) -> tuple[Event, ...]:
+        return tuple(
+            (*event[:3], self.labels[event[3]], *event[4:]) if event[0] in ("+", "sum") else event
+            for event in events
+            if event[0] in MEMORY
+        )
 
     def operators(self, phase: str) -> tuple[tuple[Event, int], ...]:
         """Operators and collectives of a phase with their counts; see :func:`counted`."""
@@ -263,15 +269,18 @@ class LayerRecord:
         """The labels among the inputs."""
         return self.inputs[len(self.inputs) - self.num_labels :]
 
-    def gives(self, phase: str) -> bool:
-        """Whether parameters get gradients in a phase of the backward."""
-        return any(event[0] == "grad" for event in self.memory(phase))
+    def gives(self, phase: str) -> tuple[str, ...]:
+        """The parameters that get gradients in a phase of the backward, one for each gradient."""
+        if phase not in self._gives:
+            self._gives[phase] = tuple(event[1] for event in self.memory(phase) if event[0] == "grad")
+        return self._gives[phase]
 
     @cached_property
     def uses(self) -> tuple[RecordedUse, ...]:
         """:attr:`weights` with what a ledger replays."""
         return tuple(
-            RecordedUse(use.parameter, _memory_of(use.begin), _memory_of(use.finish)) for use in self.weights
+            RecordedUse(use.parameter, self._replayed(use.begin), self._replayed(use.finish))
+            for use in self.weights
         )
 
     @cached_property
@@ -364,10 +373,6 @@ def counted(events: Iterable[Event]) -> tuple[tuple[Event, int], ...]:
         elif event[0] not in MEMORY:
             since[event] = since.get(event, 0) + 1
     return (*found, *since.items())
-
-
-def _memory_of(events: Sequence[Event]) -> tuple[Event, ...]:
-    return tuple(event for event in events if event[0] in MEMORY)
 
 
 def _forms(rows: Sequence[Sequence[Any]]) -> Iterator[TensorForm]:

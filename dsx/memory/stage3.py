@@ -86,6 +86,7 @@ class Coordinator:
 
     Attributes:
         holds: What is held between actions; None holds nothing.
+        modules: Those of the first step, one after the other.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class Coordinator:
         self._active: dict[str, set[str]] = {}
         self._backward: list[Module] = []
         self.holds: ChunkHolds[Leaf] | None = None
-        self._order: list[Module] = []
+        self.modules: list[Module] = []
         self._recording: _Recording | None = None
         self._steps = 0
         self._queue: deque[tuple[int, Leaf]] = deque()
@@ -149,7 +150,7 @@ class Coordinator:
         """StepGathers.begin: the first step records, later ones prefetch."""
         self._clean()
         if self._steps == 1:
-            self._recording = _Recording(self._order)
+            self._recording = _Recording(self.modules)
         self._steps += 1
         self._queue = self._recording.queue(0) if self._recording is not None else deque()
         self._passed, self._step, self._available = {}, 0, 0
@@ -182,7 +183,7 @@ class Coordinator:
     def fetch(self, module: Module, *, forward: bool) -> None:
         """fetch_sub_module: what it needs now, then what comes next."""
         if self._steps == 1:
-            self._order.append(module)
+            self.modules.append(module)
         if not forward:
             self._backward.append(module)
         self._gather([leaf for leaf in module if self._absent(leaf)])

@@ -6,7 +6,7 @@ Chunks of recorded layers (:mod:`dsx.memory.layer_record`) go forward and backwa
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -74,13 +74,7 @@ class RecordedLayer:
         """The outputs; the inputs stay the caller's."""
         for place, storage in enumerate(inputs):
             self._held[f"x{place}"] = storage.hold()
-        outputs: Message = []
-        for event in self.record.memory("forward"):
-            if event[0] == "out":
-                outputs = [self._held[number].hold() for number in self.record.output_ids]
-            else:
-                self._do(event)
-        return outputs
+        return self._replay(self.record.memory("forward"))
 
     def backward(
         self, gradients: Sequence[Storage | None], phase: str, shared: _Shared, *, copies: bool
@@ -96,19 +90,7 @@ class RecordedLayer:
         for place, storage in enumerate(gradients):
             if storage is not None:
                 self._held[f"d{place}"] = storage
-        found: Message = []
-        given: dict[str, Leaf] = {}
-        for event in self.record.memory(phase):
-            if event[0] == "in":
-                found = [self._handed(self._held[n], copies=copies) for n in event[1] if n is not None]
-            elif event[0] == "grad":
-                if self._give(event[1], self._held[event[2]], shared):
-                    given[event[2]] = self.leaves[event[1]]
-            else:
-                self._do(event)
-                if given:
-                    _tell([given.pop(name) for name in [*given] if name not in self._held])
-        _tell(given.values())
+        found = self._replay(self.record.memory(phase), shared, copies=copies)
         for place, form in enumerate(self.record.inputs[1:], start=1):
             # Positions, which the recorder gives to every pass and does not let go of.
             if not form.differentiable and f"x{place}" in self._held:
@@ -117,18 +99,11 @@ class RecordedLayer:
 
     def begin_use(self, place: int) -> None:
         """Begin the communication of a waiting gradient."""
-        for event in self.record.uses[place].begin:
-            self._do(event)
+        self._replay(self.record.uses[place].begin)
 
     def finish_use(self, place: int) -> Storage:
         """Finish a waiting gradient, held once for the caller."""
-        total: Storage | None = None
-        for event in self.record.uses[place].finish:
-            if event[0] == "grad":
-                total = self._held[event[2]].hold()
-            else:
-                self._do(event)
-        assert total is not None
+        (total,) = self._replay(self.record.uses[place].finish)
         return total
 
     def _handed(self, storage: Storage, *, copies: bool) -> Storage:
@@ -155,34 +130,66 @@ class RecordedLayer:
             before.drop()
         return not waits
 
-    def _do(self, event: Event) -> None:
-        kind, held = event[0], self._held  # comparisons, because this runs millions of times
-        if kind == "+":
-            _, number, size, label = event
-            held[number] = self._new(number, size, label)
-        elif kind == "-":
-            held.pop(event[1]).drop()
-        elif kind == "sum":
-            _, number, size, label, first = event
-            if held[first].holders == 1:
-                held[first].overwrite()
-            held[number] = self._new(number, size, label)
-        elif kind == "fetch":
-            if self._hooks is not None:
-                self._hooks.fetch(tuple(self.leaves[name] for name in event[1]), forward=event[2])
-        elif kind == "release":
-            _, names, forward, kept = event
-            for name, number in kept:  # what was gathered, as long as a recomputation has it saved
-                storage = self.leaves[name].storage
-                held[number] = (Storage(self._ledger, _TOKEN, 0) if storage is None else storage).hold()
-            if self._hooks is not None:
-                self._hooks.release(tuple(self.leaves[name] for name in names), forward=forward)
+    def _replay(
+        self, events: Sequence[Event], shared: _Shared | None = None, *, copies: bool = False
+    ) -> Message:
+        """Go through the events of a pass, or of a part of one: what it gives, held once for the caller.
 
-    def _new(self, number: int, size: int, label: int) -> Storage:
-        what = self.record.labels[label]
-        if number in self._logits:
-            what = what._replace(category="logits", name="logits")
-        return self._ledger.new(what, size)
+        Args:
+            events: The events.
+            shared: Takes gradients of parameters; None gives them to the caller.
+            copies: As :meth:`backward` has it.
+        """
+        held, new, logits = self._held, self._ledger.new, self._logits
+        found: Message = []
+        given: dict[int | str, Leaf] = {}
+        for event in events:
+            kind = event[0]  # comparisons, because this runs millions of times
+            if kind == "+" and not logits:
+                held[event[1]] = new(event[3], event[2])
+            elif kind == "-":
+                held.pop(event[1]).drop()
+                if event[1] in given:
+                    _tell(given.pop(event[1]))
+            elif kind == "in":
+                found = [self._handed(held[name], copies=copies) for name in event[1] if name is not None]
+            elif kind == "grad" and shared is not None:
+                if self._give(event[1], held[event[2]], shared):
+                    given[event[2]] = self.leaves[event[1]]
+            else:
+                found += self._do(event)
+        for leaf in given.values():
+            _tell(leaf)
+        return found
+
+    def _do(self, event: Event) -> Message:
+        """What is rarer; with what it gives."""
+        kind, held = event[0], self._held
+        if kind == "fetch":
+            if self._hooks is not None:
+                self._hooks.fetch(tuple(map(self.leaves.__getitem__, event[1])), forward=event[2])
+        elif kind == "release":
+            self._release(event)
+        elif kind == "grad":
+            return [held[event[2]].hold()]
+        elif kind == "out":
+            return [held[number].hold() for number in self.record.output_ids]
+        else:
+            _, number, size, label, *first = event
+            if first and held[first[0]].holders == 1:
+                held[first[0]].overwrite()
+            if number in self._logits:
+                label = label._replace(category="logits", name="logits")
+            held[number] = self._ledger.new(label, size)
+        return []
+
+    def _release(self, event: Event) -> None:
+        _, names, forward, kept = event
+        for name, number in kept:  # what was gathered, as long as a recomputation has it saved
+            storage = self.leaves[name].storage
+            self._held[number] = (Storage(self._ledger, _TOKEN, 0) if storage is None else storage).hold()
+        if self._hooks is not None:
+            self._hooks.release(tuple(map(self.leaves.__getitem__, names)), forward=forward)
 
 
 class RecordedChunk:
@@ -229,19 +236,26 @@ class RecordedChunk:
         phase = "backward_input" if divided else "backward"
         shared = _Shared()
         for layer in self.layers:
-            for event in layer.record.memory(phase):
-                if event[0] == "grad":
-                    name = layer.leaves[event[1]].name
-                    shared.waits[name] = shared.waits.get(name, 0) + 1
+            for given in layer.record.gives(phase):
+                name = layer.leaves[given].name
+                shared.waits[name] = shared.waits.get(name, 0) + 1
         found = [storage.hold() for storage in gradients]
         for place in reversed(range(len(self.layers))):
             layer = self.layers[place]
             due = iter(found)
-            given = [next(due, None) if form.differentiable else None for form in layer.record.outputs]
-            found = layer.backward(given, phase, shared, copies=not place)
+            wanted = [next(due, None) if form.differentiable else None for form in layer.record.outputs]
+            found = layer.backward(wanted, phase, shared, copies=not place)
         dropped(self._made)
         if self._hooks is not None and not first:
             self._hooks.release((), forward=False)
+        return found
+
+    def modules(self, phase: str) -> list[tuple[Leaf, ...]]:
+        """What is fetched in a phase, one after the other."""
+        found: list[tuple[Leaf, ...]] = [()]
+        for layer in self.layers if phase == "forward" else reversed(self.layers):
+            fetched = (event[1] for event in layer.record.memory(phase) if event[0] == "fetch")
+            found += (tuple(layer.leaves[name] for name in names) for names in fetched)
         return found
 
     def weights(self) -> None:
@@ -279,13 +293,14 @@ class RecordedChunk:
         token.drop()
 
 
-def _tell(leaves: Iterable[Leaf]) -> None:
-    for leaf in leaves:
-        if leaf.came is not None:
-            leaf.came(leaf)
+def _tell(leaf: Leaf) -> None:
+    if leaf.came is not None:
+        leaf.came(leaf)
 
 
 Key = tuple[int, int]
+
+_PHASES = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.BACKWARD_INPUT: "backward_input"}
 
 IN_FLIGHT = 2
 """Messages of a channel that are under way at most (dsx/engine/p2p.py)."""
@@ -449,6 +464,23 @@ class Walk:
         dropped(self.losses)
         if self.replay is not None:
             self.replay.end()
+
+    def pass_over(self, order: list[tuple[Leaf, ...]]) -> None:
+        """Stand for a first step under ZeRO-3: nothing but its update, and its modules put into ``order``.
+
+        What it leaves behind is the same, and what it holds meanwhile is not known.
+        """
+        self.states.begin()
+        modules: dict[tuple[int, Op], list[tuple[Leaf, ...]]] = {}
+        for action in self.row:
+            stage, op = key = action.stage, action.op
+            if op in TRANSFERS:
+                self.checked.add((op.name[-1], stage))
+            elif op is Op.FORWARD or (op is not Op.BACKWARD_WEIGHT and self.backs[stage]):
+                if key not in modules:
+                    modules[key] = self.layers.chunk(stage).modules(_PHASES[op])
+                order += modules[key]
+        self.states.step()
 
     def _land(self) -> None:
         """Let pending messages arrive, and end a step without backwards."""

@@ -67,7 +67,8 @@ class Layout:
     def params_of(self, pp_rank: int) -> tuple[ParamSpec, ...]:
         """Parameters of a pipeline rank, in layer order."""
         held = set(self.stages.layers_of(pp_rank))
-        return tuple(spec for spec in self.params if any(layer in held for layer in self.users(spec)))
+        last = self.stages.num_layers - 1 in held
+        return tuple(spec for spec in self.params if spec.layer in held or (last and spec.tie is not None))
 
     def local_parameters(self, pp_rank: int) -> int:
         """Elements on one rank of ``pp_rank`` before ZeRO, after the tensor-parallel cut and padding.

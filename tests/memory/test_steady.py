@@ -10,6 +10,8 @@ from dsx.config.resolve import resolve
 from dsx.memory import estimate as estimates
 from dsx.memory.estimate import Job, enough_micro_batches, estimate
 from dsx.memory.job import job_of
+from dsx.memory.ledger import AboveError
+from dsx.memory.walk import Walk
 from dsx.schedules.program import Program
 from dsx.schedules.schedule import lower
 
@@ -148,3 +150,36 @@ def test_ranks_that_hold_more_and_less_in_turn_are_walked():
     job = job_of(resolve(content, world_size=28))
     for role in estimates.estimate_run(job).roles:
         assert role.estimate == estimate(job, role.ranks[0])
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "interleaved_zb"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"adapter": {"type": "lora", "rank": 4}, "recompute": "full"},
+        {"zero": {"keep_gathered_bytes": 300_000}, "recompute": "full"},
+        {"offload_optimizer": {"device": "cpu"}, "stage3_param_persistence_threshold": 0},
+        {"offload_param": {"device": "cpu"}, "stage3_prefetch_bucket_size": 40_000},
+    ],
+    ids=str,
+)
+def test_too_large_under_zero3_is_known_by_the_second_step_alone(name, changes, monkeypatch):
+    """Its peak is the whole estimate's to the byte, by one walk in place of two."""
+    chunks = 1 if name == "1f1b" else 2
+    written = config(name, 2, chunks, 4, 3)
+    for key, value in changes.items():
+        written["dsx" if key in ("adapter", "zero", "recompute") else "zero_optimization"][key] = value
+    written["dsx"]["parallel"] |= {"tensor": 2, "sequence_parallel": False}
+    written["dsx"]["parallel"] |= {"tensor": 2, "sequence_parallel": False}
+    job, walked, run = job_of(resolve(written, world_size=8)), [], Walk.run
+    monkeypatch.setattr(Walk, "run", lambda walk, note: (walked.append(walk.rank), run(walk, note)))
+    for rank in (0, job.layout.mesh.rank(pp=1)):
+        found = estimate(job, rank)
+        later = found.phases[-1].peak_bytes
+        assert found.peak.peak_bytes == later
+        assert estimate(job, rank, most_bytes=later) == found
+        walked.clear()
+        with pytest.raises(AboveError) as above:
+            estimate(job, rank, most_bytes=later - 1)
+        assert (above.value.args, len(walked)) == ((later,), 1)
