@@ -139,12 +139,7 @@ def layers_job(
         )
     mesh = Mesh.of(pp=pipeline, dp=world_size // pipeline, tp=1)
     raise_all("the config", deepspeed_problems(dict(config)) or pipeline_problems(dict(config), mesh))
-    declared = dict(config.get("dsx") or {})
-    declared_bytes = declared.pop("optimizer_bytes", None)
-    if declared:
-        raise ConfigError(
-            f"dsx.{min(declared)}", "the list and the options say it", "leave all but dsx.optimizer_bytes out"
-        )
+    declared = declared_bytes(config)
     require_optimizer(config)
     settings = zero or ZeroConfig()
     name = ("interleaved" if chunks > 1 else "1f1b") if schedule == "auto" else schedule
@@ -152,7 +147,7 @@ def layers_job(
     offloads, stage = offloads_optimizer(config), zero_stage(config)
     each = reduces_micro_batches(settings.reduce, stage, offloads=offloads, micro_batches=batch.accumulation)
     require_learned(config, reduces_micro_batches=each)
-    states = state_settings(config, settings, declared_bytes, device, reduces_micro_batches=each)
+    states = state_settings(config, settings, declared, device, reduces_micro_batches=each)
     if recorded is None:
         recorded = record_list(make, precision(config), device, hooked=zero_stage(config) == 3)
     if batch.micro != recorded.samples:
@@ -185,6 +180,23 @@ def layers_job(
         device=device,
         capacity_bytes=capacity_bytes,
     )
+
+
+def declared_bytes(config: Mapping[str, Any]) -> int | None:
+    """``dsx.optimizer_bytes`` of a list's config. Raises ConfigError for anything else of ``dsx``."""
+    block = config.get("dsx")
+    if not isinstance(block, Mapping | None):
+        fix = 'write e.g. "dsx": {"optimizer_bytes": 8}, or leave it out'
+        raise ConfigError(at("dsx", block), "not a JSON object", fix)
+    more = sorted(map(str, {*(block or {})} - {"optimizer_bytes"}))
+    if more:
+        raise ConfigError(
+            f"dsx.{more[0]}", "the list and the options say it", "leave all but dsx.optimizer_bytes out"
+        )
+    value = None if block is None else block.get("optimizer_bytes")
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        raise ConfigError(at("dsx.optimizer_bytes", value), "not a number of bytes", "use 0 or more, whole")
+    return value
 
 
 def require_optimizer(config: Mapping[str, Any]) -> None:

@@ -8,9 +8,18 @@ from itertools import pairwise
 from typing import Any
 
 from dsx.config.batch import ACCUMULATION, MICRO, TRAIN, Batch
+from dsx.config.deepspeed import deepspeed_problems
+from dsx.config.load import raise_all
 from dsx.errors import ConfigError
 from dsx.memory.estimate import Job
-from dsx.memory.layer_list import LayerList, ListRecords, layers_job, record_list, require_optimizer
+from dsx.memory.layer_list import (
+    LayerList,
+    ListRecords,
+    declared_bytes,
+    layers_job,
+    record_list,
+    require_optimizer,
+)
 from dsx.models.flops import WIDTHS
 from dsx.planner.cluster import Cluster, read_cluster
 from dsx.planner.costs import Network, Software
@@ -53,6 +62,8 @@ class OwnInputs(PlanInputs):
                 "remove sites and across, and plan for the GPUs of one site",
             )
         cluster = cluster.holding(gpus)
+        raise_all("the config", deepspeed_problems(config))
+        declared_bytes(_without_faults(config))
         batch = global_batch or config.get(TRAIN)
         if not isinstance(batch, int):
             raise ConfigError("--global-batch", "it is needed", f"give it, or {TRAIN} in CONFIG")
@@ -119,7 +130,7 @@ class OwnInputs(PlanInputs):
     def job(self, layout: Candidate, predictor: Predictor, capacity_bytes: int) -> Job:
         return layers_job(
             self.make,
-            self.config_of(layout, predictor),
+            _without_faults(self.config_of(layout, predictor)),
             world_size=self.gpus,
             pipeline=layout.pipeline,
             chunks=layout.chunks,
@@ -141,6 +152,14 @@ class OwnInputs(PlanInputs):
             f"dsx.PipelineModule(layers, num_stages={layout.pipeline}, num_chunks={layout.chunks}, "
             f'schedule="{layout.schedule}", partition_method={_counts(layout, predictor)})'
         )
+
+
+def _without_faults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config without ``dsx.faults``, which say what a failure costs, and take no memory."""
+    block = config.get("dsx")
+    if not isinstance(block, Mapping):
+        return dict(config)
+    return {**config, "dsx": {key: value for key, value in block.items() if key != "faults"}}
 
 
 def _counts(layout: Candidate, predictor: Predictor) -> list[int]:

@@ -209,6 +209,28 @@ def test_what_the_command_cannot_take_is_one_error(arguments, said, user, dsx):
     assert said in err
 
 
+@pytest.mark.parametrize(
+    ("block", "said"),
+    [
+        *(
+            (block, f"dsx = {json.dumps(block)}: not a JSON object")
+            for block in (3, 0, True, "ab", "", [], [1])
+        ),
+        ([["optimizer_bytes", 8]], 'dsx = [["optimizer_bytes", 8]]: not'),
+        *(({"optimizer_bytes": size}, "dsx.optimizer_bytes = ") for size in ("8", -1, True, 1.5, [8])),
+        ({"zero": {}, "recompute": "full"}, "dsx.recompute: the list"),
+    ],
+    ids=str,
+)
+def test_another_dsx_block_than_a_list_has_is_one_error(block, said, user, dsx):
+    asked = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Lamb"}, "dsx": block}
+    Path("odd.json").write_text(json.dumps(asked))
+    lists = ("odd.json", "--layers", "user_lists.py:plain")
+    for more in (("estimate",), ("plan", "--cluster", "CPU", "--gpus", 2, "--global-batch", 4, "--goodput")):
+        code, out, err = dsx(more[0], *lists, *more[1:])
+        assert (code, out, err.count("dsx: "), said in err) == (2, "", 1, True), err
+
+
 def test_declared_bytes_of_an_optimizer_count(user, dsx):
     lamb = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Lamb"}, "dsx": {"optimizer_bytes": 8}}
     Path("lamb.json").write_text(json.dumps(lamb))
