@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from dsx.waiting import Waiting
 
 _MOST_TOO_LARGE = 3
+_PICTURES = ("svg", "png", "html", "pdf")
 
 
 def plan(
@@ -79,7 +80,12 @@ def plan(
     style: Annotated[Literal["table", "json"], FORMAT] = "table",
     output: Annotated[
         Path | None,
-        typer.Option("--output", metavar="FILE", help="File to write the best layout's config to: .json."),
+        typer.Option(
+            "--output",
+            metavar="FILE",
+            help="File to write: the best layout's config, .json; with --goodput also a picture of what is "
+            "left, .svg, .png, .html or .pdf.",
+        ),
     ] = None,
 ) -> None:
     """Find the layout that trains a model fastest.
@@ -108,11 +114,11 @@ def plan(
     from dsx.planner.what_is_left import time_left, time_left_of_sites
     from dsx.waiting import Waiting
 
-    style_of(None, output, ("json",))
     pinned = PinnedChoices(
         tensor=tensor, pipeline=pipeline, zero=zero, micro_batch=micro_batch, gpu_memory=gpu_memory
     )
     where, measured = read_cluster(cluster), None
+    _is_picture(output, told=goodput or saves_of is not None or where.failures is not None)
     waiting = _comparing()
     inputs: PlanInputs
     if layers is None:
@@ -207,8 +213,9 @@ def _tell(
     from dsx.planner.what_is_left import words
 
     inputs, plan, module = found.inputs, found.plan, found.module_words()
-    if output is not None:
-        write(json.dumps(content, indent=2) + "\n", output)  # with JSON, standard output is JSON alone
+    if output is not None:  # with JSON, standard output is JSON alone
+        drawn = kept is not None and _is_picture(output, told=True)
+        write(_picture(found, kept, output) if drawn else json.dumps(content, indent=2) + "\n", output)
     if style == "json":
         facts = _facts(inputs, plan) | {"measured": measured and measured.text, "config": content}
         facts |= {} if sites is None else {"sites": sites.facts()}
@@ -222,6 +229,24 @@ def _tell(
         say("\n".join(wrapped(line, columns(), indent="    ") for line in words(kept)))
     if output is not None:
         say(f"wrote {output}")
+
+
+def _is_picture(output: Path | None, *, told: bool) -> bool:
+    """Whether ``--output`` names one. Raises ConfigError for one of an answer that is not told."""
+    if style_of(None, output, ("json", *_PICTURES)) == "json":
+        return False
+    if not told:
+        raise ConfigError(f"--output {output}", "the picture is of what --goodput tells", "add --goodput")
+    return True
+
+
+def _picture(found: BestLayout, kept: dict[str, Any], output: Path) -> str | bytes:
+    from dsx.cli.picture import as_file
+    from dsx.planner.goodput_picture import draw
+
+    cluster, label = found.plan.task.machine.network.cluster, found.best.layout.label
+    title = f"{found.inputs.name} on {found.inputs.gpus:,} x {cluster.name}: {label}"
+    return as_file(draw(kept, title), style_of(None, output, _PICTURES), title=title)
 
 
 def _text(inputs: PlanInputs, found: Plan, measured: Calibration | None, module: str) -> str:

@@ -155,6 +155,7 @@ def time_left(
         "down_seconds": one.notice_seconds + one.start_seconds,
         "checkpoint_bytes": num_bytes,
         **saving._asdict(),
+        "step_seconds": step,
         "save_every_steps": every,
         "as_good_steps": near,
         "only_at_the_end": not fails or every == longest,

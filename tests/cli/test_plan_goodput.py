@@ -10,6 +10,7 @@ import pytest
 from dsx.config.resolve import resolve
 from dsx.planner.cluster import preset
 from dsx.planner.goodput import daly, young
+from dsx.planner.goodput_picture import draw
 
 COMMAND = ("plan", "--model", "llama/tiny", "--sequence-length", "128", "--top", "1")
 CONFIG = Path(__file__).parents[2] / "configs/zero1.json"
@@ -107,6 +108,42 @@ def test_islands_stop_one_by_one(plan, dsx, tmp_path):
         share = each["ways"][each["best"]]["goodput"]
         assert each["tokens_per_second"] == pytest.approx(share * speed["tokens_per_second"])
     assert "one job, which stops at every failure: " in dsx("--cluster", tmp_path / "cluster.json", *SIZES)[1]
+
+
+ACROSS = {"gigabytes_per_second": 0.0125, "latency_microseconds": 25_000}
+
+
+@pytest.mark.parametrize("more", [{}, {"sites": 2, "nodes": 2, "across": ACROSS}], ids=["job", "islands"])
+def test_the_picture_shows_what_the_answer_says(plan, more):
+    found = plan(failures={"per_thousand_node_days": 500, "spare_nodes": 1}, **more)["goodput"]
+    figure = draw(found, "run")
+    *first, bars = figure.axes
+    assert len(first) == (not more)
+    names = [each.get_text() for each in bars.get_xticklabels()]
+    useful = dict(zip(names, (each.get_height() for each in bars.containers[0]), strict=True))
+    shown = {"wait for the repair": "0", "spare nodes": "1", "shrink (dsx.elastic)": "shrink"}
+    for way, parts in found["ways"].items():
+        assert useful[shown[way]] == pytest.approx(100 * parts["of_all_nodes"], abs=0.01)
+    for axes in first:
+        (curve,) = (each for each in axes.lines if each.get_label() == "useful")
+        at = dict(zip(*curve.get_data(), strict=True))
+        middle = min(at, key=lambda interval: abs(interval - found["interval_seconds"]))
+        assert at[middle] == pytest.approx(100 * found["ways"][found["best"]]["of_all_nodes"], abs=0.05)
+        marks = [line.get_xdata()[0] for line in axes.lines if line is not curve]
+        assert marks == [found["young_seconds"], found["daly_seconds"]]
+
+
+def test_a_picture_is_written_or_refused(dsx, tmp_path):
+    file, picture = tmp_path / "cluster.json", tmp_path / "left.svg"
+    for failures, more, words in (
+        (None, (), "the picture is of what --goodput tells. Fix: add --goodput"),
+        ({"per_thousand_gpu_days": 0, "per_thousand_node_days": 0}, (), "nothing fails"),
+        (None, ("--goodput",), ""),
+    ):
+        file.write_text(json.dumps({"gpu": "CPU", "gpus_per_node": 1, "failures": failures}))
+        code, _, err = dsx("--cluster", file, *SIZES, "--output", picture, *more)
+        assert (code, words in err, picture.exists()) == (2 * bool(words), True, not words), err
+    assert "<svg" in picture.read_text()
 
 
 def test_no_interval_is_longer_than_the_run(plan, dsx, tmp_path):
