@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import partial
 from math import inf, prod
 
 from dsx.memory.islands import OUTER_STEP, IslandMemory, IslandSettings
@@ -122,6 +121,7 @@ def estimate(
     receives: ReceivePlan | None = None,
     replays: bool = True,
     most_bytes: float = inf,
+    steps: range = range(STEPS),
 ) -> Estimate:
     """Memory of global rank ``rank``, without the device's context and libraries.
 
@@ -133,28 +133,14 @@ def estimate(
         replays: Whether to take micro-batches that repeat an earlier one from notes
             (:mod:`dsx.memory.ledger`).
         most_bytes: Above which nobody wants to know by how much.
+        steps: Which are walked; the first is passed over otherwise, under ZeRO-3 alone.
 
     Raises:
         AboveError: A step takes more than ``most_bytes``; its argument is a bound of the peak.
     """
-    walked = partial(_walked, job, rank, rounding_bytes, receives, replays=replays, most_bytes=most_bytes)
-    if most_bytes < inf and job.layout.zero_stage == 3 and not job.islands:
+    if most_bytes < inf and job.layout.zero_stage == 3 and not (steps[0] or job.islands):
         # No micro-batch repeats another, and what is too large mostly is so in later steps alone.
-        walked(range(1, STEPS))
-    return walked(range(STEPS))
-
-
-def _walked(
-    job: Job,
-    rank: int,
-    rounding_bytes: int | None,
-    receives: ReceivePlan | None,
-    steps: range,
-    *,
-    replays: bool,
-    most_bytes: float,
-) -> Estimate:
-    """The estimate of some of the steps; those before them are passed over (ZeRO-3)."""
+        estimate(job, rank, receives=receives, most_bytes=most_bytes, steps=steps[1:])
     at = job.layout.mesh.coords(rank)
     ledger = Ledger(ROUNDING_BYTES[job.device] if rounding_bytes is None else rounding_bytes)
     states, walk = _rank(job, at["pp"], job.layout.mesh.replica(rank), ledger, receives, replays=replays)
@@ -184,13 +170,7 @@ def _walked(
             islands.exchange()
         walk.run(watch)
         phases.append(_phase(f"step {step + 1}", ledger, watch.place))
-    if islands:
-        ledger.start()
-        if not islands.goes_on:
-            islands.launch()
-            islands.exchange()
-        islands.land()
-        phases.append(_phase(OUTER_STEP, ledger, ""))
+    phases += [_outer_step(islands, ledger)] if islands else []
     steady_bytes, host = ledger.current_bytes, states.host.ledger
     dropped(kept)
     apart = host is not ledger
@@ -198,9 +178,18 @@ def _walked(
         rank=rank,
         phases=tuple(phases),
         steady_bytes=steady_bytes,
-        host_bytes=host.peak_bytes if apart else 0,
-        host_lines=_sorted(host.at_peak) if apart else (),
+        host_bytes=apart * host.peak_bytes,
+        host_lines=apart * _sorted(host.at_peak),
     )
+
+
+def _outer_step(islands: IslandMemory, ledger: Ledger) -> Phase:
+    ledger.start()
+    if not islands.goes_on:
+        islands.launch()
+        islands.exchange()
+    islands.land()
+    return _phase(OUTER_STEP, ledger, "")
 
 
 def _built_whole(states: States, width: int, buffer_bytes: int) -> Phase:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from pydantic import ValidationError
+
 from dsx.config.deepspeed import offloads_optimizer, precision, zero_stage
+from dsx.config.load import explain, raise_all
 from dsx.config.run import RunConfig
-from dsx.config.schema import ZeroConfig
+from dsx.config.schema import FaultsConfig, ZeroConfig
 from dsx.config.wording import at
 from dsx.errors import ConfigError
 from dsx.memory.estimate import Job, enough_micro_batches
@@ -335,6 +339,20 @@ def job_of(config: RunConfig, *, device: DeviceKind = "cuda", capacity_bytes: in
 def _lowered(program: Program, num_ranks: int, num_chunks: int, num_micro_batches: int) -> Schedule:
     """A schedule with its transfers, for which a plan asks many times."""
     return lower(program.build(num_ranks, num_chunks, num_micro_batches))
+
+
+def faults_of(content: Mapping[str, Any]) -> FaultsConfig:
+    """``dsx.faults``, which nothing has checked yet in the config of a layer list. Raises ConfigError."""
+    block = content.get("dsx")
+    if not isinstance(block, Mapping | None):
+        fix = 'write e.g. "dsx": {"optimizer_bytes": 8}, or leave it out'
+        raise ConfigError(at("dsx", block), "not a JSON object", fix)
+    given = (block or {}).get("faults") or {}
+    try:
+        return FaultsConfig.model_validate_json(json.dumps(given))
+    except ValidationError as error:
+        raise_all("config", explain(error, given, FaultsConfig, ("dsx", "faults")))
+        raise
 
 
 def islands_of(config: RunConfig) -> IslandSettings | None:

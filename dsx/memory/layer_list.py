@@ -25,7 +25,7 @@ from dsx.config.wording import at
 from dsx.errors import ConfigError, LayoutError, ModelError
 from dsx.memory.device import fake_build, swapped
 from dsx.memory.estimate import Job, RunMemory, enough_micro_batches, estimate_run
-from dsx.memory.job import require_learned, state_settings
+from dsx.memory.job import faults_of, require_learned, state_settings
 from dsx.memory.layer_record import DeviceKind, LayerRecord, TensorForm
 from dsx.memory.layer_recorder import record_layer
 from dsx.models.flops import Precision
@@ -183,17 +183,15 @@ def layers_job(
 
 
 def declared_bytes(config: Mapping[str, Any]) -> int | None:
-    """``dsx.optimizer_bytes`` of a list's config. Raises ConfigError for anything else of ``dsx``."""
-    block = config.get("dsx")
-    if not isinstance(block, Mapping | None):
-        fix = 'write e.g. "dsx": {"optimizer_bytes": 8}, or leave it out'
-        raise ConfigError(at("dsx", block), "not a JSON object", fix)
-    more = sorted(map(str, {*(block or {})} - {"optimizer_bytes"}))
+    """``dsx.optimizer_bytes`` of a list's config. Raises ConfigError for what its ``dsx`` cannot have."""
+    faults_of(config)  # which take no memory
+    block = config.get("dsx") or {}
+    more = sorted(map(str, {*block} - {"optimizer_bytes", "faults"}))
     if more:
         raise ConfigError(
             f"dsx.{more[0]}", "the list and the options say it", "leave all but dsx.optimizer_bytes out"
         )
-    value = None if block is None else block.get("optimizer_bytes")
+    value = block.get("optimizer_bytes")
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
         raise ConfigError(at("dsx.optimizer_bytes", value), "not a number of bytes", "use 0 or more, whole")
     return value

@@ -1,7 +1,4 @@
-"""A picture of what saves and failures leave of the time: over the interval between saves, over spare nodes.
-
-It goes by what :func:`dsx.planner.what_is_left.time_left` found, and simulates the same failures.
-"""
+"""What saves and failures leave of the time, drawn over the interval between saves and over spare nodes."""
 
 from __future__ import annotations
 
@@ -17,7 +14,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_LOSSES = {
+_SHOWN = {
+    "goodput": ("#009E73", "useful"),
     "saves": ("#0072B2", "saves stop training"),
     "again": ("#D55E00", "trained again"),
     "down": ("#CC79A7", "noticing, starting"),
@@ -25,15 +23,26 @@ _LOSSES = {
     "slower": ("#56B4E9", "a smaller layout"),
     "idle": ("#BBBBBB", "spare nodes, idle"),
 }
-_USEFUL = "#009E73"
-_REACH, _POINTS, _MOST_BARS = 16.0, 17, 6
 _SEEN = 0.05  # percent: less is no colour
+_REACH, _INTERVALS, _BARS = 16.0, 17, 6
+_TICKS = {
+    "1 s": 1,
+    "5 s": 5,
+    "15 s": 15,
+    "1 min": 60,
+    "5 min": 300,
+    "15 min": 900,
+    "1 h": 3600,
+    "4 h": 14_400,
+}
+_TICKS |= {"1 d": 86_400, "7 d": 604_800}
 _TITLE: dict[str, Any] = {"loc": "left", "fontsize": "medium", "color": INK}
-_TICKS = (1, 5, 15, 60, 300, 900, 3600, 4 * 3600, 86_400, 7 * 86_400)
 
 
 def draw(found: Mapping[str, Any], title: str) -> Figure:
-    """The picture as a matplotlib figure.
+    """The picture of what :func:`dsx.planner.what_is_left.time_left` found, as a matplotlib figure.
+
+    Islands, which lose what no round has had, are drawn over spare nodes alone.
 
     Raises:
         ConfigError: Nothing fails, or matplotlib is missing.
@@ -44,30 +53,28 @@ def draw(found: Mapping[str, Any], title: str) -> Figure:
         from matplotlib.figure import Figure
     except ImportError:
         raise no_matplotlib("dsx plan --goodput") from None
-    alone = found["islands"] == 1  # islands lose what no round has had, however often they save
+    alone = found["islands"] == 1
     figure = Figure(figsize=(10.5 if alone else 7.0, 4.8), layout="constrained")
-    grid = figure.subplots(1, 2 if alone else 1, squeeze=False, width_ratios=[3, 2] if alone else None)[0]
+    grid = figure.subplots(1, 1 + alone, squeeze=False, width_ratios=[3, 2][: 1 + alone])[0]
     if alone:
         _over_intervals(grid[0], found)
     _over_spares(grid[-1], found)
+    keys: dict[str, Any] = {}
     for axes in grid:
         axes.grid(visible=True, axis="y", color=GRID, linewidth=0.6)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(color=FAINT)
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} %")
-    handles = {
-        label: each for axes in grid for each, label in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
-    figure.legend(
-        handles.values(), handles.keys(), loc="outside lower center", ncols=4 if alone else 3, frameon=False
-    )
+        axes.yaxis.set_major_formatter("{x:g} %")
+        drawn, names = axes.get_legend_handles_labels()
+        keys |= dict(zip(names, drawn, strict=True))
+    figure.legend(keys.values(), keys.keys(), loc="outside lower center", ncols=3 + alone, frameon=False)
     figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize="medium", fontweight="bold")
     return figure
 
 
 def _simulated(found: Mapping[str, Any], spares: int, interval: float, *, shrinks: bool) -> dict[str, float]:
-    """Percents of the time of all nodes, the spare ones among them."""
+    """Percents of the time of all nodes, the spare ones among them, by the same failures."""
     known = {key: each["value"] for key, each in found["figures"].items()}
     nodes, smaller = found["nodes"], found["smaller_layouts"] if shrinks else ()
     hazards = Hazards(
@@ -78,88 +85,63 @@ def _simulated(found: Mapping[str, Any], spares: int, interval: float, *, shrink
         spares=spares,
         **{key: known[key] for key in ("notice_seconds", "other_layout_seconds", "lost_share")},
     )
-    saving, pause = SaveCost(found["pause_seconds"], found["write_seconds"]), found["pause_seconds"]
+    saving = SaveCost(found["pause_seconds"], found["write_seconds"])
     if found["islands"] > 1:
-        saving = SaveCost(pause * interval / (found["save_every_steps"] * found["step_seconds"]))
-    parts = simulate(hazards, saving, interval, days=known["days"])
-    share = 100 * nodes / (nodes + spares)
+        between_saves = found["save_every_steps"] * found["step_seconds"]
+        saving = SaveCost(saving.pause_seconds * interval / between_saves)
+    parts, share = simulate(hazards, saving, interval, days=known["days"]), 100 * nodes / (nodes + spares)
     return {name: share * parts[name] for name in PARTS} | {"idle": 100 - share}
 
 
 def _over_intervals(axes: Axes, found: Mapping[str, Any]) -> None:
-    """Losses, one on the other, over the training between two saves, as the best answer has it else."""
-    step, every = found["step_seconds"], found["interval_seconds"]
-    spares = found["spare_nodes"] * (found["best"] == "spare nodes")
-    shrinks = found["best"].startswith("shrink")
-    ends = max(step, every / _REACH), every * _REACH
-    intervals = [ends[0] * (ends[1] / ends[0]) ** (place / (_POINTS - 1)) for place in range(_POINTS)]
+    """Over the training between two saves, with what the best answer does while nodes are away."""
+    step, every, way = found["step_seconds"], found["interval_seconds"], found["best"]
+    first, last = max(step, every / _REACH), every * _REACH
+    intervals = [first * (last / first) ** (place / (_INTERVALS - 1)) for place in range(_INTERVALS)]
+    spares, shrinks = found["spare_nodes"] * (way == "spare nodes"), way.startswith("shrink")
     all_parts = [_simulated(found, spares, each, shrinks=shrinks) for each in intervals]
-    useful = [parts["goodput"] for parts in all_parts]
-    floor = list(useful)
-    for name in _LOSSES:
-        top = [low + parts[name] for low, parts in zip(floor, all_parts, strict=True)]
-        if max(parts[name] for parts in all_parts) > _SEEN:
-            axes.fill_between(
-                intervals, floor, top, color=_LOSSES[name][0], label=_LOSSES[name][1], linewidth=0
-            )
-        floor = top
-    axes.plot(intervals, useful, color=_USEFUL, linewidth=2.4, marker=".", label="useful")
-    low, high = (steps * step for steps in found["as_good_steps"])
-    axes.axvspan(low, high, color=INK, alpha=0.08, linewidth=0)
-    bottom = max(0.0, min(useful) - 0.25 * (100 - min(useful)))
+    rows = {name: [parts[name] for parts in all_parts] for name in _SHOWN}
+    colours, names = zip(*(_SHOWN[name] for name, row in rows.items() if max(row) > _SEEN), strict=True)
+    axes.stackplot(
+        intervals, *(row for row in rows.values() if max(row) > _SEEN), colors=colours, labels=names
+    )
+    least = min(rows["goodput"])
+    bottom, (few, most) = max(0.0, least - 0.25 * (100 - least)), found["as_good_steps"]
+    axes.axvspan(few * step, most * step, color=INK, alpha=0.1, linewidth=0)
     for name, stroke, align in (("young", "--", "left"), ("daly", "-", "right")):
         at = found[f"{name}_seconds"]
         axes.axvline(at, color=INK, linestyle=stroke, linewidth=1.1)
         words = f" {name.title()}: {seconds(at)} "
-        axes.text(at, bottom, words, ha=align, va="bottom", color=INK, fontsize="small", clip_on=True)
-    axes.set_xscale("log")
-    ticks = [each for each in _TICKS if ends[0] <= each <= ends[1]]
-    axes.set_xticks(ticks, [_time(each) for each in ticks])
+        axes.text(at, bottom, words, ha=align, va="bottom", color="white", fontsize="small", clip_on=True)
+    axes.set(xscale="log", xlim=(first, last), ylim=(bottom, 100))
+    ticks = {name: at for name, at in _TICKS.items() if first <= at <= last}
+    axes.set_xticks([*ticks.values()], [*ticks])
     axes.minorticks_off()
-    axes.set(xlim=ends, ylim=(bottom, 100))
-    few, most = found["as_good_steps"]
     axes.set_xlabel(f"training between two saves; shaded, as good: {few:,} to {most:,} steps", color=INK)
     axes.set_title(f"of the time of all nodes, saving every {found['save_every_steps']:,} steps", **_TITLE)
 
 
 def _over_spares(axes: Axes, found: Mapping[str, Any]) -> None:
-    """The same as bars, by what is done while nodes are away."""
-    enough, every = found["spare_nodes"], found["interval_seconds"]
+    """By what is done while nodes are away."""
+    enough, every, way = found["spare_nodes"], found["interval_seconds"], found["best"]
     most = max(2 * enough, 3)
-    counts = sorted({round(place * most / _MOST_BARS) for place in range(_MOST_BARS + 1)} | {enough})
-    bars = [(f"{count}", _simulated(found, count, every, shrinks=False)) for count in counts]
-    chosen = counts.index(enough if found["best"] == "spare nodes" else 0)
+    counts = sorted({round(place * most / _BARS) for place in range(_BARS + 1)} | {enough})
+    bars = {f"{count}": _simulated(found, count, every, shrinks=False) for count in counts}
     if found["smaller_layouts"]:
-        bars.append(("shrink", _simulated(found, 0, every, shrinks=True)))
-        chosen = len(bars) - 1 if found["best"].startswith("shrink") else chosen
-    places, floor = range(len(bars)), [0.0] * len(bars)
-    for name, (colour, label) in {"goodput": (_USEFUL, "useful"), **_LOSSES}.items():
-        heights = [parts[name] for _, parts in bars]
+        bars["shrink"] = _simulated(found, 0, every, shrinks=True)
+    floor = [0.0] * len(bars)
+    for name, (colour, label) in _SHOWN.items():
+        heights = [parts[name] for parts in bars.values()]
         if max(heights) > _SEEN:
-            axes.bar(places, heights, bottom=floor, color=colour, width=0.8, label=label)
+            axes.bar([*bars], heights, bottom=floor, color=colour, label=label)
         floor = [low + height for low, height in zip(floor, heights, strict=True)]
-    useful = [parts["goodput"] for _, parts in bars]
-    bottom = max(0.0, min(useful) - 0.15 * (100 - min(useful)))
-    axes.set_ylim(bottom, 100)
-    axes.set_xticks(places, [name for name, _ in bars])
+    useful = [parts["goodput"] for parts in bars.values()]
+    axes.set_ylim(max(0.0, min(useful) - 0.15 * (100 - min(useful))), 100)
+    chosen = [*bars].index({"spare nodes": f"{enough}", "wait for the repair": "0"}.get(way, "shrink"))
     axes.get_xticklabels()[chosen].set_fontweight("bold")
     for place in {chosen, 0, len(bars) - 1, useful.index(max(useful))}:
-        axes.text(
-            place,
-            useful[place],
-            f"{useful[place]:.1f}",
-            ha="center",
-            va="top",
-            color="white",
-            fontsize="small",
-        )
-    where = " of each island" if found["islands"] > 1 else ""
+        words = f"{useful[place]:.1f}"
+        axes.text(place, useful[place], words, ha="center", va="top", color="white", fontsize="small")
+    where = " of each island" * (found["islands"] > 1)
     axes.set_xlabel(f"spare nodes{where}, beside {found['nodes']:,}; 0 waits for the repair", color=INK)
     axes.set_title("by what is done while nodes are repaired", **_TITLE)
-
-
-def _time(duration: float) -> str:
-    """As a mark of an axis: its unit alone."""
-    units = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
-    size, unit = next((size, unit) for size, unit in units if duration >= size)
-    return f"{duration / size:g} {unit}"

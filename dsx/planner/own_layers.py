@@ -63,7 +63,7 @@ class OwnInputs(PlanInputs):
             )
         cluster = cluster.holding(gpus)
         raise_all("the config", deepspeed_problems(config))
-        declared_bytes(_without_faults(config))
+        declared_bytes(config)
         batch = global_batch or config.get(TRAIN)
         if not isinstance(batch, int):
             raise ConfigError("--global-batch", "it is needed", f"give it, or {TRAIN} in CONFIG")
@@ -130,7 +130,7 @@ class OwnInputs(PlanInputs):
     def job(self, layout: Candidate, predictor: Predictor, capacity_bytes: int) -> Job:
         return layers_job(
             self.make,
-            _without_faults(self.config_of(layout, predictor)),
+            self.config_of(layout, predictor),
             world_size=self.gpus,
             pipeline=layout.pipeline,
             chunks=layout.chunks,
@@ -152,14 +152,6 @@ class OwnInputs(PlanInputs):
             f"dsx.PipelineModule(layers, num_stages={layout.pipeline}, num_chunks={layout.chunks}, "
             f'schedule="{layout.schedule}", partition_method={_counts(layout, predictor)})'
         )
-
-
-def _without_faults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config without ``dsx.faults``, which say what a failure costs, and take no memory."""
-    block = config.get("dsx")
-    if not isinstance(block, Mapping):
-        return dict(config)
-    return {**config, "dsx": {key: value for key, value in block.items() if key != "faults"}}
 
 
 def _counts(layout: Candidate, predictor: Predictor) -> list[int]:

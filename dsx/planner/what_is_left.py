@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -10,13 +9,10 @@ from importlib.resources import files
 from math import ceil, inf, isfinite
 from typing import Any, NamedTuple
 
-from pydantic import ValidationError
-
-from dsx.config.load import explain, raise_all
-from dsx.config.schema import FaultsConfig, ZeroConfig
+from dsx.config.schema import ZeroConfig
 from dsx.config.wording import at
 from dsx.errors import ConfigError, DsxError
-from dsx.memory.job import state_settings
+from dsx.memory.job import faults_of, state_settings
 from dsx.parallel.limits import divisors
 from dsx.parallel.mesh import Mesh
 from dsx.planner import goodput
@@ -58,7 +54,7 @@ def figures(
     together = storage.value * inputs.cluster.hosts(inputs.gpus)
     usual["storage_gigabytes_per_second"] = storage._replace(value=together)
     if "notice_seconds" not in known:
-        faults = _faults(inputs.content)
+        faults = faults_of(inputs.content)
         if not faults.hang_seconds:
             raise ConfigError(
                 at("dsx.faults.hang_seconds", faults.hang_seconds),
@@ -69,18 +65,6 @@ def figures(
         mean = (1 - hangs.value) * soon + hangs.value * faults.hang_seconds
         usual["notice_seconds"] = hangs._replace(value=mean)
     return usual | known
-
-
-def _faults(content: Mapping[str, Any]) -> FaultsConfig:
-    """``dsx.faults``, which nothing has checked yet where a layer list is planned."""
-    given, path = content.get("dsx") or {}, ["dsx"]
-    if isinstance(given, Mapping):
-        given, path = given.get("faults") or {}, ["dsx", "faults"]
-    try:
-        return FaultsConfig.model_validate_json(json.dumps(given))
-    except ValidationError as error:
-        raise_all("config", explain(error, given, FaultsConfig, tuple(path)))
-        raise
 
 
 def hazards_of(
