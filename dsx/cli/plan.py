@@ -214,8 +214,8 @@ def _tell(
 
     inputs, plan, module = found.inputs, found.plan, found.module_words()
     if output is not None:  # with JSON, standard output is JSON alone
-        drawn = kept is not None and _is_picture(output, told=True)
-        write(_picture(found, kept, output) if drawn else json.dumps(content, indent=2) + "\n", output)
+        told = None if not _is_picture(output, told=True) else kept
+        write(json.dumps(content, indent=2) + "\n" if told is None else _picture(found, told, output), output)
     if style == "json":
         facts = _facts(inputs, plan) | {"measured": measured and measured.text, "config": content}
         facts |= {} if sites is None else {"sites": sites.facts()}
