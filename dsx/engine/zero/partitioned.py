@@ -128,6 +128,8 @@ class PartitionedAdapter(ZeroAdapter):
                 master.grad = None
         with self._timed(stage_1_and_2.OPTIMIZER_ALLGATHER_TIMER):
             optimizer.update_lp_params()
+        for group in range(len(optimizer.bit16_groups)):
+            optimizer._update_model_bit16_weights(group)  # noqa: SLF001 (where a program has replaced ``p.data``)
         optimizer.timers.log(stage_1_and_2.OPTIMIZER_TIMERS)
 
     @contextmanager
