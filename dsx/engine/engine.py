@@ -193,6 +193,7 @@ class PipelineEngine:
         self.programs = Programs(model.program, model.stage_map, model.groups.pp_rank)
         self._tracer = Tracer(model.groups, model.device)
         self.first_step = first_step
+        self._in_step = False  # also after an error that a program has caught
         """What is said of the next step, if it takes long; empty once there was one."""
         self.training_dataloader: Iterable[Any] | None = None
         self._saver: Saver | None = None
@@ -358,6 +359,9 @@ class PipelineEngine:
         here, number = self.rank_progress, int(self.global_steps) + 1
         schedule, _ = self.programs.step(count, training=True)
         what, self.first_step = self.first_step, ""
+        if self._in_step:
+            self._adapter.forget()
+        self._in_step = True
         with (
             Waiting(what, quiet=self.groups.mute) if what else nullcontext(),
             here.timed_step(number),
@@ -372,7 +376,7 @@ class PipelineEngine:
             count_samples(engine, count)
             self._backwards.at_boundary = True
             engine.step()
-            self._backwards.at_boundary = False
+            self._backwards.at_boundary = self._in_step = False
             reduced.wait()
         here.enter("after the step")
         self.step_control.sums.copy_(sums)

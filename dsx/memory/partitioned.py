@@ -65,16 +65,10 @@ class Partitioned(States):
             leaf.accumulate = self._add
 
     def start(self) -> None:
-        """Group by group the flat copy beside the parameters, the fp32 partition; zero gradients last.
-
-        Weights in fp32 then become their own masters, unless DeepSpeed reduces (engine/zero/partitioned.py).
-        """
+        """Group by group the flat copy beside the parameters, the fp32 partition; zero gradients last."""
         for size in self.flatten_groups(self.sizes, by_way_of_host=True):
             self.make_master(size, cloned=self.settings.width != 4)
         free(*[self.new("temporaries", "zero gradients", size, 4) for size in self.sizes])
-        if self.settings.width == 4 and not self.reduces_itself:
-            free(*self.masters)
-            self.masters.clear()
 
     # Gradients that dsx reduces: engine/zero/partitioned.py
 

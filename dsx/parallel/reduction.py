@@ -189,7 +189,6 @@ class ChunkReduction(Generic[P, B]):
             self._forget()
             self._waiting.clear()
             self._flying.clear()
-            self._transport.complete()
         if self._row is None or self._row[0] is not schedule:
             self._row = schedule, last_backwards(schedule.rows[self._rank])
 

@@ -117,7 +117,8 @@ class _Watch:
         subject = self._subject
         self._given.clear()
         loss = float(subject.engine.train_batch(batches))
-        norm = subject.engine.get_global_grad_norm()
+        known = getattr(subject.inner.optimizer, "compute_grad_norm", True)
+        norm = subject.engine.get_global_grad_norm() if known else None
         pieces, spread = [], {}
         for kept in master_shards(subject.inner):
             before, gradient = self._given.get(id(kept.master), (_copy(kept.master), None))

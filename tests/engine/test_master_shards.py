@@ -47,12 +47,6 @@ def compare(engine: Any) -> tuple[list[float], int]:
     return worst, count
 
 
-def _is_part_of_weights(wrapper: Any, master: torch.Tensor) -> bool:
-    flats = getattr(wrapper, "bit16_groups_flat", ())
-    memory = {flat.untyped_storage().data_ptr() for flat in flats}
-    return master.untyped_storage().data_ptr() in memory
-
-
 def look(rank: int, world_size: int, case: Case) -> dict[str, Any]:
     engine, _ = dsx_run.build(case, None)
     dsx_run.losses_of(engine, case, range(2))
@@ -75,7 +69,6 @@ def look(rank: int, world_size: int, case: Case) -> dict[str, Any]:
         "steps": {step for one in numbers for step in one.values()},
         "names": {name for one in numbers for name in one},
         "finite": math.isfinite(loss),
-        "own": [_is_part_of_weights(engine.deepspeed_engine.optimizer, one.master) for one in kept],
         "at": (engine.groups.pp_rank, engine.groups.tp_rank),
     }
 
@@ -85,7 +78,6 @@ def test_masters_are_the_weights(case: Case) -> None:
     found = ranks.run(look, case.world_size, case)
     for fact in found:
         assert (fact["trained"], fact["changed"], fact["finite"]) == (0, 0, True)
-        assert set(fact["own"]) == {case.zero in (1, 2) and not case.bf16}
         assert all(names == ["exp_avg", "exp_avg_sq"] for names in fact["moments"])
         assert (fact["names"], fact["steps"]) == ({"step"}, {2.0})
     for place in {fact["at"] for fact in found}:

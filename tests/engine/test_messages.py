@@ -27,12 +27,11 @@ def test_tensors_of_any_size_go_both_ways_at_once() -> None:
 
 
 def _shared(rank: int, world_size: int) -> list[bool]:
-    """Two groups, the second of weights that are their own masters: what torch's all-gather gives."""
+    """Two groups of different precision: what torch's all-gather gives."""
     groups = [dist.group.WORLD] * 2
     flats = [torch.zeros(7 * world_size, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
     parts = [list(flat.chunk(world_size)) for flat in flats]
-    masters = [torch.linspace(rank, rank + 1, 7), parts[1][rank]]
-    masters[1].fill_(rank + 0.5)
+    masters = [torch.linspace(rank, rank + 1, 7), torch.full((7,), rank + 0.5)]
     expected = [torch.zeros_like(flat) for flat in flats]
     for master, flat in zip(masters, expected, strict=True):
         dist.all_gather_into_tensor(flat, master.to(flat.dtype))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ranks
-from dsx.errors import ConfigError, ModelError
+from dsx.errors import ConfigError, DataError, ModelError
 from engine import toy_pipeline as toy
 from engine.toy_pipeline import Case
 
@@ -204,3 +204,41 @@ def test_what_ties_and_frozen_ranks_cannot_do_is_refused_on_every_rank() -> None
     for texts in ranks.run(_refusals, 2):
         for text, word in zip(texts, words, strict=True):
             assert word in text
+
+
+def _disturbed(rank: int, world_size: int, cases: list[Case], disturb: str) -> list[toy.Losses]:
+    """Training in which a program cuts a step off, or replaces every parameter's tensor by its copy."""
+    found = []
+    for case in cases:
+        made, steps = toy.engine(case), []
+        for step in range(case.steps):
+            if disturb == "cut off" and step:
+                one = next(toy.batches(9, case.micro_batches, dtype=case.dtype))
+                with pytest.raises(DataError, match="it ended within the step"):
+                    made.train_batch(iter([one]))
+            elif disturb == "replace":
+                for parameter in made.module.parameters():
+                    parameter.data = parameter.data.clone()
+            loss = made.train_batch(toy.batches(step, case.micro_batches, dtype=case.dtype)).item()
+            steps.append((loss, made.get_global_grad_norm()))
+        found.append(steps)
+    return found
+
+
+@pytest.mark.parametrize("disturb", ["cut off", "replace"])
+def test_a_step_that_was_cut_off_and_tensors_that_were_replaced_leave_no_trace(disturb: str) -> None:
+    fp32_sums = {"data_types": {"grad_accum_dtype": "fp32"}}
+    stages = range(4) if disturb == "cut off" else range(3)  # at ZeRO-3 there is nothing to replace
+    cases = [Case(zero=zero, micro_batches=2) for zero in stages]
+    cases += [Case(zero=zero, micro_batches=2, bf16=True) for zero in (1, 2)]
+    cases += [Case(zero=2, micro_batches=2, bf16=True, keys=fp32_sums)]
+    if disturb == "cut off":
+        cases += [
+            Case(zero=1, micro_batches=2, bf16=True, keys=fp32_sums)
+        ]  # BF16_Optimizer's weights stay replaced
+        cases += [
+            Case(zero=z, micro_batches=2, zero_keys={"offload_optimizer": CPU}, keys=OFFLOAD) for z in (1, 2)
+        ]
+    calm = ranks.run(toy.train_all, 1, cases)[0]
+    for case, want, losses in zip(cases, calm, ranks.run(_disturbed, 1, cases, disturb)[0], strict=True):
+        assert toy.flat(losses) == pytest.approx(toy.flat(want), rel=1e-6), case

@@ -38,7 +38,7 @@ CASES = {
             "dsx.recompute=full",
         ],
     ),
-    "zero1_fp32_weights_are_their_masters": (
+    "zero1_fp32": (
         4,
         ["zero_optimization.stage=1", "dsx.parallel.pipeline=2", "gradient_clipping=1.0"],
     ),
@@ -136,16 +136,8 @@ def traced(sets, rank, world):
     peaks = programs.trace_here(CONFIG, rank, world, sets, {})
     optimizer = made[0][0].deepspeed_engine.optimizer
 
-    def held(*names):
-        return [tensor for name in names for tensor in getattr(optimizer, name, ())]
-
     def size(*names):
-        weights = {flat.untyped_storage()._cdata for flat in held("bit16_groups_flat")}
-        found = [
-            t
-            for t in held(*names)
-            if names[0] == "bit16_groups_flat" or t.untyped_storage()._cdata not in weights
-        ]
+        found = [tensor for name in names for tensor in getattr(optimizer, name, ())]
         return sum(tensor.numel() * tensor.element_size() for tensor in found)
 
     states = [t for state in optimizer.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]

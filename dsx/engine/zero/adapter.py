@@ -62,6 +62,16 @@ class ZeroAdapter:
     def before_backward(self) -> None:
         """Called before each backward."""
 
+    def forget(self) -> None:
+        """Let go of the gradients of a step that an error has cut off; before the next one."""
+        self._fresh = True
+        for parameter in self._engine.module.parameters():
+            parameter.grad = None
+            if hasattr(parameter, "grad_accum"):
+                parameter.grad_accum = None
+        for bucket in getattr(self._optimizer, "ipg_buckets", {}).values():
+            getattr(bucket, "clear_params", bucket.clear)()
+
     def before_step(self, refuses: Refuses | None = None) -> None:
         """Called once all backwards of a step are done, before DeepSpeed's ``step``.
 

@@ -53,8 +53,7 @@ def share_weights(
     for master, parts, group in zip(masters, weights, groups, strict=True):
         others, own = dict(enumerate(parts)), dist.get_rank(group)
         mine = others.pop(own)
-        if mine.data_ptr() != master.data_ptr():  # else weights are their own masters
-            mine.copy_(master)
+        mine.copy_(master)
         works += exchange(group, dict.fromkeys(others, mine), others)
     for work in works:
         work.wait()

@@ -10,7 +10,6 @@ from types import MethodType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.utils import is_invalid_grad_norm
 from deepspeed.runtime.zero import stage_1_and_2
 from torch import nn
@@ -28,9 +27,8 @@ from dsx.errors import ConfigError
 class PartitionedAdapter(ZeroAdapter):
     """Whole gradients accumulate on this rank, which keeps its intervals of them once they are reduced.
 
-    The intervals of a group lie in one flat tensor, which is what the optimizer updates with. Where weights
-    are in fp32, this rank's part of them is its masters too: DeepSpeed keeps a copy of it. Where dsx reduces
-    gradients and nothing is offloaded, the step is :meth:`_step`.
+    The intervals of a group lie in one flat tensor, which is what the optimizer updates with. Where dsx
+    reduces gradients and nothing is offloaded, the step is :meth:`_step`.
 
     Tied weights sit in parameter groups of their own (:func:`dsx.engine.optimizers.split_tied`), so
     that their interval of the gradient is the same on every pipeline rank that holds a copy.
@@ -52,8 +50,6 @@ class PartitionedAdapter(ZeroAdapter):
         self._reduced = [[span for span in its if span.parameter in trained] for its in self._spans]
         self._flat: dict[int, torch.Tensor] = {}
         self._own = self.hooks.by_dsx and not optimizer.cpu_offload
-        if self._own:
-            self._join_masters()
         if self._own and torch.device(optimizer.device).type == "cpu":
             optimizer.update_lp_params = partial(
                 share_weights,
@@ -79,18 +75,6 @@ class PartitionedAdapter(ZeroAdapter):
             if optimizer.cpu_offload:  # of the largest parameter's size, for DeepSpeed's own way to the host
                 optimizer.temp_grad_buffer_for_gpu_offload = optimizer.temp_grad_buffer_for_cpu_offload = None
         self._hooks = GradientHooks(optimizer, "process_gradients", prepare=optimizer.setup_buckets)
-
-    def _join_masters(self) -> None:
-        """Make this rank's part of the weights its masters, where they are of one precision."""
-        optimizer = self._optimizer
-        for group, master in enumerate(optimizer.single_partition_of_fp32_groups):
-            mine = optimizer.parallel_partitioned_bit16_groups[group][self._place_in(group)]
-            if mine.dtype == master.dtype:
-                master.data = mine.detach()
-        optimizer._link_all_hp_params()  # noqa: SLF001 (its views of the masters, for deepspeed.utils.safe_get_*)
-
-    def _place_in(self, group: int) -> int:
-        return dist.get_rank(self._optimizer.real_dp_process_group[group])
 
     def _step(self) -> None:
         """DeepSpeed's step (stage_1_and_2.py), with what is left to do where gradients lie as they are used.
@@ -135,8 +119,10 @@ class PartitionedAdapter(ZeroAdapter):
     @contextmanager
     def _timed(self, timer: str) -> Iterator[None]:
         self._optimizer.timers(timer).start()
-        yield
-        self._optimizer.timers(timer).stop()
+        try:
+            yield
+        finally:
+            self._optimizer.timers(timer).stop()
 
     def accumulate(self, parameter: nn.Parameter) -> None:
         """Add a gradient that has come, in the precision that the user wants sums in."""
@@ -192,6 +178,13 @@ class PartitionedAdapter(ZeroAdapter):
                 end = span.offset + span.stop - span.start
             flat[end:].zero_()
         return self._flat[group]
+
+    def forget(self) -> None:
+        """What DeepSpeed has summed of the step, too."""
+        super().forget()
+        self._flat.clear()
+        for sums in (self._optimizer.averaged_gradients, self._optimizer.all_grad_tensors):
+            sums.clear()
 
     def came_late(self, parameter: nn.Parameter) -> bool:
         """Whether a gradient has come since, so that there is a sum again."""

@@ -225,6 +225,12 @@ class Bf16Adapter(ZeroAdapter):
         self._taken.clear()
         self._late.clear()
 
+    def forget(self) -> None:
+        """The buffers' sums, too."""
+        super().forget()
+        self.complete()
+        self._optimizer.clear_hp_grads()
+
     def before_step(self, refuses: Refuses | None = None) -> None:
         """Sum ties, and take the norm."""
         super().before_step(refuses)
