@@ -50,7 +50,8 @@ def main() -> int:
     """Print everything; the exit code is --check's."""
     arguments = _arguments()
     found = {generation: compared(generation) for generation in fit.NAMES}
-    report: dict[str, Any] = {"generations": found, "adapters": compared("H100", adapters=True)}
+    apart = {kind: compared("H100", **{kind: True}) for kind in ("adapters", "context")}
+    report: dict[str, Any] = {"generations": found, **apart}
     left_out()
     report |= {
         "largest": largest(),
@@ -69,12 +70,12 @@ def main() -> int:
     return 1 if failed and arguments.check else 0
 
 
-def compared(generation: str, *, adapters: bool = False) -> dict[str, Any]:
-    """All published runs of a generation beside their predictions; ``adapters`` as in :func:`fit.rows`."""
+def compared(generation: str, **kinds: bool) -> dict[str, Any]:
+    """All published runs of a generation beside their predictions; ``kinds`` as in :func:`fit.rows`."""
     constants = fit.start(generation)
     print(f"\n{generation}: constants {_shares(constants)}; * they are fitted to this row")
     table, found = "", []
-    for row in fit.rows(generation, adapters=adapters):
+    for row in fit.rows(generation, **kinds):
         run, error = row.run, exp(row.error(constants)) - 1
         if isinstance(run, Run):
             title, source, published = "arXiv:2104.04473, table 1, TFLOP/s", "", run.published
@@ -83,7 +84,8 @@ def compared(generation: str, *, adapters: bool = False) -> dict[str, Any]:
             title, published = run.table, run.tokens
             source = next(each["source"] for each in content()["table"] if each["name"] == title)
             words = (
-                f"{run.model}, sequence {run.sequence}, {run.gpus} GPUs, tp {run.tensor}, micro-batch "
+                f"{run.model}, sequence {run.sequence}, {run.gpus} GPUs, tp {run.tensor}, "
+                f"{f'cp {run.context}, ' if run.context > 1 else ''}micro-batch "
                 f"{run.micro_batch}, recompute {run.recompute}{', compiled' if run.compiled else ''}"
             )
         if title != table:
@@ -116,23 +118,24 @@ def largest() -> list[dict[str, Any]]:
 
     How many chunks a rank had is not published: it counts which are fastest.
     """
-    print(
-        "\narXiv:2407.21783, table 4, Llama 3 405B, TP 8, PP 16, sequences of 8,192, MFU (nothing is fitted)"
-    )
+    print("\narXiv:2407.21783, table 4, Llama 3 405B, TP 8, PP 16, MFU (nothing is fitted)")
     network = Network(preset("H100"), fit.shipped("H100"))
     machine = Machine(network=network, software=Software(), precision="bf16")
     model, rows = model_of(find_preset("llama", "llama-3.1-405b").config), []
-    for gpus, published in ((8192, 0.43), (16384, 0.41)):
-        task = model_task(model, machine=machine, global_batch=2048, sequence_length=8192)
-        layout = Candidate(mesh=Mesh.over(gpus, tp=8, pp=16), schedule="interleaved")
+    runs = ((8192, 8192, 1, 0.43), (16384, 8192, 1, 0.41), (16384, 131072, 16, 0.38))
+    for gpus, length, context, published in runs:
+        task = model_task(model, machine=machine, global_batch=(1 << 24) // length, sequence_length=length)
+        layout = Candidate(mesh=Mesh.over(gpus, tp=8, pp=16, cp=context), schedule="interleaved")
         tried = {
             chunks: Predictor(task).predict(replace(layout, chunks=chunks)).seconds for chunks in (2, 4, 7)
         }
         chunks = min(tried, key=lambda count: tried[count])
         mfu = task.flops / tried[chunks] / gpus / preset("H100").peak("bf16")
-        words = f"{gpus} GPUs, {chunks} chunks"
+        words = f"{gpus} GPUs, {chunks} chunks" + (f", {length} tokens, cp {context}" if context > 1 else "")
         print(f"{words:<48}{published:8.1%}{mfu:8.1%}{mfu / published - 1:+8.1%}")
-        rows.append({"gpus": gpus, "chunks": chunks, "published": published, "predicted": mfu})
+        rows.append(
+            {"gpus": gpus, "length": length, "chunks": chunks, "published": published, "predicted": mfu}
+        )
     return rows
 
 

@@ -327,11 +327,6 @@ def _advice(
     from dsx.terminal import amount
     from dsx.waiting import Waiting
 
-    if run.mesh.cp > 1:
-        return (
-            "dsx: it does not fit. A larger dsx.parallel.context, recompute or a higher ZeRO stage holds "
-            "less; the planner does not know yet what a context axis costs, and ranks no changes"
-        )
     where = cluster or preset("H100")
     scorer = LayoutScorer.of(where, capacity)
     with Waiting("looking for changes with which it fits"):

@@ -15,6 +15,7 @@ import typer
 from dsx.cli.options import (
     CLUSTER,
     CONFIG,
+    CONTEXT,
     FORMAT,
     GPU_MEMORY,
     GPUS,
@@ -59,12 +60,13 @@ def plan(
     ] = None,
     tensor: Annotated[int | None, TENSOR] = None,
     pipeline: Annotated[int | None, PIPELINE] = None,
+    context: Annotated[int | None, CONTEXT] = None,
     zero: Annotated[int | None, ZERO] = None,
     micro_batch: Annotated[int | None, MICRO_BATCH] = None,
     gpu_memory: Annotated[float | None, GPU_MEMORY] = None,
     overrides: Annotated[list[str] | None, SET] = None,
     layers: Annotated[str | None, LAYERS] = None,
-    top: Annotated[int, typer.Option(help="Meshes (tensor x pipeline) to show.", min=1)] = 5,
+    top: Annotated[int, typer.Option(help="Meshes (tensor x pipeline x context) to show.", min=1)] = 5,
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure a layer of the model on this machine, and go by that.")
     ] = False,
@@ -94,6 +96,9 @@ def plan(
     parallelism by predicted step time, within the memory of a GPU; what an option gives is kept. All but the
     layout comes from CONFIG, or, without one, from usual settings. Exit code 1: nothing fits.
 
+    Ranks that share sequences are tried from 32,768 tokens on, or where CONFIG has dsx.parallel.context: a
+    number is kept, "auto" tries all.
+
     With --layers the model is your own list of layers and CONFIG an ordinary DeepSpeed JSON: pipeline degree,
     schedule, chunks and ZeRO stage are searched for the micro-batch that the list shows.
 
@@ -115,7 +120,12 @@ def plan(
     from dsx.waiting import Waiting
 
     pinned = PinnedChoices(
-        tensor=tensor, pipeline=pipeline, zero=zero, micro_batch=micro_batch, gpu_memory=gpu_memory
+        tensor=tensor,
+        pipeline=pipeline,
+        context=context,
+        zero=zero,
+        micro_batch=micro_batch,
+        gpu_memory=gpu_memory,
     )
     where, measured = read_cluster(cluster), None
     _is_picture(output, told=goodput or saves_of is not None or where.failures is not None)
@@ -154,6 +164,7 @@ def plan(
             "--model": model,
             "--sequence-length": sequence_length,
             "--tensor": tensor,
+            "--context": context,
             "--micro-batch": micro_batch,
             "--measure": measure or None,
         }
@@ -350,6 +361,8 @@ def _facts(inputs: PlanInputs, found: Plan) -> dict[str, Any]:
         layout = asdict(ranked.layout)
         del layout["mesh"], layout["bounds"]
         mesh = ranked.layout.mesh
+        if mesh.cp == 1:
+            del layout["context_method"]
         degrees = {axis.title: mesh.degree(axis.name) for axis in mesh.named}
         figures = _figures(inputs, found, ranked) | {"parts_seconds": ranked.time.parts()}
         return (

@@ -336,12 +336,18 @@ def resolve_degrees(dsx: DsxConfig, model: Model, *, num_layers: int, world_size
     tensor x pipeline x data = 1x1x1, 1x1x2, 1x2x2, 2x2x2. ``num_layers`` counts the
     whole list: embedding, blocks, norm, head.
     """
-    tensor, pipeline = dsx.parallel.tensor, dsx.parallel.pipeline
+    tensor, pipeline, context = dsx.parallel.tensor, dsx.parallel.pipeline, dsx.parallel.context
+    if context == "auto":
+        raise ConfigError(
+            at("dsx.parallel.context", context),
+            "a plan chooses it, and a run needs a number",
+            "use a number, or the config that `dsx plan CONFIG --output FILE` writes",
+        )
     asked = LayoutRequest(
         ranks=world_size,
         tensor=None if tensor == "auto" else tensor,
         pipeline=None if pipeline == "auto" else pipeline,
-        context=dsx.parallel.context,
+        context=context,
         context_method=dsx.parallel.method,
         model=model,
         layers=num_layers,

@@ -364,10 +364,11 @@ class ParallelConfig(SchemaBlock):
         default=True,
         description="Shard activations between tensor-parallel layers along the sequence (tensor > 1).",
     )
-    context: Positive = Field(
+    context: Degree = Field(
         default=1,
         description="Ranks that every sequence is cut over, each of which holds the activations of its part "
-        "alone. Sequences divide into 2 chunks per rank; ZeRO partitions over data x context.",
+        'alone. Sequences divide into 2 chunks per rank; ZeRO partitions over data x context. "auto" is for '
+        "`dsx plan`, which then tries all; a run needs a number.",
     )
     context_method: Literal["auto"] | ContextMethod = Field(
         default="auto",

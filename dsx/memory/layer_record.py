@@ -25,7 +25,8 @@ An event is a tuple that starts with its kind:
 - ``("op", name, bytes)``: any other kernel, with what it reads and writes; ``("flops", name, bytes, flops)``
   one whose arithmetic torch.utils.flop_counter knows.
 - ``("begin", number, kind, bytes)`` and ``("wait", number)``: a collective over the tensor-parallel ranks, by
-  the bytes of the whole tensor.
+  the bytes of the whole tensor, or of what a rank gives in an all-to-all; ``("begin", ..., "context")`` one
+  over the context-parallel ranks.
 
 An id is a number, ``"x0"`` for the storage of the first input, or ``"d0"`` for that of the gradient of the
 first output.

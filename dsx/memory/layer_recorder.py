@@ -313,22 +313,22 @@ class LayerRecorder(paper.UncompiledMode):
     def alone(self) -> Iterator[None]:
         """Inside the block, collectives of :mod:`dsx.nn.collectives` are noted instead of run."""
 
-        def all_reduce(x: Tensor, tp: TensorParallel, op: str = "sum") -> collectives.Pending:
+        def all_reduce(x: Tensor, ranks: collectives.Ranks, op: str = "sum") -> collectives.Pending:
             del op
-            work = self._collective("all_reduce", _bytes(x)) if tp.size > 1 else None
+            work = self._collective("all_reduce", _bytes(x), ranks) if ranks.size > 1 else None
             return collectives.Pending(x, work, lambda y: y)
 
-        def all_gather(output: Tensor, x: Tensor, tp: TensorParallel) -> Any:
-            del x, tp
-            return self._collective("all_gather", _bytes(output))
+        def all_gather(output: Tensor, x: Tensor, ranks: collectives.Ranks) -> Any:
+            del x
+            return self._collective("all_gather", _bytes(output), ranks)
 
-        def reduce_scatter(output: Tensor, x: Tensor, tp: TensorParallel) -> Any:
-            del output, tp
-            return self._collective("reduce_scatter", _bytes(x))
+        def reduce_scatter(output: Tensor, x: Tensor, ranks: collectives.Ranks) -> Any:
+            del output
+            return self._collective("reduce_scatter", _bytes(x), ranks)
 
         def all_to_all(output: Tensor, x: Tensor, cp: ContextParallel) -> Any:
-            del output, cp
-            return self._collective("all_to_all", _bytes(x))
+            del output
+            return self._collective("all_to_all", _bytes(x), cp)
 
         with ExitStack() as stack:
             stack.enter_context(paper.swapped(collectives, "start_all_reduce", all_reduce))
@@ -337,9 +337,10 @@ class LayerRecorder(paper.UncompiledMode):
             stack.enter_context(paper.swapped(collectives, "_all_to_all", all_to_all))
             yield
 
-    def _collective(self, kind: str, size_bytes: int) -> Any:
+    def _collective(self, kind: str, size_bytes: int, ranks: collectives.Ranks) -> Any:
         number, self._collectives = self._collectives, self._collectives + 1
-        self.emit("begin", number, kind, size_bytes)
+        axis = ("context",) if isinstance(ranks, ContextParallel) else ()
+        self.emit("begin", number, kind, size_bytes, *axis)
         return _Work(self, number)
 
 

@@ -14,7 +14,7 @@ from typing import Literal, Self
 
 from dsx.planner.cluster import Cluster, Group
 
-Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,14 @@ class Network:
         Args:
             kind: Which.
             num_bytes: Of the whole tensor, on each rank before an all-reduce or a reduce-scatter and after
-                an all-gather.
+                an all-gather; of what each rank gives to all in an all-to-all, itself included.
             group: Who takes part.
             share: What is reached of the usual rate.
         """
         if group.size == 1:
             return 0.0
+        if kind == "all_to_all":
+            return self._exchange(num_bytes / group.size, group, share)
         passes = 2 if kind == "all_reduce" else 1
         steps, node = group.size - 1, self.cluster.gpus_per_node
         hops, far = group.nodes(node) - 1, self.sites(group) - 1
@@ -44,6 +46,26 @@ class Network:
         if self.cluster.across is not None:
             latency += far * self.cluster.across.latency_seconds
         return passes * (latency + num_bytes * steps / group.size / (share * self.rate(group)))
+
+    def _exchange(self, num_bytes: float, group: Group, share: float) -> float:
+        """A message of so many bytes from each member to each: all at once, through the links that they take.
+
+        A ring's rate would be too high: what leaves a node leaves it through the sender's own adapter, and
+        goes no part of its way inside.
+        """
+        cluster, each = self.cluster, self.cluster.gpus_per_site
+        node = group.members_per_node(cluster.gpus_per_node)
+        site = group.members_per_node(each) if each else group.size
+        ways = [(cluster.inside, node - 1), (cluster.between, site - node)]
+        rates = [(link.latency_seconds, link.bytes_per_second, peers) for link, peers in ways]
+        if cluster.across is not None and each:
+            rates.append(
+                (cluster.across.latency_seconds, cluster.across.bytes_per_second / each, group.size - site)
+            )
+        reached = share * self.efficiency.link
+        return max(
+            latency + peers * num_bytes / (rate * reached) for latency, rate, peers in rates if peers > 0
+        )
 
     def rate(self, group: Group) -> float:
         """Bytes per second at which each member of a ring sends."""
@@ -93,6 +115,8 @@ class Evidence:
     def __str__(self) -> str:
         if self.stands_in:
             return f"rates are reached as on {self.gpus}; no run of these GPUs was compared"
+        if self.runs == 1:
+            return f"one published run on {self.gpus} was compared, and is predicted within {self.error:.0%}"
         known = f"nine of ten of {self.runs} published runs on {self.gpus}"
         return f"{known} are predicted within {self.error:.0%}"
 
@@ -128,6 +152,7 @@ class Efficiency:
             backward takes twice that (DeepSpeed 0.19.8 on a CPU: 0.33 and 0.84 ms a layer).
         evidence: How far predictions by these constants are known to be off; None if that is not known.
         adapters: The same of models of which adapters alone are trained.
+        context: The same where ranks share sequences.
     """
 
     matmul: float = 0.686
@@ -142,6 +167,7 @@ class Efficiency:
     gather_seconds: float = 0.33e-3
     evidence: Evidence | None = None
     adapters: Evidence | None = None
+    context: Evidence | None = None
 
     @classmethod
     def of(cls, cluster: Cluster) -> Self:
@@ -153,6 +179,7 @@ class Efficiency:
         return cls(
             evidence=Evidence("H100 and H200", 0.12, 53, stands_in=cluster.generation != "H100"),
             adapters=Evidence("H100 with LoRA", 0.30, 6),
+            context=Evidence("H100 with ranks that share sequences", 0.12, 1),
         )
 
 

@@ -17,7 +17,7 @@ from dsx.config.load import content_of, load, override
 from dsx.config.ordinary import complete, value_at
 from dsx.config.resolve import resolve
 from dsx.config.run import RunConfig
-from dsx.config.schema import OuterConfig
+from dsx.config.schema import OuterConfig, ParallelConfig
 from dsx.config.sources import find_model
 from dsx.config.wording import at, either, item_without_secrets
 from dsx.errors import ConfigError, DsxError
@@ -30,9 +30,9 @@ from dsx.models.flops import Precision
 from dsx.models.spec import HubModel
 from dsx.planner.cluster import Cluster, gpu_memory
 from dsx.planner.costs import Efficiency
-from dsx.planner.layout import Candidate, Space, Task, meshes, variants
+from dsx.planner.layout import LONG, Candidate, Space, Task, meshes, variants
 from dsx.planner.plan import Looked, Plan, Ranked, Search, looks_away
-from dsx.planner.predicted import refuse_context, task_of
+from dsx.planner.predicted import task_of
 from dsx.planner.step_time import Predictor
 
 
@@ -43,6 +43,7 @@ class PinnedChoices:
     Attributes:
         tensor: Tensor-parallel degree.
         pipeline: Pipeline degree.
+        context: Context-parallel degree.
         zero: ZeRO stage.
         micro_batch: Sequences.
         gpu_memory: All GiB of a GPU, its reserve included.
@@ -50,6 +51,7 @@ class PinnedChoices:
 
     tensor: int | None = None
     pipeline: int | None = None
+    context: int | None = None
     zero: int | None = None
     micro_batch: int | None = None
     gpu_memory: float | None = None
@@ -150,9 +152,10 @@ class PlanInputs(ABC):
         )
 
     def check(self, pinned: PinnedChoices) -> None:
-        for name, value in (("--tensor", pinned.tensor), ("--pipeline", pinned.pipeline)):
+        given = {"tensor": pinned.tensor, "pipeline": pinned.pipeline, "context": pinned.context}
+        for name, value in given.items():
             if value is not None and value < 1:
-                raise ConfigError(f"{name} {value}", "not a degree", "use 1 or more")
+                raise ConfigError(f"--{name} {value}", "not a degree", "use 1 or more")
         if pinned.zero is not None and not 0 <= pinned.zero <= 3:
             raise ConfigError(f"--zero {pinned.zero}", "ZeRO has stages 0 to 3", "use 0, 1, 2 or 3")
         if pinned.zero is not None and pinned.zero < self.lowest_zero_stage:
@@ -180,11 +183,13 @@ class ModelInputs(PlanInputs):
 
     Attributes:
         run: The same, resolved for one rank with micro-batches of one sequence.
+        parallel: The config's ``dsx.parallel``, of which a plan takes the context axis.
         outer: The config's ``dsx.outer``, which ``content`` and ``run`` are without.
         islands: The islands of which this is one, for the memory that they take; None for one job.
     """
 
     run: RunConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     outer: OuterConfig | None = None
     islands: IslandSettings | None = None
 
@@ -199,16 +204,40 @@ class ModelInputs(PlanInputs):
     def check(self, pinned: PinnedChoices) -> None:
         super(ModelInputs, self).check(pinned)
         job_of(self.run, device=self.device)  # Refuses what no layout could mend.
+        (degree,) = (pinned.context,) if pinned.context else self._contexts or (1,)
+        why = self._unshared if degree > 1 else None
+        if why is not None:
+            raise ConfigError(at("dsx.parallel.context", degree), f"{self.run.model.family}: {why}", "use 1")
 
     @property
     def decided(self) -> dict[str, Any]:
         """Of transformers' modules only what they can do; :meth:`refuse` would find it one by one."""
         found, model = super(ModelInputs, self).decided, self.run.model
+        contexts, method = self._contexts, self.parallel.context_method
+        found["context"] = (1,) if contexts is None and self._unshared is not None else contexts
+        found |= {} if method == "auto" else {"methods": (method,)}
         if isinstance(model, HubModel):
             found["recompute"] = ("none", "full")
             if model.no_gathering is not None:
                 found["zero_stages"] = tuple(stage for stage in found["zero_stages"] if stage < 3)
         return found
+
+    @property
+    def _contexts(self) -> tuple[int, ...] | None:
+        """What the config says; else None, all degrees, for sequences that are long."""
+        degree = self.parallel.context
+        if "context" not in self.parallel.model_fields_set:
+            return None if self.run.sequence_length >= LONG else (1,)
+        return None if degree == "auto" else (degree,)
+
+    @property
+    def _unshared(self) -> str | None:
+        """Why no ranks may share sequences of the model; None if they may."""
+        if not isinstance(self.run.model, HubModel):
+            return None
+        from dsx.hub.context_probe import no_context  # here: other models need no transformers
+
+        return no_context(self.run.model, 2, "all_gather")
 
     def task(self, rates: Calibration) -> Task:
         return task_of(self.run, rates.cluster, rates.efficiency)
@@ -274,7 +303,6 @@ def plan_inputs(
     if overrides and config is None:
         raise ConfigError(f"--set {overrides[0]}", "there is no CONFIG to change", "give CONFIG")
     written = None if config is None else _written(config, model, overrides)
-    refuse_context(((written or {}).get("dsx", {}).get("parallel") or {}).get("context", 1))
     content = _usual(cluster) if written is None else _without_layout(written)
     block = content["dsx"]
     if model is not None:
@@ -298,6 +326,7 @@ def plan_inputs(
         gpus=gpus,
         global_batch=run.global_batch_size,
         run=run,
+        parallel=ParallelConfig.model_validate(((written or {}).get("dsx") or {}).get("parallel") or {}),
         outer=outer,
     )
 
@@ -381,8 +410,11 @@ def _written(config: Path, model: str | None, overrides: Sequence[str]) -> dict[
     for item in overrides:
         said: dict[str, Any] = {}
         override(said, item)
+        keys = value_at(said, "dsx.parallel")
+        if isinstance(keys, dict) and keys and keys.keys() <= {"context", "context_method"}:
+            continue
         if any(value_at(said, key) is not None for key in _DECIDED):
-            fix = "leave it out, or pin it by --tensor, --pipeline, --zero or --micro-batch"
+            fix = "leave it out, or pin it by --tensor, --pipeline, --context, --zero or --micro-batch"
             raise ConfigError(f"--set {item_without_secrets(item)}", "a plan decides it", fix)
     content = content_of(config)
     if "dsx" in content:
@@ -480,6 +512,7 @@ def plan_search(
     given = {
         "tensor": pinned.tensor,
         "pipeline": pinned.pipeline,
+        "context": pinned.context,
         "micro_batches": pinned.micro_batch,
         "zero_stages": pinned.zero,
     }

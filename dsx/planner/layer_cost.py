@@ -9,7 +9,10 @@ from typing import Self
 
 from dsx.schedules.simulate import Costs
 
-PARTS = ("again_seconds", "forward_wait", "again_wait", "backward_wait", "input_wait", "weight_wait")
+PARTS = (
+    *("again_seconds", "forward_wait", "again_wait", "backward_wait", "input_wait", "weight_wait"),
+    "context_wait",
+)
 """Seconds of a :class:`LayerCost` that are a part of others, 0 where nobody tells them apart."""
 
 
@@ -28,6 +31,8 @@ class LayerCost:
         backward_wait: The same of a whole backward, without what is done again.
         input_wait: The same of the first part of a divided backward.
         weight_wait: The same of its second part.
+        context_wait: Of the waits of a forward, of what is done again, and of a backward in one part or two:
+            that for the ranks that share a sequence.
         kept_bytes: Activations kept from the forward to the backward.
         pending_bytes: What is kept between the two parts of a divided backward.
         working_bytes: What the backward computes again and holds at once, beyond ``kept_bytes``.
@@ -44,6 +49,7 @@ class LayerCost:
     backward_wait: float = 0.0
     input_wait: float = 0.0
     weight_wait: float = 0.0
+    context_wait: float = 0.0
     kept_bytes: int = 0
     pending_bytes: int = 0
     working_bytes: int = 0

@@ -1,7 +1,8 @@
 """What one layer and one micro-batch take on one rank: the operators of its record, priced one by one.
 
 A record (:mod:`dsx.memory.layer_record`) has every operator of a layer's forward and backward with its sizes,
-and every collective of its tensor-parallel ranks with what runs between its start and its end. Memory traffic
+and every collective of its tensor-parallel or context-parallel ranks with what runs between its start and its
+end: nothing where these wait for keys and values, or heads. Memory traffic
 counts what each operator must read and write.
 """
 
@@ -101,34 +102,38 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class _Priced:
-    """Seconds of computing, and of waiting for collectives."""
+    """Seconds of computing, and of waiting for collectives, of which some are those of a context axis."""
 
     computing: float
     waiting: float
+    context: float
 
 
 class _Pricing:
     """Prices events of one layer in order."""
 
-    def __init__(self, machine: Machine, tensor: int, width: int) -> None:
+    def __init__(self, machine: Machine, tensor: int, width: int, context: int = 1) -> None:
         self._machine, self._group, self._width = machine, Group(tensor), width
+        self._context = Group(context, tensor)  # which stands beside tensor in a mesh
 
     def price(self, events: Iterable[tuple[Event, int]]) -> _Priced:
         """All of them, one after the other."""
-        computing = waiting = 0.0
+        computing = waiting = context = 0.0
         kernels = 0
-        begun: dict[int, tuple[float, float]] = {}
+        begun: dict[int, tuple[float, float, bool]] = {}
         for event, times in events:
             match event:
-                case ("begin", number, kind, size):
-                    begun[number] = computing, self._machine.network.seconds(kind, size, self._group)
+                case ("begin", number, kind, size, *axis):
+                    group = self._context if axis else self._group
+                    begun[number] = computing, self._machine.network.seconds(kind, size, group), bool(axis)
                 case ("wait", number):
-                    start, collective = begun.pop(number)
-                    waiting += self._machine.tensor_beside(computing - start, collective)
+                    start, collective, shares_rows = begun.pop(number)
+                    seconds = self._machine.tensor_beside(computing - start, collective)
+                    waiting, context = waiting + seconds, context + seconds * shares_rows
                 case _:
                     seconds, count = self._operator(event)
                     computing, kernels = computing + times * seconds, kernels + times * count
-        return _Priced(self._machine.at_least(computing, kernels), waiting)
+        return _Priced(self._machine.at_least(computing, kernels), waiting, context)
 
     def _operator(self, event: Event) -> tuple[float, int]:
         """Seconds and kernels of an operator; nothing for what is none."""
@@ -153,8 +158,8 @@ class _Pricing:
         if machine.software.attention == "fused":
             share = machine.network.efficiency.attention * machine.software.attention_share
             rate = machine.matmul_rate * share
-            # Half of the square is masked and skipped, unless the mask is a tensor.
-            seen = 1.0 if shape.masked else 0.5
+            # What is masked is skipped, unless the mask is a tensor: half of a square.
+            seen = 1.0 if shape.masked else 1.0 - min(1.0, shape.queries / shape.keys) / 2
             seconds = seen * sum(each.flops for each in shape.products) / rate
             return seconds * (_FUSED_BACKWARD if backward else 1.0), 1
         products = sum(machine.product(each, self._width) for each in shape.products)
@@ -196,7 +201,7 @@ class AttentionShape:
 def layer_times(machine: Machine, shape: Shape) -> tuple[LayerCost, ...]:
     """Times of every layer of the layer list; the loss counts to the last one."""
     records, plain = ModelRecords(shape, many=True), ModelRecords(replace(shape, recompute="none"), many=True)
-    pricing = _Pricing(machine, shape.tensor, shape.width)
+    pricing = _Pricing(machine, shape.tensor, shape.width, shape.context)
     known: dict[int, LayerCost] = {}
     found = []
     last = records.num_layers - 1
@@ -241,9 +246,10 @@ _LONG = 8192
 def _end_time(machine: Machine, pricing: _Pricing, shape: Shape, head: int) -> LayerCost:
     """The time of the loss, or of the head with it. So many tokens at a time: many take in proportion.
 
-    A long sequence counts as several short ones, because a record has every piece.
+    A long sequence counts as several short ones, because a record has every piece, and a rank's part of one
+    as a sequence.
     """
-    short = replace(shape, sequence_length=min(shape.sequence_length, _LONG))
+    short = replace(shape, sequence_length=min(shape.length, _LONG), context=1)
 
     def time(micro_batch: int) -> LayerCost:
         records = ModelRecords(replace(short, micro_batch=micro_batch))
@@ -251,7 +257,7 @@ def _end_time(machine: Machine, pricing: _Pricing, shape: Shape, head: int) -> L
         return _layer_time(machine, pricing, record, record)
 
     one, two = time(1), time(2)
-    more = shape.micro_batch * shape.sequence_length / short.sequence_length - 1
+    more = shape.micro_batch * shape.length / short.sequence_length - 1
     return LayerCost(
         **{
             each.name: getattr(one, each.name) + more * (getattr(two, each.name) - getattr(one, each.name))
@@ -281,6 +287,7 @@ def _layer_time(machine: Machine, pricing: _Pricing, record: LayerRecord, plain:
         backward_wait=whole.waiting,
         input_wait=first.waiting,
         weight_wait=second.waiting,
+        context_wait=forward.context + max(whole.context, again.context),
     )
 
 

@@ -43,7 +43,8 @@ class ModelLayers(PlannedLayers):
 
     @property
     def asked(self) -> LayoutRequest:
-        return LayoutRequest(model=self.model, layers=self.model.num_layers, layers_are="blocks")
+        layers = self.model.num_layers
+        return LayoutRequest(model=self.model, layers=layers, layers_are="blocks", row=self.sequence_length)
 
     @property
     def num_layers(self) -> int:
@@ -65,6 +66,8 @@ class ModelLayers(PlannedLayers):
             recompute=layout.recompute,
             documents=self.documents,
             loss_chunk=self._chunk(layout),
+            context=layout.mesh.cp,
+            context_method=layout.context_method,
         )
 
     def _chunk(self, layout: Candidate) -> int:
@@ -72,7 +75,7 @@ class ModelLayers(PlannedLayers):
             return self.chunk_tokens or 0
         return auto_chunk(
             self.model,
-            layout.micro_batch * self.sequence_length,
+            layout.micro_batch * self.sequence_length // layout.mesh.cp,
             tensor=layout.tensor,
             width=self.width,
             pad_multiple=self.vocab_multiple,

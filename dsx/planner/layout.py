@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsx.errors import LayoutError
 from dsx.models.flops import WIDTHS
-from dsx.models.spec import HubModel, Recompute
+from dsx.models.spec import ContextMethod, HubModel, Recompute
 from dsx.parallel.limits import LayoutRequest, divisors, possible, violations
 from dsx.parallel.mesh import Mesh
 from dsx.schedules.builders import NAMES
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from dsx.planner.layer_cost import LayerCost
     from dsx.planner.layer_times import Machine
 
-ADAPTERS, EXPERTS = "adapters", "experts"
-"""Kinds of layers (:meth:`PlannedLayers.kinds`)."""
+ADAPTERS, EXPERTS, SHARED = "adapters", "experts", "ranks that share sequences"
+"""Kinds of layers (:meth:`PlannedLayers.kinds`), and of meshes."""
 
 CHUNKS = (2, 3, 4, 6, 8)
 """Virtual stages per rank that "auto" tries where a schedule can have any number."""
@@ -116,8 +116,11 @@ class Task:
             return known or what
         kinds += [self.machine.precision] if self.machine.precision == "fp32" else []
         kinds += ["one job over several sites"] if network.cluster.gpus_per_site else []
+        kinds += [SHARED] if layout.mesh.cp > 1 else []
         if kinds == [ADAPTERS] and network.efficiency.adapters is not None:
             return network.efficiency.adapters
+        if kinds == [SHARED] and network.efficiency.context is not None:
+            return f"{what}: {network.efficiency.context}"
         if not kinds:
             return known
         why = f"none of the published runs that are compared has {' or '.join(kinds)}"
@@ -136,6 +139,7 @@ class Candidate:
         micro_batch: Sequences per micro-batch.
         recompute: What backward computes again.
         sequence_parallel: Whether activations are cut along the sequence.
+        context_method: How attention sees the sequences that context-parallel ranks share.
         zero_stage: 0 to 3.
         reduces_micro_batches: ZeRO-2: gradients are reduced after every backward (``dsx.zero.reduce``).
         bounds: Layers of the virtual stages; None: the cut whose longest stage is the shortest.
@@ -147,6 +151,7 @@ class Candidate:
     micro_batch: int = 1
     recompute: Recompute = "none"
     sequence_parallel: bool = True
+    context_method: ContextMethod = "all_gather"
     zero_stage: int = 1
     reduces_micro_batches: bool = False
     bounds: Bounds | None = None
@@ -164,6 +169,17 @@ class Candidate:
         """Ranks that read samples of their own."""
         return self.mesh.num_shares
 
+    @cached_property
+    def replicas(self) -> int:
+        """Ranks that hold the same parameters: data x context."""
+        return self.mesh.num_replicas
+
+    @cached_property
+    def timing(self) -> tuple[object, ...]:
+        """What the layers' times, and what they keep, depend on."""
+        context = self.mesh.cp, self.context_method
+        return self.tensor, self.sequence_parallel, self.micro_batch, self.recompute, *context
+
     @property
     def gpus(self) -> int:
         return self.mesh.size
@@ -178,7 +194,9 @@ class Candidate:
     @property
     def settings(self) -> dict[str, Any]:
         """The candidate as keys of a config, without the batch and the cut into stages."""
+        shared = {"context": self.mesh.cp, "context_method": self.context_method} if self.mesh.cp > 1 else {}
         return {
+            **{f"dsx.parallel.{key}": value for key, value in shared.items()},
             "dsx.recompute": self.recompute,
             "train_micro_batch_size_per_gpu": self.micro_batch,
             "zero_optimization.stage": self.zero_stage,
@@ -200,6 +218,8 @@ class Candidate:
         parts.append(f"ZeRO-{self.zero_stage}{each}")
         if self.recompute != "none":
             parts.append(f"recompute {self.recompute}")
+        if self.mesh.cp > 1:
+            parts.append(self.context_method)
         if self.tensor > 1 and not self.sequence_parallel:
             parts.append("no sequence parallelism")
         return ", ".join(parts)
@@ -210,6 +230,18 @@ SCHEDULES = ("1f1b", "interleaved", "zb_h1", "zbv", "interleaved_zb", "dualpipev
 
 _LARGEST_MICRO_BATCH = 32
 
+LONG = 32_768
+"""Tokens from which a plan tries context-parallel ranks unasked.
+
+Every rank gets all keys and values of a sequence: the more tokens it has, the more arithmetic of attention is
+beside each byte of them, and the less fits without. For Llama 2 7B on H100s NVIDIA has published speedups of
+1.00 up to 16,384 tokens, of 1.03 at 32,768, and 1.07, 1.31, 1.40, 5.28 and 20.23 at twice as many each
+(docs.nvidia.com, NeMo Framework 24.12, "Long Sequence Performance").
+"""
+
+_LEAST_PART = 2048
+"""Tokens that a rank has at least of a sequence where nobody asks for a degree."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
@@ -219,6 +251,8 @@ class Space:
         gpus: How many there are, all of them used.
         tensor: Tensor-parallel degrees; None: those that divide a node.
         pipeline: Pipeline degrees; None: all.
+        context: Context-parallel degrees; None: all that leave a rank enough of a sequence.
+        methods: How attention may see sequences that ranks share.
         micro_batches: Sizes of micro-batches; None: up to 32.
         zero_stages: ZeRO stages; 2 is meant with a reduction per micro-batch, for otherwise it takes the time
             and the memory of 1 (docs/adr/0008).
@@ -237,6 +271,8 @@ class Space:
     gpus: int = 1
     tensor: tuple[int, ...] | None = None
     pipeline: tuple[int, ...] | None = None
+    context: tuple[int, ...] | None = (1,)
+    methods: tuple[ContextMethod, ...] = ("all_gather", "ulysses")
     micro_batches: tuple[int, ...] | None = None
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
     names: tuple[str, ...] = NAMES
@@ -267,7 +303,7 @@ class Space:
 
 
 def meshes(task: Task, space: Space) -> Iterator[Candidate]:
-    """One candidate per mesh: tensor, pipeline and data degree.
+    """One candidate per mesh: tensor, pipeline, context and data degree.
 
     Raises:
         LayoutError: A degree that is asked for and cannot be, or a batch that no mesh can share out.
@@ -288,16 +324,23 @@ def meshes(task: Task, space: Space) -> Iterator[Candidate]:
 def _meshes(task: Task, space: Space) -> Iterator[Mesh]:
     node, found = task.machine.network.cluster.gpus_per_node, False
     asked = replace(task.layers.asked, ranks=space.gpus, ranks_do="{} GPUs do")
+    if "all_gather" not in space.methods:
+        asked = replace(asked, context_method="ulysses")
+    contexts = _degrees(replace(asked, tensor=1), "context", space.context)
+    if space.context is None:
+        contexts = [each for each in contexts if each == 1 or (asked.row or 0) // each >= _LEAST_PART]
     for tensor in _degrees(asked, "tensor", space.tensor):
         if space.tensor is None and (tensor > node or node % tensor):
             continue
         pipelines = _degrees(asked, "pipeline", space.pipeline)
         for pipeline in possible(replace(asked, tensor=tensor), "pipeline", pipelines):
-            found = True
-            yield Mesh.over(space.gpus, pp=pipeline, tp=tensor)
+            for context in possible(replace(asked, tensor=tensor, pipeline=pipeline), "context", contexts):
+                found = True
+                yield Mesh.over(space.gpus, pp=pipeline, tp=tensor, cp=context)
     if not found:
+        context_too = "" if space.context in (None, (1,)) else f" x context {space.context}"
         raise LayoutError(
-            f"tensor {space.tensor} x pipeline {space.pipeline}",
+            f"tensor {space.tensor} x pipeline {space.pipeline}{context_too}",
             f"their product does not divide {space.gpus} GPUs",
             "leave one of them open",
         )
@@ -324,10 +367,16 @@ def variants(task: Task, space: Space, layout: Candidate) -> Iterator[Candidate]
     stages = space.zero_stages
     if layout.mesh.num_replicas == 1:
         stages = tuple(stage for stage in stages if stage < 2) or stages  # There is nothing to cut.
-    sequence, model = LayoutRequest(sequence_length=task.layers.sequence_length), task.layers.asked.model
+    length, context, model = task.layers.sequence_length, layout.mesh.cp, task.layers.asked.model
+    sequence = LayoutRequest(sequence_length=length, context=context)
+    exchanged = LayoutRequest(model=model, tensor=layout.tensor, context_method="ulysses")
+    methods: tuple[ContextMethod, ...] = ("all_gather",)
+    if context > 1:
+        exchanges = possible(exchanged, "context", [context])
+        methods = tuple(each for each in space.methods if each == "all_gather" or exchanges)
     may_cut = layout.tensor > 1 and not (isinstance(model, HubModel) and model.no_sequence)
     cuts = (True, False) if may_cut and possible(sequence, "tensor", [layout.tensor]) else (False,)
-    for size, mode, zero, cut in product(sizes, space.recompute, stages, cuts):
+    for size, mode, zero, cut, method in product(sizes, space.recompute, stages, cuts, methods):
         yield replace(
             layout,
             micro_batch=size,
@@ -335,6 +384,7 @@ def variants(task: Task, space: Space, layout: Candidate) -> Iterator[Candidate]
             zero_stage=zero,
             reduces_micro_batches=zero == 2,
             sequence_parallel=cut,
+            context_method=method,
         )
 
 

@@ -41,7 +41,7 @@ class MemoryFloor:
             for only in (False, True)
         )
         shares = [
-            1 / layout.data if layout.zero_stage >= stage else 1.0
+            1 / layout.replicas if layout.zero_stage >= stage else 1.0
             for stage in (3, 2 if layout.reduces_micro_batches else 3, 1)
         ]
         return held * width * shares[0] + trained * (width * shares[1] + self.update_bytes * shares[2])
@@ -64,7 +64,7 @@ class MemoryFloor:
 
     def kept_bytes(self, layout: Candidate) -> int:
         """What one block keeps of one micro-batch, by its record."""
-        key = (layout.tensor, layout.sequence_parallel, layout.micro_batch, layout.recompute)
+        key = layout.timing
         if key not in self._kept:
             self._kept[key] = self.predictor.task.layers.kept_bytes(layout)
         return self._kept[key]
@@ -82,7 +82,8 @@ def reason(plan: Plan, ranked: Ranked) -> str:
         takes = ("at least " if ranked.is_bound else "") + amount(ranked.peak_bytes)
         return f"{step:+.1%} step, but takes {takes} of {amount(plan.cap_bytes)}"
     have, want = ranked.time.parts(), best.time.parts()
-    change = {name: (have[name] - want[name]) / best.time.seconds for name in have}
+    names = [*have, *(name for name in want if name not in have)]
+    change = {name: (have.get(name, 0.0) - want.get(name, 0.0)) / best.time.seconds for name in names}
     worst = sorted(change.items(), key=lambda item: -abs(item[1]))[:_MOST_WORDS]
     words = [f"{name} {part:+.1%}" for name, part in worst if abs(part) >= _WORTH_A_WORD]
     if step < _WORTH_A_WORD and not words:
@@ -400,7 +401,8 @@ class Search:
         layout = first.layout
         found: list[Ranked] = []
         changed: dict[str, list[Candidate]] = {}
-        wide = replace(self.space, tensor=(layout.tensor,), pipeline=(layout.pipeline,))
+        mesh = layout.mesh
+        wide = replace(self.space, tensor=(mesh.tp,), pipeline=(mesh.pp,), context=(mesh.cp,))
         for other in variants(self.task, wide, layout):
             names = [name for name in _KNOBS if getattr(layout, name) != getattr(other, name)]
             if len(names) == 1:
@@ -477,15 +479,16 @@ class Search:
         else:
             least = f"{amount(nearest.peak_bytes)} ({nearest.layout.label})"
         name = self.task.machine.network.cluster.name
+        open_axis = "" if self.space.context != (1,) else " (or ranks that share them: dsx.parallel.context)"
         return LayoutError(
             f"{self.space.gpus} x {name}, {amount(self.cap)} usable of each",
             f"no layout of the model fits; the nearest takes {least}",
-            "use more GPUs, shorter sequences (only tensor-parallel ranks share one: dsx has no context "
-            "parallelism) or a smaller model, or zero_optimization.offload_optimizer",
+            f"use more GPUs, shorter sequences{open_axis} or a smaller model, or "
+            "zero_optimization.offload_optimizer",
         )
 
 
-_KNOBS = ("micro_batch", "recompute", "zero_stage", "sequence_parallel")
+_KNOBS = ("micro_batch", "recompute", "zero_stage", "sequence_parallel", "context_method")
 
 
 def _value(layout: Candidate, name: str) -> str:

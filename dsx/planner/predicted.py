@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Self
 
 from dsx.config.run import RunConfig
-from dsx.config.wording import at
 from dsx.errors import ConfigError
 from dsx.memory.estimate import estimate_run
 from dsx.memory.job import job_of
@@ -21,19 +20,8 @@ from dsx.planner.step_time import Predictor, StepTime
 from dsx.terminal import amount
 
 
-def refuse_context(degree: Any) -> None:
-    """Raise ConfigError for a context axis: its communication has no times here, and no search has it."""
-    if degree != 1:
-        raise ConfigError(
-            at("dsx.parallel.context", degree),
-            "the planner does not know what its communication costs",
-            "use 1 for a plan; `dsx estimate` knows its memory",
-        )
-
-
 def task_of(run: RunConfig, cluster: Cluster, efficiency: Efficiency | None = None) -> Task:
-    """The task of a run on ``cluster``. Raises ConfigError for a context axis, whose times are not known."""
-    refuse_context(run.mesh.cp)
+    """The task of a run on ``cluster``."""
     cluster.peak(run.precision)
     return model_task(
         run.model,
@@ -60,6 +48,7 @@ def layout_of(run: RunConfig) -> Candidate:
         micro_batch=run.micro_batch_size,
         recompute="none" if run.dsx.recompute == "auto" else run.dsx.recompute,
         sequence_parallel=run.dsx.parallel.sequence_parallel,
+        context_method=run.dsx.parallel.method if run.mesh.cp > 1 else "all_gather",
         zero_stage=run.zero_stage,
         reduces_micro_batches=run.reduces_micro_batches,
         bounds=tuple(run.stage_map.bounds),

@@ -201,7 +201,7 @@ class ZeroActions:
     """
 
     def __init__(self, task: Task, layout: Candidate) -> None:
-        self._machine, self._group = task.machine, Group(layout.data, layout.tensor)
+        self._machine, self._group = task.machine, Group(layout.replicas, layout.tensor)
         self._width, self._share = task.width, task.machine.software.gather_share
         self._stage, self._each = layout.zero_stage, layout.reduces_micro_batches
         self._layers = task.machine.network.efficiency.gather_seconds if layout.zero_stage == 3 else 0.0
@@ -265,6 +265,7 @@ class StepTime:
         compute: Forward and backward.
         recompute: Forward done again, without its communication.
         tensor: Tensor-parallel communication that somebody waits for.
+        context: The same of ranks that share sequences: keys and values, or heads.
         transfers: Pipeline transfers that a rank cannot compute beside; others show as bubble.
         gathers: ZeRO-3's gathers, and reductions after each micro-batch, where they are longer than what they
             run beside.
@@ -285,6 +286,7 @@ class StepTime:
     update: float
     parameters: float
     bubble_over_ideal: float
+    context: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -295,6 +297,7 @@ class StepTime:
             "compute": self.compute,
             "recompute": self.recompute,
             "tensor-parallel communication": self.tensor,
+            **({"context communication": self.context} if self.context else {}),
             "transfers": self.transfers,
             "ZeRO gathers": self.gathers,
             "bubble": self.bubble,
@@ -306,8 +309,8 @@ class StepTime:
     @property
     def communication_share(self) -> float:
         """Part of the step that communication alone takes, 0 to 1."""
-        waits = self.tensor + self.transfers + self.gathers + self.gradients + self.parameters
-        return waits / self.seconds
+        waits = self.tensor + self.context + self.transfers + self.gathers
+        return (waits + self.gradients + self.parameters) / self.seconds
 
 
 @dataclass(slots=True)
@@ -323,7 +326,7 @@ class Predictor:
     _runs: dict[object, PipelineTime] = field(default_factory=dict)
 
     def times(self, layout: Candidate) -> tuple[LayerCost, ...]:
-        key = _timing(layout)
+        key = layout.timing
         if key not in self._times:
             self._times[key] = self.task.layers.times(self.task.machine, layout)
         return self._times[key]
@@ -339,7 +342,7 @@ class Predictor:
         count = layout.pipeline * layout.chunks
         bounds = layout.bounds
         if bounds is None:
-            key = (_timing(layout), count)
+            key = (layout.timing, count)
             if key not in self._bounds:
                 self._bounds[key] = balanced([time.seconds for time in self.times(layout)], count)
             bounds = self._bounds[key]
@@ -372,7 +375,7 @@ class Predictor:
 
     def _stage_totals(self, layout: Candidate, bounds: tuple[int, ...]) -> tuple[StageTotal, ...]:
         """Time and parameters of every virtual stage."""
-        key = (_timing(layout), bounds)
+        key = (layout.timing, bounds)
         if key not in self._totals:
             times, held = self.times(layout), self.elements(layout.tensor)
             trained = self.elements(layout.tensor, trained=True)
@@ -397,7 +400,7 @@ class Predictor:
         network, width = self.task.machine.network, self.task.width
         if not network.cluster.gpus_per_site:
             return 0.0, 0.0
-        group, count = Group(layout.data, layout.tensor), layout.micro_batches(self.task.global_batch)
+        group, count = Group(layout.replicas, layout.tensor), layout.micro_batches(self.task.global_batch)
         # Each micro-batch crosses once or more, and its gradient in the other direction.
         beside, after = count * Wire(self.task, layout).across, 0.0
         if layout.pipeline > 1:
@@ -450,6 +453,7 @@ class Predictor:
             update=update,
             parameters=parameters,
             bubble_over_ideal=ran.bubble,
+            context=mean.context,
         )
 
     def _jam(self, layout: Candidate, stages: StageMap, ran: PipelineTime, count: int) -> float:
@@ -490,7 +494,7 @@ class Predictor:
         ]
         number = sum(count for *_, count in chunks)
         network, software = task.machine.network, task.machine.software
-        group = Group(layout.data, layout.tensor)
+        group = Group(layout.replicas, layout.tensor)
         reduction = 0.0
         if layout.zero_stage < 3 and not layout.reduces_micro_batches:
             reduction = self._reduction(chunks, _reduces(layout), group)
@@ -498,7 +502,7 @@ class Predictor:
                 reduction = max(0.0, reduction - max(backwards))
         if layout.pipeline > 1:
             reduction += self._tied_seconds(layout)
-        own = number / (layout.data if layout.zero_stage else 1)
+        own = number / (layout.replicas if layout.zero_stage else 1)
         update = task.machine.traffic(own * update_bytes(task.width))
         gathered = 0.0
         if layout.zero_stage in (1, 2):
@@ -508,7 +512,7 @@ class Predictor:
     def _tied_seconds(self, layout: Candidate) -> float:
         """Summing the gradients of what the first and the last pipeline rank both hold."""
         shared = self.task.layers.shared_elements(layout.tensor)
-        pair = Group(2, (layout.pipeline - 1) * layout.data * layout.tensor)
+        pair = Group(2, (layout.pipeline - 1) * layout.replicas * layout.tensor)
         network = self.task.machine.network
         return network.seconds("all_reduce", shared * self.task.width, pair) if shared else 0.0
 
@@ -519,7 +523,7 @@ class Predictor:
             chunks: For each, what is left after its last action, how long the last backward is in which its
                 gradients leave (0 if it is split), and their number of elements.
             kind: The collective.
-            group: The data-parallel ranks.
+            group: The ranks that hold the same parameters.
         """
         network, software, width = self.task.machine.network, self.task.machine.software, self.task.width
         if software.gradients != "chunk":
@@ -542,11 +546,6 @@ def _reduces(layout: Candidate) -> Kind:
     return "reduce_scatter" if layout.zero_stage and not layout.reduces_micro_batches else "all_reduce"
 
 
-def _timing(layout: Candidate) -> object:
-    """What the layers' times depend on."""
-    return layout.tensor, layout.sequence_parallel, layout.micro_batch, layout.recompute
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Mean:
     """What the ranks' busy time consists of, per step and mean over ranks."""
@@ -554,6 +553,7 @@ class _Mean:
     compute: float
     recompute: float
     tensor: float
+    context: float
     transfers: float
     gathers: float
 
@@ -565,17 +565,19 @@ class _Mean:
         waits += divided * (total.input_wait + total.weight_wait)
         each = pipeline.num_micro_batches / ranks
         compute = each * total.computing_seconds
-        recompute, tensor = each * total.again_seconds, each * waits
+        recompute, context = each * total.again_seconds, each * total.context_wait
+        tensor = each * waits - context
         wire = Wire(predictor.task, layout)
         crossings = sum(a != b for a, b in pairwise(map(stages.rank_of, range(stages.num_stages))))
         transfers = each * 2 * crossings * wire.action
-        rest = sum(ran.busy_seconds) / ranks - compute - recompute - tensor - transfers
+        rest = sum(ran.busy_seconds) / ranks - compute - recompute - tensor - context - transfers
         # What is left are gathers, or Python where actions are too short to hide it.
         gathers = rest if layout.zero_stage >= 2 else 0.0
         return cls(
             compute=compute + rest - gathers,
             recompute=recompute,
             tensor=tensor,
+            context=context,
             transfers=transfers,
             gathers=gathers,
         )

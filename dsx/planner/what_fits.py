@@ -17,6 +17,7 @@ from dsx.errors import DsxError, LayoutError
 from dsx.parallel.limits import LayoutRequest, violations
 from dsx.parallel.mesh import AXES, Mesh
 from dsx.planner.best_first import best_first
+from dsx.planner.layout import LONG
 from dsx.planner.predicted import LayoutScorer, layout_of
 
 ENOUGH = 3
@@ -138,7 +139,8 @@ def _savings(config: RunConfig) -> Iterator[Saving]:
     if mesh.tp > 1 and not block.parallel.sequence_parallel:
         yield Saving(words="sequence parallelism", fields={"sequence_parallel": True})
     for axis in reversed(AXES) if mesh.num_shares % 2 == 0 else ():
-        if not axis.replicates:
+        shares_rows = axis.divides == "sequence" and (mesh.cp > 1 or config.sequence_length >= LONG)
+        if not axis.replicates or shares_rows:
             twice = 2 * mesh.degree(axis.name)
             yield Saving(words=f"{axis.title} {twice}", degrees={axis.name: twice})
     if mesh.pp > 1 and config.schedule_name != "1f1b" and block.schedule.file is None:
@@ -157,7 +159,8 @@ def _items(saving: Saving, config: RunConfig) -> tuple[str, ...]:
     kept = {axis.name: now.mesh.degree(axis.name) for axis in AXES if axis.divides != "samples"}
     mesh = Mesh.over(config.mesh.size, **kept | dict(saving.degrees))
     new, old = replace(now, mesh=mesh, **saving.fields), now.settings
-    settings = {key: value for key, value in new.settings.items() if value != old[key]} | dict(saving.more)
+    settings = {key: value for key, value in new.settings.items() if value != old.get(key)}
+    settings |= dict(saving.more)
     if (new.data, new.micro_batch) != (now.data, now.micro_batch):
         asked = LayoutRequest(global_batch=batch, data=new.data, micro_batch=new.micro_batch)
         for each in violations(asked):

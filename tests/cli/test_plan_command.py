@@ -326,9 +326,21 @@ def test_an_optimizer_whose_memory_nobody_knows(dsx, config):
     assert (code, "optimizer" in err, err.count("dsx:")) == (2, True, 1)
 
 
-def test_a_context_axis_is_none_of_its_layouts(dsx, config):
-    code, _, err = dsx(config(BLOCK | {"parallel": {"context": 2}}), "--cluster", "CPU", "--gpus", 2)
-    assert (code, "dsx.parallel.context = 2" in err, err.count("dsx:")) == (2, True, 1)
+def test_a_context_axis_is_kept_as_written(dsx, config, tmp_path):
+    """By CONFIG or by an option; the estimate of what is written is the plan's."""
+    from dsx.memory.estimate import estimate_run
+    from dsx.memory.job import job_of
+
+    out = tmp_path / "planned.json"
+    rest = ("--cluster", "CPU", "--gpus", 2, "--format", "json", "--output", out)
+    for block, option in ((BLOCK | {"parallel": {"context": 2}}, ()), (BLOCK, ("--context", 2))):
+        code, text, err = dsx(config(block), *rest, *option)
+        best = json.loads(text)["best"][0]
+        run = resolve(out, world_size=2)
+        assert (code, err, best["context"], run.mesh.cp) == (0, "", 2, 2)
+        assert (best["data"], run.dsx.parallel.method) == (1, best["context_method"])
+        assert best["parts_seconds"]["context communication"] > 0
+        assert estimate_run(job_of(run, device="cpu")).peak_bytes == best["peak_bytes"]
 
 
 @pytest.mark.parametrize("missing", ["--model", "--global-batch", "--sequence-length"])

@@ -29,7 +29,8 @@ def test_prints_checks_and_writes(monkeypatch, capsys, tmp_path):
     found = json.loads(file.read_text())
     assert [each["held_out"] for each in found["generations"].values()] == [2, 2]
     assert "llm-foundry" in out
-    assert "no context parallelism" in out
+    assert "fp8 only" in out
+    assert found["context"]["held_out"] == 1
     assert [row["published"] for row in found["table_1"]] == [
         137,
         138,

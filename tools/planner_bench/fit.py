@@ -60,17 +60,19 @@ def shipped(generation: str) -> Efficiency:
     return Efficiency.of(preset(PRESETS[generation]))
 
 
-def rows(generation: str, *, adapters: bool = False) -> Iterator[Row]:
+def rows(generation: str, *, adapters: bool = False, context: bool = False) -> Iterator[Row]:
     """All of a generation that are compared; ZeRO-3 of 2021 has constants of its own (:func:`zero3`).
 
     Args:
         generation: Which.
         adapters: Those in which adapters alone are trained, in place of the others.
+        context: Those in which ranks share sequences, in place of the others.
     """
     for run in published():
-        if run.cluster.generation == generation and bool(run.adapter) == adapters:
+        kind = bool(run.adapter), run.context > 1
+        if run.cluster.generation == generation and kind == (adapters, context):
             yield Row(generation, run, run.is_fitted)
-    if generation == "A100" and not adapters:
+    if generation == "A100" and not (adapters or context):
         yield from (Row(generation, run, run.name in CALIBRATED_ON) for run in ROWS)
 
 

@@ -60,6 +60,7 @@ class PublishedRun:
         sequence: Tokens.
         gpus: How many.
         tensor: Tensor-parallel degree; the others are ZeRO-3's.
+        context: Ranks of these that share each sequence.
         micro_batch: Sequences that a GPU computes at once.
         batch: Sequences per step, of all GPUs.
         recompute: What backward computes again: none, half or full.
@@ -77,6 +78,7 @@ class PublishedRun:
     sequence: int
     gpus: int
     tensor: int = 1
+    context: int = 1
     micro_batch: int
     batch: int
     recompute: str
@@ -112,7 +114,7 @@ class PublishedRun:
     def layout(self) -> Candidate:
         """As the planner takes it."""
         return Candidate(
-            mesh=Mesh.over(self.gpus, tp=self.tensor),
+            mesh=Mesh.over(self.gpus, tp=self.tensor, cp=self.context),
             micro_batch=self.micro_batch,
             recompute="full" if self.recompute == "half" else self.recompute,  # type: ignore[arg-type]
             sequence_parallel=self.tensor > 1,

@@ -1,0 +1,257 @@
+"""Ranks that share sequences, in plans: bytes and work beside formulas, and which degrees are tried."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from all_families import tiny
+
+import dsx
+from dsx.checkpoint.claims import model_of
+from dsx.config.resolve import resolve
+from dsx.errors import ConfigError, DsxError
+from dsx.memory.layer_record import Shape
+from dsx.memory.record_cache import ModelRecords
+from dsx.models.params import layer_kinds
+from dsx.parallel.mesh import Mesh
+from dsx.planner import layer_times as kernels
+from dsx.planner import what_fits
+from dsx.planner.cluster import Group, preset
+from dsx.planner.costs import Efficiency, Network, Software
+from dsx.planner.inputs import PinnedChoices, plan_inputs, plan_search
+from dsx.planner.layer_times import Machine, layer_times
+from dsx.planner.layers import model_task
+from dsx.planner.layout import LONG, Candidate, meshes, variants
+from dsx.planner.predicted import layout_of
+from dsx.planner.step_time import Predictor
+
+N, K, D, T, WIDTH = 8, 2, 32, 65_536, 2
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "max_position_embeddings": 1 << 20,
+    "num_hidden_layers": 4,
+    "hidden_size": N * D,
+    "num_attention_heads": N,
+    "num_key_value_heads": K,
+    "intermediate_size": 512,
+}
+MODEL = model_of(CONFIG)
+FIRST = layer_kinds(MODEL).index("Block")
+NETWORK = Network(preset("H100"), Efficiency())
+MACHINE = Machine(network=NETWORK, software=Software(), precision="bf16")
+
+
+def shape(**kwargs):
+    sizes = {"tensor": 1, "sequence_parallel": False, "micro_batch": 2, "sequence_length": T, "width": WIDTH}
+    return Shape(model=MODEL, **sizes | kwargs)
+
+
+def block(found):
+    return ModelRecords(found).layer(FIRST, divided=False, hooked=False)
+
+
+def shared(events):
+    """What the ranks of the axis send each other: kinds and bytes."""
+    return [(event[2], event[3]) for event in events if event[0] == "begin" and event[4:] == ("context",)]
+
+
+def task(batch=64, length=T):
+    return model_task(MODEL, machine=MACHINE, global_batch=batch, sequence_length=length)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("context", [2, 4])
+def test_bytes_are_those_of_the_formula(context, tensor):
+    each = 2 * WIDTH * D * T // tensor  # a micro-batch of two
+    gathered, given = 2 * K * each, (N + 2 * max(K, context * tensor)) * each // context
+    for method, forward, back in (
+        ("all_gather", [("all_gather", gathered)], [("reduce_scatter", gathered)]),
+        (
+            "ulysses",
+            [("all_to_all", given), ("all_to_all", N * each // context)],
+            [("all_to_all", N * each // context), ("all_to_all", given)],
+        ),
+    ):
+        found = shape(context=context, context_method=method, tensor=tensor, sequence_parallel=tensor > 1)
+        assert shared(block(found).forward) == forward, method
+        assert shared(block(found).backward) == back, method
+        again = block(replace(found, recompute="full"))
+        assert shared(again.backward) == forward + back, "full recomputation sends it all again"
+
+
+@pytest.mark.parametrize("method", ["all_gather", "ulysses"])
+def test_attention_is_shared_out_evenly(method):
+    """A rank's two stretches of queries, or its heads, are 1/cp of the causal half of the square."""
+    pricing = kernels._Pricing(MACHINE, 1, WIDTH)
+
+    def seconds(found):
+        return sum(pricing._operator(event)[0] for event in block(found).forward if event[0] == "sdpa")
+
+    for context in (2, 4, 8):
+        part = seconds(shape(context=context, context_method=method))
+        assert context * part == pytest.approx(seconds(shape()), rel=1e-12)
+
+
+def test_nothing_hides_what_is_gathered():
+    context = 4
+    time = layer_times(MACHINE, shape(context=context))[FIRST]
+    group = Group(context)
+    size = 2 * 2 * K * D * T * WIDTH
+    waits = [NETWORK.seconds(kind, size, group) for kind in ("all_gather", "reduce_scatter")]
+    assert time.forward_wait == pytest.approx(waits[0])
+    assert time.backward_wait == time.input_wait == pytest.approx(waits[1])
+    assert time.context_wait == pytest.approx(sum(waits))
+    again = layer_times(MACHINE, shape(context=context, recompute="full"))[FIRST]
+    assert again.context_wait == pytest.approx(sum(waits) + waits[0])
+    assert again.again_wait == pytest.approx(waits[0])
+
+
+def test_an_exchange_takes_each_link_for_what_goes_over_it():
+    """H100s: 8 of a node; of 16 ranks 8 are elsewhere, over one's own adapter."""
+    cluster, link = NETWORK.cluster, Efficiency().link
+    inside, between = cluster.inside, cluster.between
+    assert NETWORK.seconds("all_to_all", 8e9, Group(8)) == pytest.approx(
+        inside.latency_seconds + 7e9 / (inside.bytes_per_second * link)
+    )
+    assert NETWORK.seconds("all_to_all", 16e9, Group(16)) == pytest.approx(
+        between.latency_seconds + 8e9 / (between.bytes_per_second * link)
+    )
+    assert NETWORK.seconds("all_to_all", 4e9, Group(4, 8)) == pytest.approx(
+        between.latency_seconds + 3e9 / (between.bytes_per_second * link)
+    )
+    assert NETWORK.seconds("all_to_all", 8e9, Group(1)) == 0.0
+
+
+def test_zero_cuts_and_reduces_over_data_times_context():
+    """As over as many data-parallel ranks; what is sent for attention is the step's own part."""
+    found = Predictor(task())
+    alone = Candidate(mesh=Mesh.over(32, tp=2), zero_stage=1)
+    shares = replace(alone, mesh=Mesh.over(32, tp=2, cp=4))
+    one, other = found.predict(alone), found.predict(shares)
+    assert (shares.data, shares.replicas) == (4, alone.data)
+    assert (one.update, one.parameters) == (other.update, other.parameters)
+    assert one.context == 0.0
+    assert other.context > 0.0
+    assert sum(other.parts().values()) == pytest.approx(other.seconds)
+    assert "context communication" not in one.parts()
+    count = shares.micro_batches(64)
+    assert other.context == pytest.approx(count * sum(each.context_wait for each in found.times(shares)))
+    assert other.communication_share > one.communication_share
+
+
+def degrees(path, *, parallel=None, length=LONG, pinned=None, overrides=(), gpus=8, model=CONFIG):
+    """The context degrees and methods that a plan of a config tries, and the search itself."""
+    block = {
+        "model": {"config": model},
+        "data": {"source": "python-stdlib", "tokenizer": "bytes", "sequence_length": length},
+        "train": {"steps": 2, "output": "runs/planned"},
+    } | ({} if parallel is None else {"parallel": parallel})
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
+    content = {"train_batch_size": 8, "bf16": {"enabled": True}, "optimizer": optimizer, "dsx": block}
+    path.write_text(json.dumps(content))
+    given = {"model": None, "global_batch": None, "sequence_length": None, "overrides": overrides}
+    inputs = plan_inputs(config=path, cluster=preset("H100"), gpus=gpus, **given)
+    search = plan_search(inputs, pinned or PinnedChoices())
+    tried = [each for mesh in meshes(search.task, search.space) for each in _variants(search, mesh)]
+    found = {each.mesh.cp for each in tried}, {each.context_method for each in tried if each.mesh.cp > 1}
+    return (*found, inputs, search)
+
+
+def _variants(search, mesh):
+    return variants(search.task, replace(search.space, micro_batches=(1,)), mesh)
+
+
+BOTH = {"all_gather", "ulysses"}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "methods"),
+    [
+        ({}, {1, 2, 4, 8}, BOTH),
+        ({"length": LONG // 2}, {1}, set()),
+        ({"length": LONG // 2, "parallel": {"tensor": 2}}, {1}, set()),
+        ({"length": LONG // 8, "parallel": {"context": "auto"}}, {1, 2}, BOTH),
+        ({"length": 256, "parallel": {"context": 4}}, {4}, BOTH),
+        ({"parallel": {"context": 1}}, {1}, set()),
+        ({"parallel": {"context": 4, "context_method": "ulysses"}}, {4}, {"ulysses"}),
+        ({"parallel": {"context_method": "all_gather"}}, {1, 2, 4, 8}, {"all_gather"}),
+        ({"parallel": {"context": 4}, "pinned": PinnedChoices(context=2)}, {2}, BOTH),
+        ({"length": 256, "overrides": ["dsx.parallel.context=2"]}, {2}, BOTH),
+    ],
+)
+def test_which_degrees_are_tried(tmp_path, given, expected, methods):
+    assert degrees(tmp_path / "config.json", **given)[:2] == (expected, methods)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"parallel": {"context": 3}}, ("context = 3", "8 GPUs")),
+        ({"length": 100, "parallel": {"context": 8}}, ("context = 8", "two chunks for each rank")),
+        (
+            {"gpus": 16, "parallel": {"context": 16, "context_method": "ulysses"}},
+            ("context = 16", "8 attention heads", "use one of 1, 2, 4, 8"),
+        ),
+        ({"pinned": PinnedChoices(context=0)}, ("--context 0",)),
+        ({"overrides": ["dsx.parallel.tensor=2"]}, ("dsx.parallel.tensor", "--context")),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path, given, words):
+    with pytest.raises(DsxError) as caught:
+        degrees(tmp_path / "config.json", **given)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_family_that_cannot_is_planned_without_and_refused_by_name(tmp_path):
+    """GPT-J's blocks attend past transformers' registry."""
+    other = tiny.tiny_config("gptj").to_dict() | {"vocab_size": 257}
+    given = {"model": other, "length": 32, "gpus": 2}
+    assert degrees(tmp_path / "a.json", parallel={"context": "auto"}, **given)[0] == {1}
+    with pytest.raises(ConfigError, match=r"dsx.parallel.context = 2: gptj: block 0.attn attends past"):
+        degrees(tmp_path / "b.json", parallel={"context": 2}, **given)
+
+
+def test_a_run_needs_a_number(tmp_path):
+    inputs = degrees(tmp_path / "config.json", parallel={"context": "auto"})[2]
+    block = inputs.content["dsx"] | {"parallel": {"context": "auto"}}
+    with pytest.raises(ConfigError, match="a run needs a number"):
+        resolve(inputs.content | {"dsx": block, "train_micro_batch_size_per_gpu": 1}, world_size=8)
+
+
+def test_what_a_plan_names_is_loaded(tmp_path):
+    """What is ranked, beside and above the best, is what its config resolves to."""
+    path = tmp_path / "config.json"
+    *_, inputs, search = degrees(path, length=1024, parallel={"context": "auto"}, pinned=TWO)
+    plan = search.run(3)
+    named = [*plan.best, *plan.others, *plan.too_large]
+    assert any(each.layout.context_method != plan.best[0].layout.context_method for each in plan.others)
+    for ranked in named:
+        path.write_text(json.dumps(inputs.config_of(ranked.layout, search.predictor)))
+        loaded = layout_of(dsx.load_config(path, world_size=8))
+        assert replace(loaded, bounds=None) == replace(ranked.layout, bounds=None), ranked.layout.label
+    assert "how far the steps may be off is not known: one published run" in str(
+        plan.task.evidence(plan.best[0].layout)
+    )
+
+
+TWO = PinnedChoices(context=2, tensor=1, micro_batch=1)
+
+
+@pytest.mark.parametrize(
+    ("length", "context", "doubled"), [(LONG, 1, 2), (LONG, 2, 4), (256, 2, 4), (256, 1, None)]
+)
+def test_twice_the_degree_is_a_change_that_may_fit(tmp_path, length, context, doubled):
+    """And `--set` items give the layout that it is said to."""
+    content = degrees(tmp_path / "config.json", length=length)[2].content
+    parallel = {"tensor": 1, "pipeline": 1, "context": context}
+    block = content["dsx"] | {"parallel": parallel}
+    keys = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}}
+    run = resolve(content | keys | {"dsx": block}, world_size=8)
+    found = {saving.words: saving for saving in what_fits._savings(run) if "context" in saving.words}
+    assert list(found) == ([] if doubled is None else [f"context {doubled}"])
+    for saving in found.values():
+        items = what_fits._items(saving, run)
+        changed = resolve(content | keys | {"dsx": block}, world_size=8, overrides=items)
+        assert (changed.mesh.cp, changed.mesh.dp) == (doubled, 8 // doubled)
+        assert changed.global_batch_size == run.global_batch_size
