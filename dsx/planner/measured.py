@@ -138,7 +138,9 @@ def _written_out(run: RunConfig, ranking: Ranking, path: Path) -> DsxConfig:
     counts = [len(stages.layers(stage)) for stage in range(stages.num_stages)]
     return dsx.model_copy(
         update={
-            "parallel": dsx.parallel.model_copy(update={"chunks": stages.num_chunks}),
+            "parallel": dsx.parallel.model_copy(
+                update={"chunks": stages.num_chunks, "context_method": dsx.parallel.method}
+            ),
             "schedule": dsx.schedule.model_copy(update=schedule),
             "partition": PartitionConfig(method=counts),
             "profile": str(path),
