@@ -53,6 +53,7 @@ class Layout:
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    cp: int = 1
     chunks: int = 1
     zero: int
     schedule: str = "auto"
@@ -61,7 +62,7 @@ class Layout:
     @property
     def world_size(self) -> int:
         """Ranks."""
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
 
     @property
     def with_whole_sequences(self) -> Layout:
@@ -69,7 +70,8 @@ class Layout:
         return replace(self, sequence_parallel=False)
 
     def __str__(self) -> str:
-        degrees = [f"{name} {n}" for name, n in (("tp", self.tp), ("pp", self.pp), ("dp", self.dp)) if n > 1]
+        named = (("tp", self.tp), ("pp", self.pp), ("dp", self.dp), ("cp", self.cp))
+        degrees = [f"{name} {n}" for name, n in named if n > 1]
         parts = [
             " x ".join(degrees) or "one rank",
             f"{self.chunks} chunks" * (self.chunks > 1),
@@ -147,6 +149,7 @@ def dsx_config(layout: Layout, model: Path | Mapping[str, Any], implementation: 
             "parallel": {
                 "tensor": layout.tp,
                 "pipeline": layout.pp,
+                "context": layout.cp,
                 "chunks": layout.chunks,
                 "sequence_parallel": layout.sequence_parallel,
             },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -88,9 +89,11 @@ def _ranks(dry: bool) -> Iterator[Case]:
             ({"pp": 2, "zero": 1, "schedule": "zb_h1"}, "dsx"),
             ({"pp": 2, "chunks": 2, "zero": 3, "schedule": "zbv"}, "dsx"),
             ({"tp": 2, "pp": 2, "zero": 3}, "dsx"),
+            ({"cp": 2, "zero": 1}, "dsx"),
+            ({"cp": 2, "zero": 3}, "transformers"),
         ]
     for layout, implementation in layouts:
-        size = layout.get("tp", 1) * layout.get("pp", 1) * layout.get("dp", 1)
+        size = math.prod(layout.get(axis, 1) for axis in ("tp", "pp", "dp", "cp"))
         yield _parity("ranks", "llama", layout, implementation, size)
 
 
