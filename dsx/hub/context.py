@@ -6,6 +6,9 @@ each. The mask's is asked for the whole sequence, and evaluates the family's own
 that this rank has. The other one gives the family's own function what it needs: all keys and values beside
 the rank's queries (``all_gather``), or some heads of the whole sequence (``ulysses``).
 
+A module that mixes tokens in another way (a convolution, the delta rule, a state space) is given the whole
+sequence, and of what it gives the rank takes its part (:func:`gather_around`).
+
 Shapes: B micro-batch, h heads, g key/value heads, S the whole sequence, s this rank's part, D head.
 """
 
@@ -14,12 +17,15 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from dsx.errors import ModelError
+from dsx.hub.tensor_plan import sequence_cut
 from dsx.models.config_values import at
 from dsx.nn import collectives
 from dsx.nn.attention import scaled_dot_product
@@ -193,6 +199,44 @@ def put_context(
         kernel = config._attn_implementation  # noqa: SLF001 - transformers' own modules read it
         config._attn_implementation = _NAME  # noqa: SLF001 - as above
         vars(config)[_NAME] = made(cp, kernel)
+
+
+def gather_around(
+    root: nn.Module,
+    paths: Iterable[str],
+    cp: ContextParallel,
+    gather: Callable[[Tensor, ContextParallel], Tensor] = collectives.gather_rows,
+) -> None:
+    """Have the modules at ``paths`` below ``root`` compute whole sequences, between a gather and a cut.
+
+    Every rank computes all of them. It gets gradients from its own part of the outputs alone, and from there
+    they reach all of the inputs and the module's parameters. So the ranks' gradients add up to one process's.
+
+    Args:
+        root: A block, whose tensor-parallel parts are in place: their ends are outside of these.
+        paths: As :func:`dsx.hub.context_probe.mixers` finds them.
+        cp: The ranks that share a sequence.
+        gather: Makes a whole sequence [B, S, ...] of parts.
+    """
+    for path in paths:
+        module = root.get_submodule(path)
+        module.register_forward_pre_hook(partial(_made_whole, cp=cp, gather=gather), with_kwargs=True)
+        module.register_forward_hook(partial(_own_part, cp=cp), prepend=True)
+
+
+def _made_whole(_module: nn.Module, given: Any, named: Any, *, cp: ContextParallel, gather: Any) -> Any:
+    """Whatever is as long as the hidden states, the first tensor of a module's arguments."""
+    length = next(each for each in tree_leaves((given, named)) if isinstance(each, Tensor)).shape[1]
+
+    def whole(each: Any) -> Any:
+        along = isinstance(each, Tensor) and each.dim() in (2, 3) and each.shape[1] == length
+        return gather(each, cp) if along else each
+
+    return tree_map(whole, (given, named))
+
+
+def _own_part(_module: nn.Module, _given: Any, gave: Any, *, cp: ContextParallel) -> Any:
+    return sequence_cut(gave, cp.cut)
 
 
 def check_kernels(root: nn.Module) -> None:

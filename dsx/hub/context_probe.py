@@ -1,92 +1,144 @@
 """Whether a family's blocks may be given a part of each sequence, found by trying a small model of it.
 
 A block runs once for a whole sequence, in transformers' own way, and once as a rank of a context axis would
-run it, with what the others would send taken from the first run. It must give its part of the same. What does
-not is refused by name: convolutions, state spaces, attention past transformers' registry, sparse indexers.
+run it, with what the others would send taken from the first run. It must give its part of the same. A module
+that does not, and in which nothing calls transformers' registry of attention, is one that mixes tokens by
+itself: a convolution, the delta rule, a state space. Then the block is tried again with the whole sequence
+gathered around that module. What still gives something else is refused by name: attention past the registry,
+sparse indexers.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from dsx.errors import ModelError
 from dsx.hub import values
 from dsx.hub.block_arguments import BlockArguments
-from dsx.hub.context import ContextAttention, check_kernels, kernel_of, put_context
+from dsx.hub.context import ContextAttention, check_kernels, gather_around, kernel_of, put_context
 from dsx.hub.model_structure import BlockCall, structure_of
-from dsx.hub.shrunk import random_model, shrunk
+from dsx.hub.shrunk import kinds_of, random_model, shrunk
 from dsx.models.spec import ContextMethod, HubModel
 from dsx.models.transformers_settings import first_line, torch_forms
 from dsx.nn.context import ContextParallel
 from dsx.nn.documents import hidden_of
 
-_ROWS, _TOKENS, _FAR = 2, 16, 5e-5
+_ROWS, _TOKENS, _FAR = 2, 32, 5e-5  # more tokens than small windows and indexers see
+
+
+Mixers: TypeAlias = "Mapping[Hashable, frozenset[str]]"
+"""By kind of block, the modules of it that need whole sequences."""
 
 
 def no_context(model: HubModel, size: int, method: ContextMethod) -> str | None:
     """Why ``size`` ranks may not share sequences of a model; None if they may."""
-    return _found(model.config, size if method == "ulysses" else 2, method)  # heads divide by the ranks
+    return _found(model.config)[0] or (_found(model.config, size, method)[0] if method == "ulysses" else None)
 
 
 @lru_cache(maxsize=8)
-def _found(config: str, size: int, method: ContextMethod) -> str | None:
+def mixers(config: str) -> tuple[frozenset[str], ...]:
+    """For every block of a model, the paths of what needs whole sequences where ranks share them."""
+    found = _found(config)[1]
+    return tuple(found.get(kind, frozenset()) for kind in kinds_of(structure_of(config)))
+
+
+@lru_cache(maxsize=8)
+def _found(config: str, size: int = 2, method: ContextMethod = "all_gather") -> tuple[str | None, Mixers]:
+    """Why ranks may not share sequences, and what then needs whole ones, which all_gather shows.
+
+    There a module that attends is given a mask for a part, and so is not taken for one that mixes by itself.
+    """
     try:
         check_kernels(structure_of(config).model)
     except ModelError as error:
-        return f"{error.where}: {error.what}"
+        return f"{error.where}: {error.what}", {}
     try:
         with torch_forms(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
             small = shrunk(json.loads(config), tensor=size)
-            return _difference(small, size, method)
+            return _tried(small, size, method, {} if method == "all_gather" else _found(config)[1])
     except ModelError as error:
-        return f"whether that is right is not known, as no small model of it could be tried ({error.what})"
+        return (
+            f"whether that is right is not known, as no small model of it could be tried ({error.what})",
+            {},
+        )
     except Exception as error:  # noqa: BLE001 - whatever the family's code does on this machine
-        return f"a small model of it does not run ({first_line(error)})"
+        return f"a small model of it does not run ({first_line(error)})", {}
 
 
-def _difference(small: dict[str, Any], size: int, method: ContextMethod) -> str | None:
-    """How a block's outputs for a rank's part differ from those for the whole; None if none does."""
+def _tried(
+    small: dict[str, Any], size: int, method: ContextMethod, known: Mixers
+) -> tuple[str | None, Mixers]:
+    """How a block's outputs for a rank's part differ from those for the whole, and what needs the whole."""
     text = json.dumps(small, sort_keys=True)
     structure, model = structure_of(text), random_model(small).eval()
     dtypes = values.buffer_dtypes(text, torch.float32)
-    ranks = [_Alone(size, rank, method=method) for rank in (0, size - 1)]
-    arguments = [BlockArguments(structure, torch.device("cpu"), torch.float32, dtypes, cp) for cp in ranks]
+    parts = [_Alone(size, rank, method=method) for rank in (0, size - 1)]
+    ranks = [(cp, BlockArguments(structure, torch.device("cpu"), torch.float32, dtypes, cp)) for cp in parts]
+    kinds = kinds_of(structure)
+    mixing = dict(known)
     for number, (block, call) in enumerate(_calls(model, structure.blocks, size)):
-        x, uses = call.hidden, list[Use]()
-        first = _Watched(copy.deepcopy(block))
-        put_context(first.module, ranks[0], partial(Noted, uses))
-        whole = first.run(call, x)
-        for cp, own in zip(ranks, arguments, strict=True):
-            part = _Watched(copy.deepcopy(block))
-            put_context(part.module, cp, partial(Replayed, iter(uses)))
-            try:
-                mine = own.call(number, cp.cut(x), x.shape[1], None, training=False)
-                right = _is_part(part.run(mine, cp.cut(x)), whole, cp)
-            except Exception as error:  # noqa: BLE001 - whatever the family's code does with a part
-                place = _place(number, *part.inside[-1:])
-                if not uses:
-                    return f"{place} attends past transformers' registry of attention functions"
-                return f"{place} does not run on a part of a sequence ({first_line(error)})"
-            if not right:
-                return (
-                    f"{_place(number, part.mixer(first, cp))} mixes tokens in another way than by a function "
-                    "of transformers' registry of attention"
-                )
-    return None
+        uses = list[Use]()
+        first = _Watched(copy.deepcopy(block), uses)
+        put_context(first.module, parts[0], partial(Noted, uses))
+        whole, kind = first.run(call, call.hidden), kinds[number]
+        around = mixing.get(kind, frozenset())
+        trial = _Trial(block, call.hidden, first, whole, uses)
+        while wrong := next(filter(None, (trial.wrong(*each, number, around) for each in ranks)), None):
+            path, why = wrong
+            if known or path in around or not first.mixes_alone(path):
+                return f"{'.'.join(filter(None, (f'block {number}', path)))} {why}", {}
+            around = frozenset((path, *(each for each in around if not each.startswith(f"{path}."))))
+        mixing[kind] = around
+    return None, mixing
 
 
-def _place(number: int, *paths: str) -> str:
-    return ".".join(filter(None, (f"block {number}", *paths)))
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """A block, what it was given, and its run for whole sequences: watched, with its output and attention."""
+
+    block: nn.Module
+    x: Tensor
+    first: _Watched
+    whole: Tensor
+    uses: list[Use]
+
+    def wrong(
+        self, cp: ContextParallel, arguments: BlockArguments, number: int, around: frozenset[str]
+    ) -> tuple[str, str] | None:
+        """The module that gives a rank another part than that of its output for the whole, and why."""
+        part = _Watched(copy.deepcopy(self.block))
+        put_context(part.module, cp, partial(Replayed, iter(self.uses)))
+        for path in around:
+            gather_around(part.module, (path,), cp, partial(_replayed, self.first.seen[path][0]))
+        try:
+            mine = arguments.call(number, cp.cut(self.x), self.x.shape[1], None, training=False)
+            if _is_part(part.run(mine, cp.cut(self.x)), self.whole, cp):
+                return None
+        except Exception as error:  # noqa: BLE001 - whatever the family's code does with a part
+            path = "".join(part.inside[-1:])
+            if not self.uses:
+                return path, "attends past transformers' registry of attention functions"
+            return path, f"does not run on a part of a sequence ({first_line(error)})"
+        why = "mixes tokens in another way than by a function of transformers' registry of attention"
+        return part.mixer(self.first, cp), why
+
+
+def _replayed(wholes: list[Tensor], x: Tensor, cp: ContextParallel) -> Tensor:
+    """The tensor among ``wholes`` that ``x`` is a rank's part of."""
+    found = next((each for each in wholes if _is_part(x, each, cp)), None)
+    _require(close=found is not None)
+    assert found is not None
+    return found
 
 
 def _calls(model: Any, blocks: str, size: int) -> Iterator[tuple[nn.Module, BlockCall]]:
@@ -194,13 +246,21 @@ class _Alone(ContextParallel):
 class _Watched:
     """A block, of whose modules is noted what they were given and gave last, the first to end first.
 
+    Args:
+        module: The block.
+        uses: Of attention, which grow while it runs.
+
     Attributes:
         inside: Paths of the modules that have begun and not ended.
+        seen: By path, the tensors that a module was given, hidden states first, and what it gave.
+        attends: Paths of those in which attention was used.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, uses: Sequence[Use] = ()) -> None:
         self.module, self.inside = module, list[str]()
-        self._seen: dict[str, tuple[Any, Any]] = {}
+        self.seen: dict[str, tuple[list[Tensor], Any]] = {}
+        self.attends: set[str] = set()
+        self._uses, self._before = uses, list[int]()
         for path, inner in module.named_modules():
             inner.register_forward_pre_hook(partial(self._begun, path))
             inner.register_forward_hook(partial(self._ended, path), with_kwargs=True)
@@ -210,22 +270,32 @@ class _Watched:
         with torch.no_grad():
             return hidden_of(call.make(self.module, x))
 
+    def mixes_alone(self, path: str) -> bool:
+        """Whether a module made hidden states of hidden states, and attended nowhere."""
+        xs, y = self.seen.get(path, ([], None))
+        alike = isinstance(y, Tensor) and y.is_floating_point() and [y.shape] == [x.shape for x in xs[:1]]
+        return bool(path) and alike and path not in self.attends
+
     def mixer(self, whole: _Watched, cp: ContextParallel) -> str:
         """The first module that was given a rank's part of what it is for the whole, and gave another."""
-        for path, (x, y) in self._seen.items():
-            (whole_x, whole_y) = whole._seen.get(path, (None, None))
-            if _is_part(x, whole_x, cp) and not _is_part(y, whole_y, cp):
+        for path, (xs, y) in self.seen.items():
+            (whole_xs, whole_y) = whole.seen.get(path, ([], None))
+            if any(map(partial(_is_part, cp=cp), xs[:1], whole_xs)) and not _is_part(y, whole_y, cp):
                 return path
         return ""
 
     def _begun(self, path: str, *_: Any) -> None:
         self.inside.append(path)
+        self._before.append(len(self._uses))
 
     def _ended(self, path: str, _module: nn.Module, given: Any, named: Any, gave: Any) -> None:
         self.inside.pop()
-        with suppress(StopIteration):  # some are given nothing
-            x = given[0] if given else next(each for each in named.values() if isinstance(each, Tensor))
-            self._seen[path] = x, hidden_of(gave)
+        if self._before.pop() < len(self._uses):
+            self.attends.add(path)
+        self.seen[path] = (
+            [each for each in tree_leaves((given, named)) if isinstance(each, Tensor)],
+            hidden_of(gave),
+        )
 
 
 def _is_part(own: Any, whole: Any, cp: ContextParallel) -> bool:
@@ -238,4 +308,5 @@ def _is_part(own: Any, whole: Any, cp: ContextParallel) -> bool:
 def _close(own: Tensor, wanted: Tensor) -> bool:
     if own.shape != wanted.shape:
         return False
+    own, wanted = own.float(), wanted.float()
     return bool((own - wanted).abs().max() <= _FAR * wanted.abs().max())

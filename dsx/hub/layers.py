@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from dsx.hub import values
 from dsx.hub.balance import Routers, fresh_sums, sums_of
 from dsx.hub.block_arguments import BlockArguments
-from dsx.hub.context import ContextAttention, ShapesAlone, put_context
+from dsx.hub.context import ContextAttention, ShapesAlone, gather_around, put_context
+from dsx.hub.context_probe import mixers
 from dsx.hub.model_structure import BlockCall, structure_of
 from dsx.hub.on_meta import copied
 from dsx.hub.read import block_plan
@@ -164,7 +165,10 @@ class HubBlock(nn.Module):
         self._number, self._arguments, self._recompute = number, arguments, recompute
         self._times = (weights.tp.size if weights.tp.sequence else 1) * weights.cp.size
         put_context(self.block, weights.cp, ContextAttention)
-        summed = apply_plan(self.block, block_plan(model, structure, number), weights.tp, weights.split)
+        around = mixers(model.config)[number] if weights.cp.size > 1 else frozenset[str]()
+        plan = block_plan(model, structure, number)
+        summed = apply_plan(self.block, plan, weights.tp, weights.split, around)
+        gather_around(self.block, around, weights.cp)
         settled(self, model, weights, {f"block.{path}" for path in summed})
         for inner in filter(loops_over_children, self.block.modules()):
             inner._z3_leaf = True  # noqa: SLF001 (deepspeed/utils/z3_leaf_module.py)

@@ -124,7 +124,7 @@ def _shrunk(text: str, layers: int, tensor: int, vocab_size: int, window: int, s
         return json.dumps({**own, **windows}, sort_keys=True)
     made = hf_config_of(own)
     given, named = {**{key: own.get(key) for key in _ROPES}, **made.to_dict()}, made.attribute_map
-    kinds = _kinds(structure)
+    kinds = kinds_of(structure)
     most = {**dict.fromkeys(_VOCABULARIES, vocab_size), **dict.fromkeys(_WINDOWS, window)}
     told = "its layers are of too many kinds"
     for sizes in _attempts(given, tensor, most):
@@ -173,10 +173,10 @@ def _tried(small: str) -> list[Hashable]:
         raise ValueError(f"{size:,} parameters are left")
     with torch.no_grad():
         random_model(json.loads(small))(input_ids=torch.zeros(1, 4, dtype=torch.int64), use_cache=False)
-    return _kinds(structure)
+    return kinds_of(structure)
 
 
-def _kinds(structure: ModelStructure) -> list[Hashable]:
+def kinds_of(structure: ModelStructure) -> list[Hashable]:
     """What each block is made of, whatever its sizes."""
     blocks = structure.list_of_blocks
     types = getattr(structure.model.config, "layer_types", None) or [None] * len(blocks)

@@ -27,7 +27,7 @@ and a slice.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -151,7 +151,11 @@ def _parts(style: str | None, size: int) -> tuple[int, ...]:
 
 
 def apply_plan(
-    block: nn.Module, plan: BlockPlan, tp: TensorParallel, split: WeightGradients | None
+    block: nn.Module,
+    plan: BlockPlan,
+    tp: TensorParallel,
+    split: WeightGradients | None,
+    whole: Collection[str] = (),
 ) -> set[str]:
     """Put dsx's linears into a block, on the meta device, and communication at the ends of what is cut.
 
@@ -160,6 +164,7 @@ def apply_plan(
         plan: Its plan.
         tp: The tensor-parallel ranks.
         split: Takes gradients of weights while it defers.
+        whole: Paths of modules whose inputs and outputs have the whole of what the ranks share.
 
     Returns:
         Paths of parameters whose gradients are summed over the ranks.
@@ -174,6 +179,7 @@ def apply_plan(
     for path, child in list(mixing_children(block, plan)):
         inside |= {f"{path}.{name}" for name, _ in child.named_parameters()}
         tight = tp.size > 1 and is_region(child, path, plan, tp.size)
+        tight = tight and not (tp.sequence and path in whole)
         within = tp if tight else replace(tp, sequence_parallel=False)
         _set_linears(child, path, plan, within, split, tight=tight)
         summed |= _wrap(child, path, plan, within)
