@@ -44,11 +44,19 @@ def no_context(model: HubModel, size: int, method: ContextMethod) -> str | None:
     return _found(model.config)[0] or (_found(model.config, size, method)[0] if method == "ulysses" else None)
 
 
-@lru_cache(maxsize=8)
-def mixers(config: str) -> tuple[frozenset[str], ...]:
-    """For every block of a model, the paths of what needs whole sequences where ranks share them."""
-    found = _found(config)[1]
-    return tuple(found.get(kind, frozenset()) for kind in kinds_of(structure_of(config)))
+def mixers(config: str, cp: ContextParallel) -> list[frozenset[str]]:
+    """For every block of a model, the paths of what needs whole sequences where ranks share them.
+
+    Raises:
+        ModelError: They may not share sequences of this model.
+    """
+    structure = structure_of(config)
+    if cp.size == 1:
+        return [frozenset()] * len(structure.list_of_blocks)
+    why, found = _found(config)
+    if why is not None:
+        raise ModelError("dsx.parallel.context", why, "use 1")
+    return [found[kind] for kind in kinds_of(structure)]
 
 
 @lru_cache(maxsize=8)
@@ -67,10 +75,8 @@ def _found(config: str, size: int = 2, method: ContextMethod = "all_gather") -> 
             small = shrunk(json.loads(config), tensor=size)
             return _tried(small, size, method, {} if method == "all_gather" else _found(config)[1])
     except ModelError as error:
-        return (
-            f"whether that is right is not known, as no small model of it could be tried ({error.what})",
-            {},
-        )
+        why = f"whether that is right is not known, as no small model of it could be tried ({error.what})"
+        return why, {}
     except Exception as error:  # noqa: BLE001 - whatever the family's code does on this machine
         return f"a small model of it does not run ({first_line(error)})", {}
 

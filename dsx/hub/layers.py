@@ -158,6 +158,7 @@ class HubBlock(nn.Module):
         number: int,
         arguments: BlockArguments,
         recompute: Recompute,
+        around: frozenset[str],
     ) -> None:
         super().__init__()
         structure = structure_of(model.config)
@@ -165,7 +166,6 @@ class HubBlock(nn.Module):
         self._number, self._arguments, self._recompute = number, arguments, recompute
         self._times = (weights.tp.size if weights.tp.sequence else 1) * weights.cp.size
         put_context(self.block, weights.cp, ContextAttention)
-        around = mixers(model.config)[number] if weights.cp.size > 1 else frozenset[str]()
         plan = block_plan(model, structure, number)
         summed = apply_plan(self.block, plan, weights.tp, weights.split, around)
         gather_around(self.block, around, weights.cp)
@@ -398,6 +398,7 @@ def entries(
     structure, dtype = structure_of(model.config), weights(0).dtype
     dtypes = values.buffer_dtypes(model.config, dtype)
     cp = weights(0).cp
+    around = mixers(model.config, cp)
     arguments = BlockArguments(structure, torch.device(device or "cpu"), dtype, dtypes, cp)
     ending, tied, first = Ending(model, cp), model.tied_embeddings, model.kinds.index("Block")
     for layer, kind in enumerate(model.kinds):
@@ -407,7 +408,7 @@ def entries(
         elif kind == "Positions":
             yield entry(HubStart, *own)
         elif kind == "Block":
-            yield entry(HubBlock, *own, layer - first, arguments, recompute)
+            yield entry(HubBlock, *own, layer - first, arguments, recompute, around[layer - first])
         elif kind == "FinalNorm":
             yield entry(HubEnd, *own)
         elif tied:

@@ -177,7 +177,7 @@ def _tried(small: str) -> list[Hashable]:
 
 
 def kinds_of(structure: ModelStructure) -> list[Hashable]:
-    """What each block is made of, whatever its sizes."""
+    """What each block is made of, whatever its sizes: a small model has blocks of every kind."""
     blocks = structure.list_of_blocks
     types = getattr(structure.model.config, "layer_types", None) or [None] * len(blocks)
     return [

@@ -111,6 +111,7 @@ CASES = [
     (Case(cp=2, tp=2, zero=1, recompute="full"), False),
     (Case(cp=2, pp=2, chunks=2, schedule="interleaved_zb", zero=1), True),
     (Case(cp=2, dp=2, zero=3, accumulation=2), False),
+    (Case(cp=2, tp=2, zero=1, family="lfm2-conv", recompute="full"), False),
 ]
 MORE = [
     (Case(cp=2, tp=2, pp=2, zero=3, accumulation=2), True),
@@ -120,6 +121,9 @@ MORE = [
     (Case(cp=4, family="llama-one-head", zero=2, accumulation=2), True),
     (Case(cp=4, family="llama-one-head", zero=3, accumulation=2, **ULYSSES), True),
     (Case(cp=2, tp=2, sequence_parallel=False, zero=2, recompute="selective", **ULYSSES), True),
+    (Case(cp=2, pp=2, chunks=2, schedule="interleaved_zb", zero=1, family="lfm2-conv"), False),
+    *[(Case(cp=2, zero=3, accumulation=2, family="qwen3_next-delta", **shape, **ULYSSES), False)
+      for shape in ({"dp": 2}, {"tp": 2})],
     *[(Case(cp=2, family=family, zero=1), packed) for family in oracle.CONFIGS if "-" not in family
       for packed in (False, True)],
     *[(Case(cp=2, family=family, tp=2, zero=1, **ULYSSES), False) for family in ("mistral", "qwen3", "gpt2")],

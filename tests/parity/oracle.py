@@ -121,6 +121,29 @@ CONFIGS["qwen2_moe"] = CONFIGS["qwen2"] | {
     "num_experts": 4,
     "num_experts_per_tok": 2,
 }
+CONFIGS["lfm2-conv"] = _OTHERS | {
+    "model_type": "lfm2",
+    "architectures": ["Lfm2ForCausalLM"],
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+    "block_auto_adjust_ff_dim": False,
+    "conv_L_cache": 3,
+    "pad_token_id": 32,
+}
+CONFIGS["qwen3_next-delta"] = CONFIGS["qwen3"] | {
+    "initializer_range": 0.06,  # the delta rule turns roundings into more where weights are large
+    "model_type": "qwen3_next",
+    "architectures": ["Qwen3NextForCausalLM"],
+    "rope_parameters": None,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
 CONFIGS |= {  # whose rows, over two ranks too, are whole blocks of nf4
     f"{family}-wide": CONFIGS[family]
     | {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "initializer_range": 0.1}
