@@ -225,6 +225,10 @@ def gather_around(
 
 
 def _made_whole(_module: nn.Module, given: Any, named: Any, *, cp: ContextParallel, gather: Any) -> Any:
+    return uncompiled(_whole, given, named, cp, gather)  # a graph cannot go on inside a walk over arguments
+
+
+def _whole(given: Any, named: Any, cp: ContextParallel, gather: Any) -> Any:
     """Whatever is as long as the hidden states, the first tensor of a module's arguments."""
     length = next(each for each in tree_leaves((given, named)) if isinstance(each, Tensor)).shape[1]
 

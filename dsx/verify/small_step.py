@@ -89,7 +89,7 @@ _WAYS = (
         "dsx.parallel.context",
         1,
         {"parallel": {"context": 1}},
-        "a block of it mixes tokens outside of the attention that sees whole sequences",
+        "a block of it mixes tokens outside of the modules that see whole sequences",
     ),
     _Way("dsx.parallel.pipeline", 1, _ONE_STAGE, "something is lost or counted twice between the stages"),
     _Way("dsx.parallel.tensor", 1, {"parallel": {"tensor": 1}}, "the tensor plan cuts something wrongly"),

@@ -122,6 +122,7 @@ MORE = [
     (Case(cp=4, family="llama-one-head", zero=3, accumulation=2, **ULYSSES), True),
     (Case(cp=2, tp=2, sequence_parallel=False, zero=2, recompute="selective", **ULYSSES), True),
     (Case(cp=2, pp=2, chunks=2, schedule="interleaved_zb", zero=1, family="lfm2-conv"), False),
+    (Case(cp=2, zero=1, compile="blocks", family="lfm2-conv"), False),
     *[(Case(cp=2, zero=3, accumulation=2, family="qwen3_next-delta", **shape, **ULYSSES), False)
       for shape in ({"dp": 2}, {"tp": 2})],
     *[(Case(cp=2, family=family, zero=1), packed) for family in oracle.CONFIGS if "-" not in family
