@@ -27,10 +27,12 @@ from dsx.errors import ConfigError, DsxError, ModelError
 from dsx.hub.context import check_kernels
 from dsx.hub.context_probe import mixers, no_context
 from dsx.hub.read import hub_model
+from dsx.hub.tensor_plan import BlockPlan, apply_plan
 from dsx.models import families
 from dsx.models.spec import ContextMethod
 from dsx.models.transformers_settings import quiet_transformers
 from dsx.nn.context import ContextParallel
+from dsx.nn.linear import ColumnParallelLinear, LocalLinear
 from dsx.nn.parallel import TensorParallel
 from often import often
 
@@ -274,6 +276,18 @@ def test_what_cannot_be_shared_is_refused_by_its_name(family: str, named: str) -
 def test_windows_chunks_and_tables_of_positions_are_let_through() -> None:
     for family in ("gemma2", "opt", "llama4_text", "gpt2"):
         assert loaded(family, context=2, context_method="ulysses").mesh.cp == 2
+
+
+def test_what_sees_whole_rows_leaves_the_cut_along_the_sequence_to_its_ends() -> None:
+    plan, tp = (
+        BlockPlan({"mixer.up": "colwise", "mixer.down": "rowwise"}),
+        TensorParallel(2, 0, sequence_parallel=True),
+    )
+    for whole, kind in (((), LocalLinear), (("mixer",), ColumnParallelLinear)):
+        mixer = nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)})
+        block = nn.ModuleDict({"mixer": mixer})
+        apply_plan(block, plan, tp, None, whole)
+        assert type(mixer["up"]) is kind
 
 
 def test_other_kernels_are_refused_by_name() -> None:
