@@ -355,7 +355,7 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
             optimizer=optimizer,
             lr_scheduler=lr_scheduler,
             collate_fn=collate_fn,
-            mpu=Grid(model.groups),
+            mpu=Grid(model.groups, replicas=True),
             dist_init_required=False,
         )
     _keep_hooks_out(blocks, settings.zero_stage)
@@ -369,7 +369,7 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
         zero=zero or (ZeroConfig() if run is None else run.dsx.zero),
         first_step=f"{'compiling the blocks, in ' if blocks else ''}the first step",
     )
-    loader = None if training_data is None else _loader(engine, training_data, model.groups)
+    loader = None if training_data is None else _loader(pipeline, training_data, model.groups)
     if loader is not None:
         pipeline.set_dataloader(loader)
     return pipeline, wrapped, loader, scheduler

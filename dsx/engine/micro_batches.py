@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,8 @@ from dsx.nn.context import WHOLE, ContextParallel
 from dsx.nn.documents import MicroBatch
 from dsx.nn.loss import HeadLoss, TokenMean, cross_entropy
 from dsx.parallel.groups import Groups
+
+_AT_LEAST_EVERY = 1024
 
 
 @dataclass(slots=True)
@@ -51,6 +54,7 @@ class BatchSource:
     _uses: int = 0
     _read: int = 0
     _kept: dict[int, list[Any]] = field(default_factory=dict)
+    _parted: int = field(default=0, init=False)
 
     def begin(self, count: int, *, uses: int, tokens: TrainedTokens | None = None) -> None:
         """Begin a step of ``count`` micro-batches, each with so many uses: as inputs, labels or both."""
@@ -124,8 +128,33 @@ class BatchSource:
                     f"something of it is no number per token, [rows, tokens] ({what})",
                     "yield (ids, labels), or ((ids, positions), labels), of whole rows",
                 )
+        self._compare((ids, *places, batch.labels))
         mine = self.cp.cut(ids)
         return MicroBatch((mine, *places) if places else mine, self.cp.cut(batch.labels))
+
+    def _compare(self, rows: Sequence[torch.Tensor]) -> None:
+        """Refuse other rows than those of the ranks that share them, as micro-batches 1, 2, 4, 8, ... show.
+
+        From the 1024th on, every 1024th is compared. Collective over those ranks.
+        """
+        self._parted += 1
+        if self._parted & (self._parted - 1) and self._parted % _AT_LEAST_EVERY:
+            return
+        digest = hashlib.blake2b(digest_size=7)
+        for each in rows:
+            digest.update(f"{each.shape} {each.dtype}".encode())
+            digest.update(each.detach().cpu().contiguous().view(torch.uint8).numpy())
+        number = int.from_bytes(digest.digest())
+        both = torch.tensor([number, -number], device=self.device)
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=self.cp.group)
+        if both.sum() != 0:  # the highest and the lowest
+            raise DataError(
+                f"a micro-batch on {self.cp.size} context-parallel ranks",
+                "the ranks of a context axis read the same rows, and trains each its part "
+                "of them: these have read different ones",
+                "read by engine.grid's data-parallel rank and size, e.g. DistributedSampler(dataset, "
+                "engine.grid.get_data_parallel_world_size(), engine.grid.get_data_parallel_rank())",
+            )
 
     def _look_at(self, batch: MicroBatch) -> None:
         """Warn, once, where labels are the inputs themselves and the loss is dsx's, which shifts nothing.

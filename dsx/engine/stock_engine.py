@@ -15,7 +15,7 @@ from dsx.engine.micro_batches import BatchSource
 from dsx.engine.pipeline_module import PipelineModule
 from dsx.engine.zero.master_shards import adopt_weights
 from dsx.errors import ModelError, UnavailableError
-from dsx.parallel.groups import Groups
+from dsx.parallel.groups import Grid, Groups
 from dsx.parallel.mesh import AXES
 
 
@@ -105,6 +105,7 @@ class Engine(Protocol):
     pipeline: PipelineModule
     deepspeed_engine: Any
     groups: Groups
+    grid: Grid
     run_config: Any
     batch_source: BatchSource
     stage_id: int
@@ -200,6 +201,15 @@ class EngineNames:
     def get_pipeline_parallel_rank(self) -> int:
         return self._engine.stage_id
 
+    def deepspeed_io(self, *args: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's loader of a dataset, whose samplers give this rank's share: whole rows."""
+        engine = self._engine.deepspeed_engine
+        replicas, engine.mpu = engine.mpu, self.mpu
+        try:
+            return engine.deepspeed_io(*args, **kwargs)
+        finally:
+            engine.mpu = replicas
+
     def set_has_attention_mask(self, value: bool) -> None:
         """Whether the last tensor at a stage boundary is an attention mask. Raises ModelError for no bool.
 
@@ -282,6 +292,9 @@ class EngineNames:
         lambda self: self._engine.batch_source.iterator,
         lambda self, it: self._engine.set_dataiterator(it),
     )
+    # DeepSpeed's own count all that hold the same parameters, and programs read data by these.
+    mpu = property(lambda self: self._engine.grid)
+    dp_world_size = property(lambda self: self._engine.grid.get_data_parallel_world_size())
     dynamic_shape = property(lambda self: self._engine.pipeline.dynamic_shape)
     global_rank = property(lambda self: self._engine.groups.rank)
     micro_batch_size = property(lambda self: int(self._engine.train_micro_batch_size_per_gpu()))

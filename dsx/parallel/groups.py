@@ -37,6 +37,7 @@ class Groups:
         data: Ranks that hold the same parameters; gradients are averaged and ZeRO partitions over it.
         tensor: Ranks that share each layer's matrices.
         context: Ranks that share every sequence; None where a rank has whole ones.
+        samples: Those of ``data`` that read samples of their own; None where all of them do.
         pipe: Ranks of one pipeline, in stage order.
         model: Ranks of one model replica, all axes that divide the model together.
         channels: One group per transfer kind and direction over the pipe ranks. NCCL runs the transfers of
@@ -62,6 +63,7 @@ class Groups:
     model: ProcessGroup
     channels: Mapping[str, ProcessGroup]
     context: ProcessGroup | None = None
+    samples: ProcessGroup | None = None
     sequence_parallel: bool = False
     island: IslandNode | None = None
     silent: bool = False
@@ -136,6 +138,7 @@ def make_groups(mesh: Mesh, *, sequence_parallel: bool = False, island: IslandNo
         model=new_group(mesh.group_of(rank, *mesh.model_axes)),
         channels={name: new_group(pipe) for name in CHANNELS},
         context=new_group(mesh.group_of(rank, "cp")) if mesh.cp > 1 else None,
+        samples=new_group(mesh.group_of(rank, *mesh.sample_axes)) if mesh.cp > 1 else None,
         sequence_parallel=sequence_parallel,
         island=island,
     )
@@ -161,33 +164,40 @@ class Grid:
     Args:
         groups: This rank's groups.
         topology: The DeepSpeed ProcessTopology that the mesh was made from, if any.
+        replicas: Whether data-parallel ranks are all that hold the same parameters, as for DeepSpeed, which
+            partitions over them. Else they are those that read samples of their own, as for whoever reads.
     """
 
-    def __init__(self, groups: Groups, topology: ProcessTopology | None = None) -> None:
+    def __init__(
+        self, groups: Groups, topology: ProcessTopology | None = None, *, replicas: bool = False
+    ) -> None:
         self._groups = groups
         self._mesh = groups.mesh
         self._topo = topology or _topology(groups.mesh)
+        self._data_axes = self._mesh.replica_axes if replicas else self._mesh.sample_axes
+        self._data = groups.data if replicas or groups.samples is None else groups.samples
+        self._data_ranks = self._mesh.group_of(groups.rank, *self._data_axes)
 
     def topology(self) -> ProcessTopology:
         return self._topo
 
     def get_data_parallel_group(self) -> ProcessGroup:
-        """Group over which ZeRO partitions."""
-        return self._groups.data
+        """Group of the data-parallel ranks: see ``replicas``."""
+        return self._data
 
     def get_data_parallel_group_ranks(self) -> list[int]:
-        return list(self._mesh.group_of(self._groups.rank, *self._mesh.replica_axes))
+        return list(self._data_ranks)
 
     def get_data_parallel_world_size(self) -> int:
-        return self._mesh.num_replicas
+        return len(self._data_ranks)
 
     def get_data_parallel_rank(self) -> int:
-        """This rank's place among the ranks over which ZeRO partitions."""
-        return self._groups.replica
+        """This rank's place among the data-parallel ranks."""
+        return self._data_ranks.index(self._groups.rank)
 
     def get_data_parallel_id(self) -> int:
         """The data-parallel rank, as PipelineParallelGrid names it."""
-        return self._groups.replica
+        return self.get_data_parallel_rank()
 
     def get_model_parallel_group(self) -> ProcessGroup:
         return self._groups.model
@@ -240,8 +250,8 @@ class Grid:
         """Global rank of pipeline coordinate ``stage_id``; the other coordinates default to this rank's."""
         tensor = self._groups.tp_rank if model is None else model
         at = self._mesh.coords(self._groups.rank) | {"pp": stage_id, "tp": tensor}
-        same = self._mesh.group_of(self._mesh.rank(**at), *self._mesh.replica_axes)
-        return same[self._groups.replica if data is None else data]
+        same = self._mesh.group_of(self._mesh.rank(**at), *self._data_axes)
+        return same[self.get_data_parallel_rank() if data is None else data]
 
     # PipelineParallelGrid's attributes.
     stage_id = property(get_stage_id)
@@ -255,7 +265,7 @@ class Grid:
     is_first_stage = property(lambda self: self._groups.pp_rank == 0)
     is_last_stage = property(lambda self: self._groups.pp_rank == self._mesh.pp - 1)
     dp_group = property(get_data_parallel_group_ranks)
-    dp_groups = property(lambda self: [list(ranks) for ranks in self._mesh.groups(*self._mesh.replica_axes)])
+    dp_groups = property(lambda self: [list(ranks) for ranks in self._mesh.groups(*self._data_axes)])
     dp_proc_group = property(get_data_parallel_group)
     pp_group = property(lambda self: list(self._mesh.group_of(self._groups.rank, "pp")))
     pipe_groups = property(lambda self: [list(ranks) for ranks in self._mesh.groups("pp")])

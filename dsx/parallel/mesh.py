@@ -198,6 +198,11 @@ class Mesh:
         return tuple(axis.name for axis in AXES if axis.replicates)
 
     @property
+    def sample_axes(self) -> tuple[str, ...]:
+        """Axes whose ranks read samples of their own."""
+        return _dividing("samples")
+
+    @property
     def num_parts(self) -> int:
         """Ranks that hold one model together."""
         return self._count(self.model_axes)
@@ -210,7 +215,7 @@ class Mesh:
     @property
     def num_shares(self) -> int:
         """Ranks, or groups of them, that read samples of their own: what a batch is divided by."""
-        return self._count(_dividing("samples"))
+        return self._count(self.sample_axes)
 
     def part(self, rank: int) -> int:
         """Which part of a model ``rank`` holds; the number in DeepSpeed's ``mp_rank_XX`` files."""
@@ -222,7 +227,7 @@ class Mesh:
 
     def share(self, rank: int) -> int:
         """Which share of every batch ``rank`` reads."""
-        return self._index(rank, _dividing("samples"))
+        return self._index(rank, self.sample_axes)
 
     def copies(self, rank: int, *, cut: bool, divided: bool) -> tuple[int, int]:
         """Which of the ranks with the same elements of a parameter ``rank`` is, and how many they are.

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 import ranks
 from dsx.nn import ContextParallel, gather_rows
@@ -119,6 +120,37 @@ def one_process(shares: int) -> list[list[float]]:
         if step != STEPS[0]:  # where the engine evaluates
             seen.append([loss_of(2)[0].item()])
     return seen
+
+
+def readers(rank: int, world_size: int) -> tuple[list[object], list[str]]:
+    import dsx
+
+    run = Run(0, {"dp": 2, "cp": 2})
+    grid, rows = (
+        run.engine.grid,
+        TensorDataset(*map(torch.cat, zip(*map(micro_batch, [0] * 4, range(4)), strict=True))),
+    )
+    loader = run.engine.deepspeed_io(rows, route="eval")
+    told = []
+    for last in range(2):  # the micro-batch in which ranks differ
+        numbers = [run.share] * last + [rank] * (ACCUMULATION - last)
+        try:
+            run.engine.train_batch(iter([micro_batch(0, number) for number in numbers]))
+            told.append("none")
+        except dsx.DataError as error:
+            told.append(str(error))
+    seen = [grid.get_data_parallel_rank(), grid.data_parallel_size, grid.dp_group, run.engine.dp_world_size]
+    group = torch.distributed.get_process_group_ranks(run.engine.mpu.get_data_parallel_group())
+    return [*seen, group, [inputs.tolist() for inputs, _ in loader]], told
+
+
+def test_ranks_of_the_axis_read_the_same_rows() -> None:
+    rows = torch.cat([micro_batch(0, number)[0] for number in range(4)]).tolist()
+    for rank, (seen, told) in enumerate(ranks.run(readers, 4)):
+        share, readers_of_rows = rank // 2, [rank % 2, 2 + rank % 2]
+        mine = rows[share::2]
+        assert seen == [share, 2, readers_of_rows, 2, readers_of_rows, [mine[:ROWS], mine[ROWS:]]]
+        assert all("the ranks of a context axis read the same rows" in error for error in told)
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ class LayerPartitioner:
                 module=nn.Module(),  # nothing to partition yet, but DeepSpeed's linear takes torch's place
                 data_parallel_group=groups.data,
                 config_dict_or_path=copy.deepcopy(settings.deepspeed),
-                mpu=Grid(groups),
+                mpu=Grid(groups, replicas=True),
                 zero_param_parallel_group=deepspeed_groups._get_zero_param_intra_parallel_group(),  # noqa: SLF001
             )
         )
