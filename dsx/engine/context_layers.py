@@ -21,22 +21,26 @@ _BY_TOKEN = (
 )  # fmt: skip
 
 
-def require_context(layers: Iterable[tuple[int, Any]], loss_fn: Any, cp: ContextParallel) -> None:
-    """Refuse layers, and a loss, that would train something else on a part of each row in silence.
-
-    Raises:
-        ModelError: A layer that is not dsx's, none of torch's that look at one token at a time, not built of
-            dsx's attention, and for which its author does not vouch; attention built for another context
-            axis; or a loss that is no mean over all trained tokens.
-    """
-    if cp.size == 1:
-        return
-    if not isinstance(loss_fn, TokenMean):
+def require_mean(loss_fn: Any, cp: ContextParallel) -> None:
+    """Refuse a loss of parts of rows that is no mean over all trained tokens. Raises ModelError."""
+    if cp.size > 1 and not isinstance(loss_fn, TokenMean):
         raise ModelError(
             f"loss_fn on {cp.size} context-parallel ranks",
             "ranks have different numbers of trained tokens, of which it would take means by rank",
             "wrap it in dsx.nn.TokenMean",
         )
+
+
+def require_context(layers: Iterable[tuple[int, Any]], cp: ContextParallel) -> None:
+    """Refuse layers that would train something else on a part of each row in silence.
+
+    Raises:
+        ModelError: A layer that is not dsx's, none of torch's that look at one token at a time, not built of
+            dsx's attention, and for which its author does not vouch; or attention built for another context
+            axis.
+    """
+    if cp.size == 1:
+        return
     for index, layer in layers:
         name, found = f"layer {index} ({getattr(layer, '__name__', type(layer).__name__)})", [*_told(layer)]
         if other := next((each for each in found if (each.size, each.rank) != (cp.size, cp.rank)), None):

@@ -22,7 +22,7 @@ from deepspeed.runtime.utils import set_random_seed
 from torch import nn
 
 from dsx.engine.chunks import Chunks, Loss, Recompute, Tie, checkpoint_non_reentrant
-from dsx.engine.context_layers import require_context
+from dsx.engine.context_layers import require_context, require_mean
 from dsx.engine.layer_parameters import settle
 from dsx.engine.p2p import Shards
 from dsx.engine.settings import Config, settings_of
@@ -610,9 +610,11 @@ class PipelineModule(nn.Module):
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
         if name == "loss_fn" and "chunks" in vars(self):
+            require_head(self.layer_specs, value)
+            require_mean(value, self.groups.context_parallel)
             self.chunks.loss_fn = value
+        super().__setattr__(name, value)
 
     def train(self, mode: bool = True) -> PipelineModule:
         super().train(mode)
@@ -629,7 +631,7 @@ class PipelineModule(nn.Module):
 
         ``chunks``, which DeepSpeed's engine wraps, has the same children and is none itself.
         """
-        require_context(chunks.layers.items(), chunks.loss_fn, self.groups.context_parallel)
+        require_context(chunks.layers.items(), self.groups.context_parallel)
         vars(self)["chunks"] = chunks
         self.loss_fn = chunks.loss_fn
         for name, child in chunks.named_children():

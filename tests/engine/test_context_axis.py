@@ -189,7 +189,7 @@ def refusals(rank: int, world_size: int) -> list[str]:
 
     import dsx
     from dsx.engine.context_layers import VOUCHED
-    from dsx.nn import TokenMean
+    from dsx.nn import HeadLoss, TokenMean
     from dsx.parallel.groups import make_groups
 
     init_distributed()
@@ -209,7 +209,20 @@ def refusals(rank: int, world_size: int) -> list[str]:
         return "none"
 
     mean, (ids, labels) = TokenMean(mean_of), micro_batch(0, 0)
+
+    def assigned(loss: object) -> str:
+        listed = layers(groups.context_parallel)
+        model = dsx.PipelineModule(listed, groups=groups, loss_fn=mean, partition_method="uniform")
+        try:
+            model.loss_fn = loss
+        except dsx.DsxError as error:
+            return str(error)
+        return "none" if model.chunks.loss_fn is loss else "ignored"
+
     return [
+        assigned(TokenMean(mean_of)),
+        assigned(mean_of),
+        assigned(TokenMean(HeadLoss(tp=groups.tensor_parallel, vocab_size=plain.VOCABULARY))),
         told(Mixer(), mean, (ids, labels)),
         told(lambda x: x, mean, (ids, labels)),
         told(nn.Tanh(), mean_of, (ids, labels)),
@@ -221,12 +234,16 @@ def refusals(rank: int, world_size: int) -> list[str]:
 
 
 def test_what_would_train_something_else_on_slices_is_refused() -> None:
-    for mixer, function, loss, other, length, labels, nothing in ranks.run(refusals, 2):
+    for set_mean, set_loss, head, *told in ranks.run(refusals, 2):
+        mixer, function, loss, other, length, labels, nothing = told
+        assert set_mean == "none"
+        assert "it takes no loss=" in head
         for what in (mixer, function):
             assert "layer 2 " in what
             assert "context_parallel = True" in what
         assert "(Mixer)" in mixer
-        assert "loss_fn on 2 context-parallel ranks" in loss
+        for what in (loss, set_loss):
+            assert "loss_fn on 2 context-parallel ranks" in what
         assert "built for 1 context-parallel ranks, and the mesh has 2" in other
         assert "rows of 11 tokens on 2 context-parallel ranks" in length
         assert "shape (2,)" in labels
