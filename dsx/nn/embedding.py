@@ -207,7 +207,7 @@ class TiedUse(nn.Module):
         super().__init__()
         # A tuple, so that the tied module keeps its one place (and name) in tied_modules.
         self._tied = (module,)
-        self._forward_fn = forward_fn
+        self.forward_fn = forward_fn
 
     @property
     def tied_module(self) -> nn.Module:
@@ -215,7 +215,7 @@ class TiedUse(nn.Module):
 
     def forward(self, inputs: Any, **loss: Any) -> Any:
         """``forward_fn(tied_module, inputs)``, and ``loss=`` where the last layer computes it."""
-        return self._forward_fn(self.tied_module, inputs, **loss)
+        return self.forward_fn(self.tied_module, inputs, **loss)
 
 
 class WordEmbedding(nn.Module):

@@ -7,6 +7,7 @@ Ranks have different numbers of labels.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,10 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import ranks
-from dsx.nn import ContextParallel, gather_rows
+from dsx.engine.context_layers import VOUCHED, require_context
+from dsx.errors import ModelError
+from dsx.nn import ContextParallel, as_head, gather_rows
+from dsx.nn.embedding import TiedUse
 from engine import test_token_mean as plain
 from engine.test_token_mean import ACCUMULATION, ROWS, mean_of, micro_batch
 
@@ -188,7 +192,6 @@ def refusals(rank: int, world_size: int) -> list[str]:
     from deepspeed import init_distributed
 
     import dsx
-    from dsx.engine.context_layers import VOUCHED
     from dsx.nn import HeadLoss, TokenMean
     from dsx.parallel.groups import make_groups
 
@@ -231,6 +234,44 @@ def refusals(rank: int, world_size: int) -> list[str]:
         told(vouched, mean, (ids, labels[:, 0])),
         told(vouched, mean, (ids, labels)),
     ]
+
+
+def told_of(*listed: object) -> list[str]:
+    """What is said of each layer on one of two ranks."""
+    said = []
+    for layer in listed:
+        try:
+            require_context([(2, layer)], ContextParallel(2, 0))
+            said.append("none")
+        except ModelError as error:
+            said.append(str(error))
+    return said
+
+
+def test_each_part_of_a_layer_is_looked_at() -> None:
+    def mix(module: nn.Module, x: Tensor) -> Tensor:
+        return module(x).cumsum(1)
+
+    def vouched(module: nn.Module, x: Tensor) -> Tensor:
+        return module(x)
+
+    setattr(vouched, VOUCHED, True)
+    plain_one, here = nn.Linear(4, 4), Mean(ContextParallel(2, 0))
+    fine = told_of(
+        nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.GELU(), here), plain_one),
+        TiedUse(plain_one, vouched),
+        TiedUse(plain_one, as_head),
+        TiedUse(plain_one, partial(as_head, loss=None)),
+        TiedUse(here, mix),
+    )
+    assert fine == ["none"] * 5
+    for error in told_of(nn.Sequential(here, Mixer()), TiedUse(plain_one, mix), TiedUse(Mixer(), as_head)):
+        assert "is not known" in error
+    other = TiedUse(Mean(ContextParallel()), vouched)
+    (function,), (built,) = told_of(TiedUse(plain_one, mix)), told_of(other)
+    assert "layer 2 (Linear by mix)" in function
+    assert "set its forward_fn's context_parallel = True" in function
+    assert "built for 1 context-parallel ranks" in built
 
 
 def test_what_would_train_something_else_on_slices_is_refused() -> None:
