@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from itertools import permutations
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from dsx.checkpoint.catalog import Entry
 from dsx.checkpoint.execute import ConversionOptions
 from dsx.checkpoint.formats import native
 from dsx.checkpoint.formats.slices import part_of
-from dsx.checkpoint.run.state import save_random_states
+from dsx.checkpoint.run.state import restore_random_states, save_random_states
 from dsx.errors import CheckpointError
 from dsx.parallel.mesh import Mesh
 
@@ -220,11 +221,44 @@ def test_random_states_go_to_the_ranks_in_the_corresponding_places(tmp_path):
 
     def states(folder):
         named = native.catalog_of(folder).facts["random_files"]
-        return [eval((folder / named[str(rank)]).read_text()) for rank in range(len(named))]
+        return {int(rank): eval((folder / file).read_text()) for rank, file in named.items()}
 
-    assert states(tmp_path / "same") == [layout.mesh.coords(rank) for rank in range(8)]
-    places = [(pp, dp % 2) for pp in range(2) for dp in range(3)]
-    assert states(tmp_path / "other") == [{"pp": pp, "dp": dp, "tp": 0} for pp, dp in places]
+    assert states(tmp_path / "same") == {rank: layout.mesh.coords(rank) for rank in range(8)}
+    # A third replica was not there, and has nobody's.
+    places = [(pp, dp) for pp in range(2) for dp in range(2)]
+    wanted = {3 * pp + dp: {"pp": pp, "dp": dp, "tp": 0} for pp, dp in places}
+    assert states(tmp_path / "other") == wanted
+
+
+@pytest.mark.parametrize(
+    ("saved", "degrees", "wanted"),
+    [
+        ({"dp": 4}, {"dp": 2, "cp": 2}, [0, 1, 2, 3]),
+        ({"dp": 2, "cp": 2}, {"dp": 4}, [0, 1, 2, 3]),
+        ({"dp": 2, "cp": 2}, {"cp": 2, "tp": 2}, [0, 0, 1, 1]),
+        ({"dp": 2}, {"cp": 3}, [0, 1, None]),
+        ({"dp": 2, "tp": 2}, {"pp": 2, "cp": 2}, [0, 2, None, None]),
+    ],
+)
+def test_no_two_ranks_go_on_with_the_same_random_numbers(saved, degrees, wanted):
+    was, mesh = Mesh.of(**saved), Mesh.of(**degrees)
+    assert [native.corresponding(dict(was.axes), mesh, rank) for rank in range(mesh.size)] == wanted
+
+
+def test_ranks_that_were_not_there_draw_numbers_of_their_own(tmp_path):
+    torch.manual_seed(3)
+    save_random_states(tmp_path, 0)
+    facts = {"mesh": dict(Mesh.of().axes), "random_files": {"0": native.random_file(0)}}
+    source = made.plain(tmp_path / "source", made.layout("qwen2").params, made.FP32, facts=facts)
+    shutil.copy(tmp_path / native.random_file(0), tmp_path / "source")
+    drawn, mesh = [], Mesh.of(pp=2, cp=3, tp=2)
+    for rank in range(mesh.size):
+        restore_random_states(SimpleNamespace(groups=SimpleNamespace(mesh=mesh, rank=rank)), source)
+        drawn.append(float(torch.rand(())))
+    assert drawn[0::2] == drawn[1::2]  # tensor-parallel ranks
+    torch.manual_seed(3)
+    assert drawn[0] == float(torch.rand(()))
+    assert len(set(drawn)) == 6
 
 
 def test_the_manifest_refuses_what_was_changed(tmp_path):

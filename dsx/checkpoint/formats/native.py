@@ -534,7 +534,7 @@ def layout_facts(mesh: Mesh, stages: StageMap, zero_stage: int) -> dict[str, Any
 
 
 def _random_states(source: Catalog, layout: Layout) -> dict[str, bytes]:
-    """For every rank of the new layout the random states of the source's rank in the corresponding place.
+    """For ranks of the new layout the random states of the source's rank in the corresponding place, if any.
 
     Tensor-parallel ranks draw alike: in another mesh all take those of their first, as runs do that load a
     checkpoint of another layout.
@@ -547,7 +547,7 @@ def _random_states(source: Catalog, layout: Layout) -> dict[str, bytes]:
     return found
 
 
-def random_state(source: Catalog, rank: int) -> bytes | None:
+def random_state(source: Catalog, rank: int | None) -> bytes | None:
     """The file with the random states of a rank of ``source``; None if it has none."""
     file = source.facts.get("random_files", {}).get(str(rank))
     if file is None:
@@ -583,14 +583,19 @@ def _has_own_digest(data: bytes) -> bool:
     return known in (None, digest(b"".join(parts)))
 
 
-def corresponding(saved: Mapping[str, int] | None, mesh: Mesh, rank: int) -> int:
-    """The rank of the saved mesh in the place of ``rank``."""
+def corresponding(saved: Mapping[str, int] | None, mesh: Mesh, rank: int) -> int | None:
+    """The rank of the saved mesh in the place of ``rank``; None if there was none: no two draw alike for it.
+
+    Whatever axes its replicas are along, the first of them takes the place of the first.
+    """
     if not saved or dict(saved) == dict(mesh.axes):
         return rank
-    at = mesh.coords(rank)
-    return Mesh(tuple(saved.items())).rank(
-        **{axis: at.get(axis, 0) % size for axis, size in saved.items() if axis != "tp"}
-    )
+    was, replica = Mesh(tuple(saved.items())), mesh.replica(rank)
+    place = {"pp": mesh.coords(rank).get("pp", 0)}
+    for axis, size in reversed(was.axes):
+        if axis in was.replica_axes:
+            replica, place[axis] = divmod(replica, size)
+    return None if replica or place["pp"] >= was.pp else was.rank(**place)
 
 
 def rank_file(rank: int) -> str:

@@ -62,16 +62,21 @@ def save_random_states(folder: Path, rank: int) -> tuple[Checksum, ...]:
 def restore_random_states(run: CheckpointedRun, catalog: Catalog) -> None:
     """This rank's generators, or in another layout those of the saved rank in the corresponding place.
 
-    Tensor-parallel ranks draw alike: all take those of their first.
+    Tensor-parallel ranks draw alike: all take those of their first. A rank in a place that there was not is
+    seeded by what the first would have drawn, and by its own stream.
     """
-    groups = run.groups
+    groups, files = run.groups, catalog.facts.get("random_files", {})
     rank = native.corresponding(catalog.facts.get("mesh"), groups.mesh, groups.rank)
-    if native.random_state(catalog, rank) is None:
+    known = native.random_state(catalog, rank) is not None
+    if not known and native.random_state(catalog, 0) is None:
         return
-    file = catalog.facts["random_files"][str(rank)]
-    states = _read(catalog.root / file, f"random states of rank {rank}")
+    number = rank if known else 0
+    states = _read(catalog.root / files[str(number)], f"random states of rank {number}")
     torch.set_rng_state(states["cpu"])
-    if "accelerator" in states and get_accelerator().device_name() != "cpu":
+    if not known:
+        drawn = int(torch.randint(1 << 62, ()))
+        torch.manual_seed(drawn + groups.mesh.random_stream(groups.rank))
+    elif "accelerator" in states and get_accelerator().device_name() != "cpu":
         get_accelerator().set_rng_state(states["accelerator"])
 
 
