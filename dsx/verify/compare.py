@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dsx.parallel.mesh import Mesh
+from dsx.parallel.mesh import AXES, Mesh
 from dsx.verify import diagnosis, observation
 from dsx.verify.observation import FullTensor, Mask, ObservedStep, RunObservation, TensorInfo
 from dsx.verify.reference import Batch, Evaluation, Reference, Updates
@@ -717,9 +717,9 @@ def _over_tensor(name: str, masks: Sequence[dict[str, Mask]], places: Sequence[P
 
 
 def _over_data(name: str, masks: Sequence[dict[str, Mask]], places: Sequence[Place]) -> Iterator[MaskSaid]:
-    for group in _groups(name, masks, places, "dp"):
+    for axis, group in ((a, g) for a in AXES if a.replicates for g in _groups(name, masks, places, a.name)):
         if len({mask.digest for mask in group}) < len(group):
-            what = f"dropout {name}: data-parallel ranks drop the same elements"
+            what = f"dropout {name}: {axis.title}-parallel ranks drop the same elements"
             yield name, what, "their generators are seeded alike: replicas should draw masks of their own"
 
 

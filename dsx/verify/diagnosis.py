@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from math import sqrt
 from textwrap import wrap
 
@@ -324,18 +325,22 @@ def _scaled(first: GradientFacts, degrees: AxisSizes, *, everywhere: bool) -> Sa
     """Causes for one factor on the whole tensor."""
     if first.fit.residual >= _CLOSE or near(first.fit.factor, 1.0):
         return None
-    factor, dp, m = first.fit.factor, degrees.mesh.num_shares, degrees.micro_batches
-    found: list[Said] = []
-    if dp > 1 and near(factor, dp):
-        found.append((DATA_SUMMED, f"summed over {dp} data-parallel ranks instead of averaged"))
+    factor, m = first.fit.factor, degrees.micro_batches
+    axes = (degrees.mesh.num_shares, "data-parallel ranks"), (degrees.mesh.cp, "context-parallel ranks")
+    counts = [(number, of_what) for number, of_what in (*axes, (m, "micro-batches")) if number > 1]
+    found: list[Said] = [
+        (DATA_SUMMED, f"summed over {number} {of_what} instead of averaged")
+        for number, of_what in axes
+        if number > 1 and near(factor, number)
+    ]
     if m > 1 and near(factor, m):
         why = f"summed over {m} micro-batches instead of averaged: the loss is not divided by their number"
         found.append((MICRO_BATCHES_SUMMED, why))
-    if dp > 1 and m > 1 and near(factor, dp * m) and not found:
-        why = f"summed over {dp} data-parallel ranks and {m} micro-batches, neither averaged"
-        found.append((DATA_SUMMED, why))
-    for number, of_what in ((dp, "data-parallel ranks"), (m, "micro-batches")):
-        if number > 1 and near(factor * number, 1.0):
+    for (one, ones), (other, others) in combinations(counts, 2) if not found else ():
+        if near(factor, one * other):
+            found.append((DATA_SUMMED, f"summed over {one} {ones} and {other} {others}, neither averaged"))
+    for number, of_what in counts:
+        if near(factor * number, 1.0):
             found.append((DIVIDED_TWICE, f"divided by the number of {of_what}, {number}, twice"))
     if not found:
         place = "every gradient" if everywhere else "this gradient"
@@ -480,6 +485,7 @@ def _supposed(facts: LossFacts, degrees: AxisSizes) -> Iterator[tuple[Said, floa
         yield (cause, words[cause]), value
     for number, of_what in (
         (degrees.mesh.num_shares, "data-parallel ranks"),
+        (degrees.mesh.cp, "context-parallel ranks"),
         (degrees.micro_batches, "micro-batches"),
         (degrees.mesh.tp, "tensor-parallel ranks"),
     ):

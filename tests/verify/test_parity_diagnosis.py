@@ -10,6 +10,7 @@ import pytest
 
 from dsx.parallel.mesh import Mesh
 from dsx.verify import diagnosis
+from dsx.verify.compare import judge_masks
 from dsx.verify.diagnosis import (
     AxisSizes,
     Fit,
@@ -24,6 +25,7 @@ from dsx.verify.diagnosis import (
     diagnose_norm,
     diagnose_updates,
 )
+from dsx.verify.observation import Mask
 
 DEGREES = AxisSizes(mesh=Mesh.of(tp=2, pp=2, dp=3), micro_batches=5)
 BAD = Fit(0.7, 0.5)
@@ -160,6 +162,30 @@ def test_equal_degrees_are_both_named() -> None:
     found = diagnose_gradients([gradient(fit=Fit(4.0, 0.0))], [], degrees, step=1, loss_equal=True)
     assert "data-parallel" in found.why
     assert "micro-batches" in found.why
+
+
+@pytest.mark.parametrize(
+    ("factor", "cause", "says"),
+    [
+        (3.0, diagnosis.DATA_SUMMED, "3 context-parallel ranks instead"),
+        (6.0, diagnosis.DATA_SUMMED, "2 data-parallel ranks and 3 context-parallel ranks, neither"),
+        (15.0, diagnosis.DATA_SUMMED, "3 context-parallel ranks and 5 micro-batches, neither"),
+        (1 / 3, diagnosis.DIVIDED_TWICE, "context-parallel ranks, 3, twice"),
+    ],
+)
+def test_ranks_that_share_rows_are_named(factor: float, cause: str, says: str) -> None:
+    degrees = AxisSizes(mesh=Mesh.of(dp=2, cp=3), micro_batches=5)
+    found = diagnose_gradients([gradient(fit=Fit(factor, 0.0))], [], degrees, step=1, loss_equal=True)
+    assert (found.cause, says in found.why) == (cause, True)
+    if factor in (3.0, 1 / 3):
+        facts = LossFacts(seen=2.0 * factor, expected=2.0)
+        assert "3 context-parallel ranks" in diagnose_loss(facts, degrees, 1e-4, step=1).why
+
+
+def test_ranks_that_share_rows_drop_tokens_of_their_own() -> None:
+    masks = [{"0": Mask(sharded=False, digest=digest, scale_off=0.0)} for digest in ("a", "b", "c", "c")]
+    (found,) = judge_masks(masks, Mesh.of(dp=2, cp=2))
+    assert "context-parallel ranks drop the same elements" in found.what
 
 
 NORM = NormFacts(
