@@ -16,7 +16,7 @@ from deepspeed.utils import RepeatingLoader
 from dsx.config.run import RunConfig
 from dsx.config.schema import ZeroConfig
 from dsx.engine.executor import Mode, StepRun
-from dsx.engine.micro_batches import BatchSource, TrainedTokens
+from dsx.engine.micro_batches import BatchSource, TrainedTokens, each, leaves
 from dsx.engine.optimizers import hide_spare, prepare
 from dsx.engine.p2p import Signatures, header_group, open_channels
 from dsx.engine.pipeline_module import PipelineModule
@@ -28,6 +28,7 @@ from dsx.engine.zero import adapt, count_samples
 from dsx.engine.zero.calls import Backwards, calls
 from dsx.engine.zero.norm import Refuses
 from dsx.errors import CheckpointError, ConfigError, DataError, ModelError, UnavailableError
+from dsx.nn.collectives import gather_rows
 from dsx.nn.loss import TokenMean
 from dsx.parallel.groups import Grid
 from dsx.parallel.stages import StageMap
@@ -409,7 +410,8 @@ class PipelineEngine:
 
         Returns:
             The loss, or without ``compute_loss`` the outputs; a pair of both with ``return_logits`` (the loss
-            is None without ``compute_loss``).
+            is None without ``compute_loss``). On a context axis losses and outputs are those of whole rows:
+            tensors as long along their second dimension as an output's first one is are gathered.
         """
         if reduce_output not in ("avg", None):
             raise ModelError(f"reduce_output = {reduce_output!r}", "not a reduction", 'use "avg" or None')
@@ -425,10 +427,12 @@ class PipelineEngine:
                 self.batch_source.loss_fn = source.loss_fn  # whether labels have been looked at
         finally:
             module.train(was_training)
-        outputs = run.kept_outputs if self.is_last_stage() else None
+        outputs = [self._whole_rows(each) for each in run.kept_outputs] if self.is_last_stage() else None
         if not compute_loss:
             return (None, outputs) if return_logits else outputs
-        loss: Any = run.losses if self.is_last_stage() else None
+        loss: Any = None
+        if reduce_output is None and self.is_last_stage():
+            loss = self._losses_of_rows(run)
         if reduce_output == "avg":
             sums, reduced = self._sum_losses(run, count)
             reduced.wait()
@@ -657,6 +661,23 @@ class PipelineEngine:
             around=around,
             rank_progress=self.rank_progress,
         )
+
+    def _whole_rows(self, outputs: Any) -> Any:
+        """Outputs of parts of rows as those of whole ones. Collective over the ranks that have them."""
+        cp, found = self.groups.context_parallel, [x for x in leaves(outputs) if isinstance(x, torch.Tensor)]
+        if cp.size == 1 or not found:
+            return outputs
+        length = found[0].shape[1:2]
+        return each(lambda x: gather_rows(x, cp) if length and x.shape[1:2] == length else x, outputs)
+
+    def _losses_of_rows(self, run: StepRun) -> list[torch.Tensor]:
+        """An evaluation's loss of each micro-batch. Collective over ranks that have parts of its rows."""
+        if self.groups.mesh.cp == 1 or run.tokens is None:
+            return run.losses
+        counts = run.tokens.counts()
+        sums = torch.stack((torch.stack([loss.float() for loss in run.losses]) * counts, counts))
+        dist.all_reduce(sums, group=self.groups.context)
+        return list(sums[0] / sums[1].clamp(min=1))
 
     def _sum_losses(self, run: StepRun, count: int) -> tuple[torch.Tensor, dist.Work]:
         """:attr:`StepControl.sums`, once the all-reduce, which is under way, has been waited for.

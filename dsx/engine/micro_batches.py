@@ -120,17 +120,18 @@ class BatchSource:
     def _part(self, batch: MicroBatch) -> MicroBatch:
         """This rank's ids and labels of whole rows; places stay whole (:mod:`dsx.nn.context`)."""
         ids, *places = batch.inputs if isinstance(batch.inputs, (tuple, list)) else (batch.inputs,)
-        for rows in (ids, *places, batch.labels):
+        labels = list(leaves(batch.labels))
+        for rows in (ids, *places, *labels):
             if not isinstance(rows, torch.Tensor) or rows.dim() != 2 or rows.shape != ids.shape:
                 what = f"shape {tuple(rows.shape)}" if isinstance(rows, torch.Tensor) else type(rows).__name__
                 raise DataError(
                     f"a micro-batch on {self.cp.size} context-parallel ranks",
                     f"something of it is no number per token, [rows, tokens] ({what})",
-                    "yield (ids, labels), or ((ids, positions), labels), of whole rows",
+                    "yield (ids, labels), or ((ids, positions), labels), of whole rows; labels may be a nest",
                 )
-        self._compare((ids, *places, batch.labels))
+        self._compare((ids, *places, *labels))
         mine = self.cp.cut(ids)
-        return MicroBatch((mine, *places) if places else mine, self.cp.cut(batch.labels))
+        return MicroBatch((mine, *places) if places else mine, each(self.cp.cut, batch.labels))
 
     def _compare(self, rows: Sequence[torch.Tensor]) -> None:
         """Refuse other rows than those of the ranks that share them, as micro-batches 1, 2, 4, 8, ... show.
@@ -226,11 +227,28 @@ def _is_unshifted(batch: MicroBatch) -> bool:
 
 
 def _to(value: Any, device: torch.device, *, own: bool) -> Any:
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        there = tensor.detach().to(device, non_blocking=True)
+        return there.clone() if own and there.device == tensor.device else there
+
+    return each(moved, value)
+
+
+def each(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """A nest with each of its tensors changed."""
     if isinstance(value, torch.Tensor):
-        moved = value.detach().to(device, non_blocking=True)
-        return moved.clone() if own and moved.device == value.device else moved
+        return change(value)
     if isinstance(value, (tuple, list)):
-        return tuple(_to(item, device, own=own) for item in value)
+        return tuple(each(change, item) for item in value)
     if isinstance(value, Mapping):
-        return {name: _to(item, device, own=own) for name, item in value.items()}
+        return {name: each(change, item) for name, item in value.items()}
     return value
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """What a nest holds, in its order."""
+    if isinstance(value, (tuple, list, Mapping)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from leaves(item)
+    else:
+        yield value

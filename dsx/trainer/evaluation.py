@@ -16,9 +16,8 @@ from transformers.trainer_pt_utils import EvalLoopContainer
 from transformers.trainer_utils import EvalPrediction, denumpify_detensorize, has_length
 
 from dsx.engine.engine import PipelineEngine
-from dsx.nn.collectives import gather_rows
 from dsx.nn.documents import MicroBatch
-from dsx.nn.loss import IGNORED, trained_tokens
+from dsx.nn.loss import IGNORED
 from dsx.trainer.batches import Loading, epoch, filler, micro_batch
 
 
@@ -96,7 +95,6 @@ class Pass:
         losses, outputs = result if self.with_outputs else (result, None)
         if not self.engine.is_last_stage():
             return []
-        losses = self._of_rows(losses, made)
         found = []
         for number, batch in enumerate(batches):
             labels, ids = batch.get("labels"), torch.as_tensor(batch["input_ids"])
@@ -123,24 +121,13 @@ class Pass:
         return int(self.loading.args.per_device_eval_batch_size)
 
     def _whole(self, columns: Tensor, length: int) -> Tensor:
-        """All columns of the logits of whole rows, from the ranks that have some. Collective over them."""
+        """All columns of the logits, from the ranks that have some. Collective over them."""
         groups = self.engine.groups
         parts = [columns]
         if groups.tensor_parallel.size > 1:
             parts = [torch.empty_like(columns) for _ in range(groups.tensor_parallel.size)]
             dist.all_gather(parts, columns.contiguous(), group=groups.tensor)
-        rows = gather_rows(torch.cat(parts, -1)[..., : self.vocabulary], groups.context_parallel)
-        return rows[:, :length]
-
-    def _of_rows(self, losses: Sequence[Tensor], made: Sequence[MicroBatch]) -> Sequence[Tensor]:
-        """The loss of whole rows, of which each context-parallel rank has that of its part."""
-        cp = self.engine.groups.context_parallel
-        if cp.size == 1:
-            return losses
-        mine = torch.stack([trained_tokens(cp.cut(each.labels)) for each in made]).to(losses[0])
-        sums = torch.stack((torch.stack([*losses]) * mine, mine))
-        dist.all_reduce(sums, group=cp.group)
-        return [*(sums[0] / sums[1].clamp(min=1))]
+        return torch.cat(parts, -1)[:, :length, : self.vocabulary]
 
     def _gathered(self, mine: list[Scored]) -> list[Scored]:
         everywhere: list[list[Scored]] = [[] for _ in range(self.engine.groups.mesh.size)]

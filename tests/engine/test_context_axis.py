@@ -47,7 +47,7 @@ def layers(cp: ContextParallel) -> list[nn.Module]:
 class Run:
     """An engine over such a mesh, whose ranks read whole rows and train on slices."""
 
-    def __init__(self, stage: int, degrees: dict[str, int]) -> None:
+    def __init__(self, stage: int, degrees: dict[str, int], loss: object = None) -> None:
         from deepspeed import init_distributed
 
         import dsx
@@ -57,7 +57,7 @@ class Run:
         self.mesh = dsx.Mesh.of(**degrees)
         groups = make_groups(self.mesh)
         self.share = groups.share
-        loss = dsx.nn.TokenMean(mean_of)
+        loss = loss or dsx.nn.TokenMean(mean_of)
         listed = layers(groups.context_parallel)
         model = dsx.PipelineModule(listed, groups=groups, loss_fn=loss, partition_method="uniform")
         config = {
@@ -124,6 +124,31 @@ def one_process(shares: int) -> list[list[float]]:
         if step != STEPS[0]:  # where the engine evaluates
             seen.append([loss_of(2)[0].item()])
     return seen
+
+
+def nested(rank: int, world_size: int) -> list[object]:
+    """Losses and outputs of evaluations whose labels are (labels, mask)."""
+    import dsx
+
+    run = Run(0, {"cp": world_size}, loss=dsx.nn.TokenMean(masked, count=lambda labels: labels[1].sum()))
+    data = [(ids, (labels, labels != -100)) for ids, labels in map(micro_batch, [0, 2], [0, 1])]
+    kwargs = {"num_micro_batches": 2, "return_logits": True}
+    losses, outputs = run.engine.eval_batch(iter(data), reduce_output=None, **kwargs)
+    assert torch.equal(run.engine.eval_batch(iter(data), compute_loss=False, **kwargs)[1][1], outputs[1])
+    return [[float(loss) for loss in losses], [each.tolist() for each in outputs]]
+
+
+def masked(logits: Tensor, labels: tuple[Tensor, Tensor], num_tokens: Tensor | None = None) -> Tensor:
+    return mean_of(logits, labels[0].where(labels[1], -100), num_tokens=num_tokens)
+
+
+def test_an_evaluation_gives_whole_rows() -> None:
+    model, data = nn.Sequential(*layers(ContextParallel())), [micro_batch(0, 0), micro_batch(2, 1)]
+    for losses, outputs in ranks.run(nested, 2):
+        for (ids, labels), loss, output in zip(data, losses, outputs, strict=True):
+            logits = model(ids).detach()
+            assert loss == pytest.approx(float(mean_of(logits, labels)), rel=1e-5)
+            torch.testing.assert_close(torch.tensor(output), logits)
 
 
 def readers(rank: int, world_size: int) -> tuple[list[object], list[str]]:
