@@ -36,13 +36,13 @@ class Batch:
         return f"{TRAIN} {self.train} = {MICRO} {self.micro} x {ACCUMULATION} {self.accumulation}"
 
 
-def resolve_batch(config: Mapping[str, Any], dp: int) -> Batch:
-    """The batch triple for ``dp`` data-parallel ranks.
+def resolve_batch(config: Mapping[str, Any], dp: int, sharing: int = 1) -> Batch:
+    """The batch triple for ``dp`` data-parallel ranks, or groups of ``sharing`` that read the same rows.
 
     As in DeepSpeed (runtime/config.py, _set_batch_related_parameters), two keys give the third, and a batch
     size alone means accumulation 1.
     """
-    batch = _resolved(config, dp)
+    batch = _resolved(config, dp, sharing)
     if batch.accumulation > MOST_ACCUMULATION:
         raise ConfigError(
             str(batch),
@@ -52,7 +52,7 @@ def resolve_batch(config: Mapping[str, Any], dp: int) -> Batch:
     return batch
 
 
-def _resolved(config: Mapping[str, Any], dp: int) -> Batch:
+def _resolved(config: Mapping[str, Any], dp: int, sharing: int) -> Batch:
     given = {key: config[key] for key in (TRAIN, MICRO, ACCUMULATION) if config.get(key) is not None}
     for key, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -74,9 +74,10 @@ def _resolved(config: Mapping[str, Any], dp: int) -> Batch:
         accumulation = train // (micro * dp)
     if train == micro * accumulation * dp:
         return Batch(train, micro, accumulation)
+    shared = f" ({sharing} context-parallel ranks share rows and count once)" if sharing > 1 else ""
     raise ConfigError(
         ", ".join(at(key, value) for key, value in given.items()),
-        f"{TRAIN} is not {MICRO} x {ACCUMULATION} x {dp} data-parallel ranks",
+        f"{TRAIN} is not {MICRO} x {ACCUMULATION} x {dp} data-parallel ranks{shared}",
         "the nearest that fit are " + "; ".join(f"{batch} x {dp}" for batch in _nearest(given, train, dp)),
     )
 

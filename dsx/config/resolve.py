@@ -627,7 +627,7 @@ def _resolve(name: str, deepspeed: dict[str, Any], dsx: DsxConfig, world_size: i
     degrees = resolve_degrees(dsx, model.spec, num_layers=len(layers), world_size=world_size)
     dsx, cut_notes = _as_cut(dsx, model.spec, degrees.mesh.tp)
     spec = replace(model.spec.for_tensor(degrees.mesh.tp), freeze=dsx.train.freeze)
-    batch = resolve_batch(deepspeed, degrees.mesh.num_shares)
+    batch = resolve_batch(deepspeed, degrees.mesh.num_shares, degrees.mesh.cp)
     facts = Facts(
         deepspeed=deepspeed, dsx=dsx, model=spec, mesh=degrees.mesh, chunks=degrees.chunks, batch=batch
     )

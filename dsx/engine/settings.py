@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsx.config.batch import TRAIN
+from dsx.config.batch import TRAIN, resolve_batch
 from dsx.config.deepspeed import offloads_optimizer, pipeline_problems, precision, zero_stage
 from dsx.config.load import raise_all, read, refuse_hidden
 from dsx.config.refusals import is_number
@@ -50,9 +50,11 @@ def settings_of(config: Config | None, args: Any, mesh: Mesh) -> Settings:
         deepspeed = copy.deepcopy(dict(source)) if isinstance(source, Mapping) else read(Path(source))
     refuse_hidden(deepspeed, "config")
     _refuse(deepspeed, mesh)
-    if isinstance(deepspeed.get(TRAIN), int):
+    if mesh.num_replicas != mesh.num_shares:
         # DeepSpeed takes each of data x context for a reader of samples of its own.
-        deepspeed[TRAIN] *= mesh.num_replicas // mesh.num_shares
+        batch = resolve_batch(deepspeed, mesh.num_shares, mesh.cp)
+        if deepspeed.get(TRAIN) is not None:
+            deepspeed[TRAIN] = batch.train * mesh.num_replicas // mesh.num_shares
     stage, clipping = zero_stage(deepspeed), deepspeed.get("gradient_clipping", 1.0)
     if stage == 0 and precision(deepspeed) == "fp32":
         deepspeed["gradient_clipping"] = 0.0  # clipped by ReplicatedAdapter, by the whole model's norm

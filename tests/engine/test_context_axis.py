@@ -17,9 +17,11 @@ from torch.utils.data import TensorDataset
 
 import ranks
 from dsx.engine.context_layers import VOUCHED, require_context
-from dsx.errors import ModelError
+from dsx.engine.settings import settings_of
+from dsx.errors import ConfigError, ModelError
 from dsx.nn import ContextParallel, as_head, gather_rows
 from dsx.nn.embedding import TiedUse
+from dsx.parallel.mesh import Mesh
 from engine import test_token_mean as plain
 from engine.test_token_mean import ACCUMULATION, ROWS, mean_of, micro_batch
 
@@ -204,6 +206,14 @@ def test_a_slice_of_each_sequence_trains_as_the_whole(
     for seen in ranks.run(go_on, shares, 1, {"dp": shares}, folder):
         for row, expected in zip(seen, wanted[3:], strict=True):
             assert row == pytest.approx(expected, rel=2e-5)
+
+
+def test_a_batch_that_does_not_fit_is_told_in_the_numbers_that_were_written() -> None:
+    config = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+    with pytest.raises(ConfigError, match=r"train_batch_size = 16.* x 2 data-parallel ranks \(3 context-par"):
+        settings_of(config, None, Mesh.of(dp=2, cp=3))
+    fine = settings_of(config | {"train_batch_size": 8}, None, Mesh.of(dp=2, cp=3))
+    assert fine.deepspeed["train_batch_size"] == 24
 
 
 class Mixer(nn.Module):
