@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -58,6 +59,7 @@ from dsx.models.params import frozen_names, stored_specs
 from dsx.models.spec import HubModel, Model
 from dsx.models.transformers_settings import first_line, quiet_transformers
 from dsx.parallel.groups import Groups
+from dsx.parallel.limits import row_multiple
 from dsx.parallel.mesh import ALONE, Coordinates
 from dsx.trainer.as_given import require_as_made, require_classes_own_code, require_no_code_of_its_own
 
@@ -326,6 +328,12 @@ def _of_config(
         ) from None
 
 
+def _row_unit(parallel: Any) -> int:
+    """What rows have to divide by, as far as the block says it rightly."""
+    said = [(parallel if isinstance(parallel, dict) else {}).get(key) for key in ("context", "tensor")]
+    return row_multiple(*(each if type(each) is int and each > 0 else 1 for each in said))
+
+
 def configure(
     args: Any, given: GivenModel, *, world_size: int, steps: int, longest: int | None, shares: int | None
 ) -> RunConfig:
@@ -365,8 +373,11 @@ def configure(
         what = "activation_checkpointing asks for blocks to be computed again"
         raise ConfigError(at("dsx.recompute", "none"), what, "leave one of them out")
     most = getattr(given.hf_config, "max_position_embeddings", None) or _MOST_TOKENS
-    # Of whole blocks, which tensor-parallel ranks can share, as batches are made to be.
-    length = min(-(-(longest or _MOST_TOKENS) // _BLOCK) * _BLOCK, most - most % _BLOCK or most)
+    # Of whole blocks, which tensor-parallel and context-parallel ranks can share, as batches are made to be.
+    unit = _row_unit(block.get("parallel"))
+    whole = math.lcm(_BLOCK, unit)
+    fits = next((most - most % size for size in (whole, unit) if size <= most), most)
+    length = min(-(-(longest or _MOST_TOKENS) // whole) * whole, fits)
     train = {"steps": max(steps, 1), "output": args.output_dir, "seed": args.seed, "resume": "never"}
     freeze = (block.get("train") or {}).get("freeze", ())
     train["freeze"] = [*freeze, *_frozen(given)]

@@ -231,6 +231,14 @@ def resolved(args, world_size=4, shares=2, **values):
     )
 
 
+@pytest.mark.parametrize(("context", "tensor"), [(1, 1), (3, 1), (3, 2), (5, 1)])
+def test_rows_are_made_to_divide_over_the_ranks_that_share_them(args, context, tensor):
+    degrees = {"tensor": tensor, "pipeline": 1, "context": context}
+    run = resolved(args, context * tensor, 1, deepspeed={"dsx": {"parallel": degrees}})
+    assert 32 <= run.dsx.data.sequence_length <= 64
+    assert (run.mesh.cp, run.mesh.tp) == (context, tensor)
+
+
 def test_auto_becomes_what_the_arguments_say(args):
     """As HfTrainerDeepSpeedConfig fills it in, but for the number of data-parallel ranks."""
     json = JSON | {
