@@ -47,7 +47,7 @@ def pipeline_problems(config: Json, mesh: Mesh) -> list[ConfigError]:
 
 
 def _context(config: Json, mesh: Mesh | None = None) -> Context:
-    degrees = None if mesh is None else {**dict(mesh.axes), "size": mesh.size}
+    degrees = None if mesh is None else {**dict(mesh.axes), "replicas": mesh.num_replicas, "size": mesh.size}
     return Context(source=from_mapping(config), runner="dsx", version=REFERENCE, mesh=degrees)
 
 

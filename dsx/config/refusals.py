@@ -153,7 +153,8 @@ class Context:
         And facts: ``run.dtype`` is the model's dtype if the config decides it, ``run.pipeline`` whether the
         model is a pipeline under stock DeepSpeed ("said", "implied", "none"), ``run.client_optimizer``
         whether the script makes the optimizer, ``run.adapter`` the type of dsx's adapter if there is one, and
-        ``mesh.dp``, ``mesh.tp`` and ``mesh.size`` are there with a mesh.
+        ``mesh.dp``, ``mesh.tp``, ``mesh.replicas`` (ranks with the same parameters) and ``mesh.size`` are
+        there with a mesh.
         """
         values = _values(self.config, self.slots, self.runner)
         values["run.client_optimizer"] = self.client_optimizer

@@ -184,10 +184,10 @@ def test_what_the_mesh_decides(edits, key):
     """Right on data-parallel ranks alone, and refused before anything is built where tensors are cut."""
     if "optimizer.type" in edits:
         edits |= {"zero_allow_untested_optimizer": True, "optimizer.params": {"lr": 1e-3}}
-    for tensor, legal in ((1, True), (2, False)):
-        config = changed(edits | {"dsx.parallel": {"tensor": tensor, "pipeline": 1}})
+    for tensor, context, legal in ((1, 1, True), (1, 2, True), (2, 1, False)):
+        config = changed(edits | {"dsx.parallel": {"tensor": tensor, "pipeline": 1, "context": context}})
         if legal:
-            assert resolve(config, world_size=2).mesh.dp == 2
+            assert resolve(config, world_size=4).mesh.num_replicas == 4
             continue
         with pytest.raises(ConfigError) as caught:
             resolve(config, world_size=4)
