@@ -30,8 +30,9 @@ def say(model: PipelineModule, settings: Settings, run: RunConfig | None) -> Non
     place = _place(model.layer_specs, mesh, settings.zero_stage)
     if mesh.size > 1 and not off and (place is None or not place.exists()):
         how = "prove a small model of them"
-        if mesh.tp > 1:
-            how = "without tensor parallelism a small model of them can be proved"
+        divided = [title for title, degree in (("tensor", mesh.tp), ("context", mesh.cp)) if degree > 1]
+        if divided:
+            how = f"without {' and '.join(divided)} parallelism a small model of them can be proved"
         sys.stdout.write(
             f"dsx: these layers are not proved to train over {mesh.words} as in one process; {how} "
             "before yours are built: dsx.prove(make_layers, config) (docs/guides/checking.md)\n"

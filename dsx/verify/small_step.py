@@ -177,7 +177,7 @@ def prove_layers(
         raise LayoutError(
             f"dsx.prove over {layout_words(groups.mesh)}",
             f"num_stages = {mesh.pp} of the layers makes it {layout_words(mesh)}",
-            "give groups of that layout, or none; layers with tensor parallelism cannot be proved",
+            "give groups of that layout, or none; layers with tensor or context parallelism cannot be proved",
         )
     began, where = time.perf_counter(), f"the layers over {layout_words(mesh)}"
     with _undisturbed():

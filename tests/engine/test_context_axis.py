@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import ranks
+from dsx.engine import notes
 from dsx.engine.context_layers import VOUCHED, require_context
 from dsx.engine.settings import settings_of
 from dsx.errors import ConfigError, ModelError
@@ -214,6 +216,17 @@ def test_a_batch_that_does_not_fit_is_told_in_the_numbers_that_were_written() ->
         settings_of(config, None, Mesh.of(dp=2, cp=3))
     fine = settings_of(config | {"train_batch_size": 8}, None, Mesh.of(dp=2, cp=3))
     assert fine.deepspeed["train_batch_size"] == 24
+
+
+def test_layers_on_the_axis_are_not_told_to_be_proved_on_it(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = settings_of({"train_micro_batch_size_per_gpu": 1}, None, Mesh.of())
+    for degrees, words in (
+        ({"cp": 2}, "without context"),
+        ({"cp": 2, "tp": 2}, "without tensor and context"),
+    ):
+        model = SimpleNamespace(groups=SimpleNamespace(mesh=Mesh.of(**degrees)), layer_specs=(Mixer(),))
+        notes.say(model, settings, None)
+        assert f"; {words} parallelism a small model of them can be proved" in capsys.readouterr().out
 
 
 class Mixer(nn.Module):
