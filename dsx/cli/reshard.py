@@ -12,6 +12,7 @@ from dsx.cli.options import (
     CHECKPOINT_FORMATS,
     CHUNKS,
     CONFIG,
+    CONTEXT,
     FORMAT,
     GPUS,
     PIPELINE,
@@ -57,6 +58,7 @@ def reshard(
     gpus: Annotated[int | None, GPUS] = None,
     tensor: Annotated[int | None, TENSOR] = None,
     pipeline: Annotated[int | None, PIPELINE] = None,
+    context: Annotated[int | None, CONTEXT] = None,
     data: Annotated[int | None, count("--data", "Data-parallel degree.")] = None,
     chunks: Annotated[int | None, CHUNKS] = None,
     zero: Annotated[int | None, ZERO] = None,
@@ -129,7 +131,9 @@ def reshard(
     from dsx.checkpoint.reshard import WantedTarget, prepare
     from dsx.waiting import Waiting
 
-    degrees = TargetDegrees(tensor=tensor, pipeline=pipeline, data=data, chunks=chunks, zero=zero)
+    degrees = TargetDegrees(
+        tensor=tensor, pipeline=pipeline, context=context, data=data, chunks=chunks, zero=zero
+    )
     target_format, layout = _asked(to or [])
     if layout:
         degrees = degrees.over(TargetDegrees.parse(layout))

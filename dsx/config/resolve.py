@@ -462,7 +462,9 @@ def _profile_notes(dsx: DsxConfig, num_ranks: int) -> Iterator[str]:
 
 
 def _notes(dsx: DsxConfig, mesh: Mesh, chunks: int, name: str) -> Iterator[str]:
+    method = dsx.parallel.context_method
     for axis, wanted, got in (
+        *([("parallel.context_method", method, dsx.parallel.method)] if mesh.cp > 1 else ()),
         ("parallel.tensor", dsx.parallel.tensor, mesh.tp),
         ("parallel.pipeline", dsx.parallel.pipeline, mesh.pp),
         ("parallel.chunks", dsx.parallel.chunks, chunks),

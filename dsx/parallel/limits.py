@@ -241,7 +241,7 @@ _RULES = (
         "pipeline",
         ("ranks", "ranks_do", "tensor", "pipeline", "context"),
         _undivided_together,
-        "use {either}, or another dsx.parallel.tensor",
+        "use {either}, or another dsx.parallel.tensor or dsx.parallel.context",
     ),
     _Rule("context", ("ranks", "ranks_do", "context"), _undivided, _RANKS),
     _Rule(

@@ -293,6 +293,7 @@ def start_rows(
         layout += f", {run.chunks} chunks"
     if mesh.tp > 1 and run.dsx.parallel.sequence_parallel:
         layout += ", sequence parallel"
+    layout += f", rows shared by {run.dsx.parallel.method}" * (mesh.cp > 1)
     training = f"ZeRO-{run.zero_stage}, {run.precision}"
     if mesh.pp > 1:
         training = f"{run.schedule_name}, {training}"

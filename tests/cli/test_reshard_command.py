@@ -45,8 +45,9 @@ def test_there_and_back_and_no_difference(dsx, saved, tmp_path):
         assert "120 of 120 tensors' states are equal, bit for bit" in out
     # the stages are cut by parameters on the way back; all else is the same
     assert (tmp_path / "x" / "latest").read_text() == "back"
-    code, out, _ = dsx("reshard", other, tmp_path / "x" / "more", "--no-latest")
+    code, out, _ = dsx("reshard", other, tmp_path / "x" / "more", "--no-latest", "--context", 2)
     assert code == 0
+    assert native.catalog_of(tmp_path / "x" / "more").facts["mesh"] == {"pp": 1, "dp": 3, "cp": 2, "tp": 2}
     assert "tag more, say it: latest there does not name it" in out
     assert dsx("reshard", other, tmp_path / "x" / "most")[0] == 0
     assert (tmp_path / "x" / "latest").read_text() == "back"

@@ -14,6 +14,7 @@ from sample_config import BASE, REMOVE, changed
 import dsx
 from dsx.config.resolve import resolve
 from dsx.errors import ConfigError
+from dsx.train.progress import start_rows
 
 
 def degrees(edits: dict, world_size: int) -> tuple[int, int, int, int]:
@@ -73,6 +74,9 @@ def test_context_takes_its_ranks_before_auto_shares_out_the_rest():
     assert dict(run.mesh.axes) == {"pp": 2, "dp": 2, "cp": 2, "tp": 2}
     assert run.global_batch_size == run.micro_batch_size * run.accumulation * run.mesh.dp
     assert run.resolved()["dsx"]["parallel"]["context_method"] == "all_gather"
+    assert "dsx.parallel.context_method: auto -> all_gather" in run.notes
+    assert "rows shared by all_gather" in dict(start_rows(run, device_name="CPU"))["layout"]
+    assert not any("context" in note for note in resolve(changed({}), world_size=16).notes)
     assert run.tokens_of_rank == run.micro_batch_size * run.sequence_length // 2
     # Heads that tensor ranks have left are too few for Ulysses, and auto gives tensor fewer ranks.
     alone = changed(CONTEXT | {"dsx.parallel.context_method": "ulysses", "dsx.parallel.pipeline": 1})
@@ -87,7 +91,11 @@ def test_context_takes_its_ranks_before_auto_shares_out_the_rest():
         ({}, 3, ("context = 2", "world size 3", "use 1")),
         ({"dsx.data.sequence_length": 254}, 2, ("context = 2", "254", "not divisible by 4", "use 1")),
         ({"dsx.data.sequence_length": 252, "dsx.parallel.tensor": 2}, 4, ("tensor = 2", "2 chunks", "use 1")),
-        ({"dsx.parallel.tensor": 2, "dsx.parallel.pipeline": 2}, 4, ("tensor 2 x pipeline 2 x context 2",)),
+        (
+            {"dsx.parallel.tensor": 2, "dsx.parallel.pipeline": 2},
+            4,
+            ("tensor 2 x pipeline 2 x context 2", "or dsx.parallel.context"),
+        ),
         (
             {"dsx.parallel.context_method": "ulysses", "dsx.parallel.context": 16},
             16,
