@@ -94,7 +94,7 @@ def test_context_takes_its_ranks_before_auto_shares_out_the_rest():
         (
             {"dsx.parallel.tensor": 2, "dsx.parallel.pipeline": 2},
             4,
-            ("tensor 2 x pipeline 2 x context 2", "or dsx.parallel.context"),
+            ("x context 2", "or dsx.parallel.context"),
         ),
         (
             {"dsx.parallel.context_method": "ulysses", "dsx.parallel.context": 16},

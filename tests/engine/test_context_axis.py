@@ -130,60 +130,48 @@ def one_process(shares: int) -> list[list[float]]:
     return seen
 
 
-def nested(rank: int, world_size: int) -> list[object]:
-    """Losses and outputs of evaluations whose labels are (labels, mask)."""
+def evaluate(rank: int, world_size: int) -> list[tuple[float, list[object]]]:
     import dsx
 
-    run = Run(0, {"cp": world_size}, loss=dsx.nn.TokenMean(masked, count=lambda labels: labels[1].sum()))
+    def loss_of(logits: Tensor, labels: tuple[Tensor, Tensor], num_tokens: Tensor | None = None) -> Tensor:
+        return mean_of(logits, labels[0].where(labels[1], -100), num_tokens=num_tokens)
+
+    run = Run(0, {"cp": world_size}, dsx.nn.TokenMean(loss_of, count=lambda labels: labels[1].sum()))
     data = [(ids, (labels, labels != -100)) for ids, labels in map(micro_batch, [0, 2], [0, 1])]
-    kwargs = {"num_micro_batches": 2, "return_logits": True}
-    losses, outputs = run.engine.eval_batch(iter(data), reduce_output=None, **kwargs)
-    assert torch.equal(run.engine.eval_batch(iter(data), compute_loss=False, **kwargs)[1][1], outputs[1])
-    return [[float(loss) for loss in losses], [each.tolist() for each in outputs]]
+    given = run.engine.eval_batch(iter(data), reduce_output=None, num_micro_batches=2, return_logits=True)
+    outputs = run.engine.eval_batch(iter(data), compute_loss=False, num_micro_batches=2)
+    assert all(map(torch.equal, given[1], outputs))
+    return [(float(loss), output.tolist()) for loss, output in zip(given[0], outputs, strict=True)]
 
 
-def masked(logits: Tensor, labels: tuple[Tensor, Tensor], num_tokens: Tensor | None = None) -> Tensor:
-    return mean_of(logits, labels[0].where(labels[1], -100), num_tokens=num_tokens)
-
-
-def test_an_evaluation_gives_whole_rows() -> None:
+def test_an_evaluation_gives_whole_rows_and_labels_may_be_nested() -> None:
     model, data = nn.Sequential(*layers(ContextParallel())), [micro_batch(0, 0), micro_batch(2, 1)]
-    for losses, outputs in ranks.run(nested, 2):
-        for (ids, labels), loss, output in zip(data, losses, outputs, strict=True):
+    for given in ranks.run(evaluate, 2):
+        for (ids, labels), (loss, output) in zip(data, given, strict=True):
             logits = model(ids).detach()
             assert loss == pytest.approx(float(mean_of(logits, labels)), rel=1e-5)
             torch.testing.assert_close(torch.tensor(output), logits)
 
 
-def readers(rank: int, world_size: int) -> tuple[list[object], list[str]]:
+def readers(rank: int, world_size: int) -> list[object]:
     import dsx
 
     run = Run(0, {"dp": 2, "cp": 2})
-    grid, rows = (
-        run.engine.grid,
-        TensorDataset(*map(torch.cat, zip(*map(micro_batch, [0] * 4, range(4)), strict=True))),
-    )
-    loader = run.engine.deepspeed_io(rows, route="eval")
-    told = []
+    rows = TensorDataset(torch.arange(4), torch.arange(4))
     for last in range(2):  # the micro-batch in which ranks differ
         numbers = [run.share] * last + [rank] * (ACCUMULATION - last)
-        try:
+        with pytest.raises(dsx.DataError, match="the ranks of a context axis read the same rows"):
             run.engine.train_batch(iter([micro_batch(0, number) for number in numbers]))
-            told.append("none")
-        except dsx.DataError as error:
-            told.append(str(error))
+    grid, group = run.engine.grid, run.engine.mpu.get_data_parallel_group()
     seen = [grid.get_data_parallel_rank(), grid.data_parallel_size, grid.dp_group, run.engine.dp_world_size]
-    group = torch.distributed.get_process_group_ranks(run.engine.mpu.get_data_parallel_group())
-    return [*seen, group, [inputs.tolist() for inputs, _ in loader]], told
+    mine = [ids.tolist() for ids, _ in run.engine.deepspeed_io(rows, route="eval")]
+    return [*seen, torch.distributed.get_process_group_ranks(group), mine]
 
 
 def test_ranks_of_the_axis_read_the_same_rows() -> None:
-    rows = torch.cat([micro_batch(0, number)[0] for number in range(4)]).tolist()
-    for rank, (seen, told) in enumerate(ranks.run(readers, 4)):
-        share, readers_of_rows = rank // 2, [rank % 2, 2 + rank % 2]
-        mine = rows[share::2]
-        assert seen == [share, 2, readers_of_rows, 2, readers_of_rows, [mine[:ROWS], mine[ROWS:]]]
-        assert all("the ranks of a context axis read the same rows" in error for error in told)
+    for rank, seen in enumerate(ranks.run(readers, 4)):
+        share, others = rank // 2, [rank % 2, 2 + rank % 2]
+        assert seen == [share, 2, others, 2, others, [[share, 2 + share]]]
 
 
 @pytest.mark.parametrize(
@@ -220,13 +208,9 @@ def test_a_batch_that_does_not_fit_is_told_in_the_numbers_that_were_written() ->
 
 def test_layers_on_the_axis_are_not_told_to_be_proved_on_it(capsys: pytest.CaptureFixture[str]) -> None:
     settings = settings_of({"train_micro_batch_size_per_gpu": 1}, None, Mesh.of())
-    for degrees, words in (
-        ({"cp": 2}, "without context"),
-        ({"cp": 2, "tp": 2}, "without tensor and context"),
-    ):
-        model = SimpleNamespace(groups=SimpleNamespace(mesh=Mesh.of(**degrees)), layer_specs=(Mixer(),))
-        notes.say(model, settings, None)
-        assert f"; {words} parallelism a small model of them can be proved" in capsys.readouterr().out
+    groups = SimpleNamespace(mesh=Mesh.of(cp=2, tp=2))
+    notes.say(SimpleNamespace(groups=groups, layer_specs=(Mixer(),)), settings, None)
+    assert "without tensor and context parallelism a small model of them can be" in capsys.readouterr().out
 
 
 class Mixer(nn.Module):
@@ -248,10 +232,11 @@ def refusals(rank: int, world_size: int) -> list[str]:
     vouched = Mixer()
     setattr(vouched, VOUCHED, True)
 
-    def told(mixer: object, loss: object, batch: tuple[Tensor, Tensor]) -> str:
+    def told(mixer: object, loss: object, batch: tuple[Tensor, Tensor], later: object = None) -> str:
         listed = [*plain.layers()[:2], mixer, *plain.layers()[3:]]
         try:
             model = dsx.PipelineModule(listed, groups=groups, loss_fn=loss, partition_method="uniform")
+            model.loss_fn = later or loss
             config = {"train_batch_size": ROWS, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
             engine, *_ = dsx.initialize(model=model, config=config)
             engine.eval_batch(iter([batch]))
@@ -260,20 +245,11 @@ def refusals(rank: int, world_size: int) -> list[str]:
         return "none"
 
     mean, (ids, labels) = TokenMean(mean_of), micro_batch(0, 0)
-
-    def assigned(loss: object) -> str:
-        listed = layers(groups.context_parallel)
-        model = dsx.PipelineModule(listed, groups=groups, loss_fn=mean, partition_method="uniform")
-        try:
-            model.loss_fn = loss
-        except dsx.DsxError as error:
-            return str(error)
-        return "none" if model.chunks.loss_fn is loss else "ignored"
-
+    head = TokenMean(HeadLoss(tp=groups.tensor_parallel, vocab_size=plain.VOCABULARY))
     return [
-        assigned(TokenMean(mean_of)),
-        assigned(mean_of),
-        assigned(TokenMean(HeadLoss(tp=groups.tensor_parallel, vocab_size=plain.VOCABULARY))),
+        told(vouched, mean, (ids, labels), TokenMean(mean_of)),
+        told(vouched, mean, (ids, labels), mean_of),
+        told(vouched, mean, (ids, labels), head),
         told(Mixer(), mean, (ids, labels)),
         told(lambda x: x, mean, (ids, labels)),
         told(nn.Tanh(), mean_of, (ids, labels)),
@@ -284,42 +260,21 @@ def refusals(rank: int, world_size: int) -> list[str]:
     ]
 
 
-def told_of(*listed: object) -> list[str]:
-    """What is said of each layer on one of two ranks."""
-    said = []
-    for layer in listed:
-        try:
-            require_context([(2, layer)], ContextParallel(2, 0))
-            said.append("none")
-        except ModelError as error:
-            said.append(str(error))
-    return said
-
-
 def test_each_part_of_a_layer_is_looked_at() -> None:
-    def mix(module: nn.Module, x: Tensor) -> Tensor:
-        return module(x).cumsum(1)
-
-    def vouched(module: nn.Module, x: Tensor) -> Tensor:
-        return module(x)
-
+    cp, one, use = ContextParallel(2, 0), nn.Linear(4, 4), partial(torch.add, alpha=2)
+    mean, vouched = Mean(cp), partial(torch.add)
     setattr(vouched, VOUCHED, True)
-    plain_one, here = nn.Linear(4, 4), Mean(ContextParallel(2, 0))
-    fine = told_of(
-        nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.GELU(), here), plain_one),
-        TiedUse(plain_one, vouched),
-        TiedUse(plain_one, as_head),
-        TiedUse(plain_one, partial(as_head, loss=None)),
-        TiedUse(here, mix),
-    )
-    assert fine == ["none"] * 5
-    for error in told_of(nn.Sequential(here, Mixer()), TiedUse(plain_one, mix), TiedUse(Mixer(), as_head)):
-        assert "is not known" in error
-    other = TiedUse(Mean(ContextParallel()), vouched)
-    (function,), (built,) = told_of(TiedUse(plain_one, mix)), told_of(other)
-    assert "layer 2 (Linear by mix)" in function
-    assert "set its forward_fn's context_parallel = True" in function
-    assert "built for 1 context-parallel ranks" in built
+    inner = nn.Sequential(nn.GELU(), mean)
+    fine = [nn.Sequential(one, inner), TiedUse(one, vouched), TiedUse(one, as_head), TiedUse(mean, use)]
+    require_context(enumerate([*fine, TiedUse(one, partial(as_head, loss=None))]), cp)
+    for layer, words in (
+        (nn.Sequential(mean, Mixer()), "set its context_parallel"),
+        (TiedUse(one, use), r"\(Linear by partial\).*set its forward_fn's context_parallel = True"),
+        (TiedUse(Mixer(), as_head), "is not known"),
+        (TiedUse(Mean(ContextParallel()), vouched), "built for 1 context-parallel ranks"),
+    ):
+        with pytest.raises(ModelError, match=words):
+            require_context([(2, layer)], cp)
 
 
 def test_what_would_train_something_else_on_slices_is_refused() -> None:

@@ -169,7 +169,6 @@ def test_equal_degrees_are_both_named() -> None:
     [
         (3.0, diagnosis.DATA_SUMMED, "3 context-parallel ranks instead"),
         (6.0, diagnosis.DATA_SUMMED, "2 data-parallel ranks and 3 context-parallel ranks, neither"),
-        (15.0, diagnosis.DATA_SUMMED, "3 context-parallel ranks and 5 micro-batches, neither"),
         (1 / 3, diagnosis.DIVIDED_TWICE, "context-parallel ranks, 3, twice"),
     ],
 )
@@ -177,12 +176,8 @@ def test_ranks_that_share_rows_are_named(factor: float, cause: str, says: str) -
     degrees = AxisSizes(mesh=Mesh.of(dp=2, cp=3), micro_batches=5)
     found = diagnose_gradients([gradient(fit=Fit(factor, 0.0))], [], degrees, step=1, loss_equal=True)
     assert (found.cause, says in found.why) == (cause, True)
-    if factor in (3.0, 1 / 3):
-        facts = LossFacts(seen=2.0 * factor, expected=2.0)
-        assert "3 context-parallel ranks" in diagnose_loss(facts, degrees, 1e-4, step=1).why
-
-
-def test_ranks_that_share_rows_drop_tokens_of_their_own() -> None:
+    facts = LossFacts(seen=6.0, expected=2.0)
+    assert "over 3 context-parallel ranks" in diagnose_loss(facts, degrees, 1e-4, step=1).why
     masks = [{"0": Mask(sharded=False, digest=digest, scale_off=0.0)} for digest in ("a", "b", "c", "c")]
     (found,) = judge_masks(masks, Mesh.of(dp=2, cp=2))
     assert "context-parallel ranks drop the same elements" in found.what
