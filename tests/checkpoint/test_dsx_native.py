@@ -229,20 +229,14 @@ def test_random_states_go_to_the_ranks_in_the_corresponding_places(tmp_path):
     assert states(tmp_path / "other") == places
 
 
-@pytest.mark.parametrize(
-    ("saved", "degrees", "wanted"),
-    [
+def test_ranks_that_were_not_there_draw_numbers_of_their_own(tmp_path):
+    for saved, degrees, wanted in (
         ({"dp": 4}, {"dp": 2, "cp": 2}, [0, 1, 2, 3]),
         ({"dp": 2, "cp": 2}, {"cp": 2, "tp": 2}, [0, 0, 1, 1]),
         ({"dp": 2, "tp": 2}, {"pp": 2, "cp": 2}, [0, 2, None, None]),
-    ],
-)
-def test_no_two_ranks_go_on_with_the_same_random_numbers(saved, degrees, wanted):
-    was, mesh = Mesh.of(**saved), Mesh.of(**degrees)
-    assert [native.corresponding(dict(was.axes), mesh, rank) for rank in range(mesh.size)] == wanted
-
-
-def test_ranks_that_were_not_there_draw_numbers_of_their_own(tmp_path):
+    ):
+        was, mesh = dict(Mesh.of(**saved).axes), Mesh.of(**degrees)
+        assert [native.corresponding(was, mesh, rank) for rank in range(mesh.size)] == wanted
     torch.manual_seed(3)
     save_random_states(tmp_path, 0)
     facts = {"mesh": dict(Mesh.of().axes), "random_files": {"0": native.random_file(0)}}
