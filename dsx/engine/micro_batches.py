@@ -144,7 +144,7 @@ class BatchSource:
         digest = hashlib.blake2b(digest_size=7)
         for each in rows:
             digest.update(f"{each.shape} {each.dtype}".encode())
-            digest.update(each.detach().cpu().contiguous().view(torch.uint8).numpy())
+            digest.update(each.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         number = int.from_bytes(digest.digest())
         both = torch.tensor([number, -number], device=self.device)
         dist.all_reduce(both, dist.ReduceOp.MAX, group=self.cp.group)
