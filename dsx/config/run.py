@@ -170,7 +170,11 @@ class RunConfig:
         """
         block = self.dsx.model_dump(mode="json", exclude_none=True, exclude={"elastic"})
         block["parallel"] |= {"tensor": self.mesh.tp, "pipeline": self.mesh.pp, "chunks": self.chunks}
-        block["parallel"]["context_method"] = self.dsx.parallel.method
+        if self.mesh.cp > 1:
+            block["parallel"]["context_method"] = self.dsx.parallel.method
+        else:  # so that a plan of this config may think of it
+            block["parallel"].pop("context_method", None)
+            block["parallel"].pop("context", None)
         if self.program.rows is None:
             block["schedule"]["name"] = self.schedule_name
         return copy.deepcopy(self.deepspeed) | {"dsx": block}

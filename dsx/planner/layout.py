@@ -338,12 +338,13 @@ def _meshes(task: Task, space: Space) -> Iterator[Mesh]:
                 found = True
                 yield Mesh.over(space.gpus, pp=pipeline, tp=tensor, cp=context)
     if not found:
-        context_too = "" if space.context in (None, (1,)) else f" x context {space.context}"
-        raise LayoutError(
-            f"tensor {space.tensor} x pipeline {space.pipeline}{context_too}",
-            f"their product does not divide {space.gpus} GPUs",
-            "leave one of them open",
-        )
+        wanted = {"tensor": space.tensor, "pipeline": space.pipeline, "context": space.context}
+        given: dict[str, Any] = {key: each[0] for key, each in wanted.items() if each is not None}
+        named = [f"{key} {degree}" for key, degree in given.items() if (key, degree) != ("context", 1)]
+        why = next(iter(violations(replace(asked, **given))), None)
+        reason = f"their product does not divide {space.gpus} GPUs" if why is None else why.why
+        fix = "leave one of them open" if why is None else why.fix
+        raise LayoutError(" x ".join(named), reason, fix)
 
 
 def _degrees(asked: LayoutRequest, key: str, wanted: tuple[int, ...] | None) -> list[int]:

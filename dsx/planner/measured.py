@@ -136,10 +136,11 @@ def _written_out(run: RunConfig, ranking: Ranking, path: Path) -> DsxConfig:
             "warmup": options.warmup_per_rank,
         }
     counts = [len(stages.layers(stage)) for stage in range(stages.num_stages)]
+    method = dsx.parallel.method if run.mesh.cp > 1 else "auto"
     return dsx.model_copy(
         update={
             "parallel": dsx.parallel.model_copy(
-                update={"chunks": stages.num_chunks, "context_method": dsx.parallel.method}
+                update={"chunks": stages.num_chunks, "context_method": method}
             ),
             "schedule": dsx.schedule.model_copy(update=schedule),
             "partition": PartitionConfig(method=counts),
