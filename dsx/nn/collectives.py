@@ -346,7 +346,10 @@ class _Exchange(torch.autograd.Function):
 
 
 def gather_rows(x: Tensor, cp: ContextParallel, dim: int = SEQUENCE) -> Tensor:
-    """Every rank's part along ``dim`` as whole rows; in backward the gradients are summed and cut again."""
+    """Every rank's part along ``dim`` as whole rows; in backward the gradients are summed and cut again.
+
+    ``x`` is all of the part: what sequence parallelism has cut goes through :func:`gather_from` first.
+    """
     return x if cp.size == 1 else uncompiled(_GatherRows.apply, x, cp, dim)
 
 

@@ -7,6 +7,7 @@ DeepSpeed's own keys does not go with a mesh stands in the table of :mod:`dsx.co
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -157,8 +158,8 @@ def _uncut(model: Model, tensor: int) -> str | None:
 
 
 def row_multiple(context: int, tensor: int = 1) -> int:
-    """What sequences divide by: 2 chunks for each context rank, and its part is cut over ``tensor``."""
-    return tensor * (2 * context if context > 1 else 1)
+    """What sequences divide by: each context rank has 2 chunks, which ``tensor`` cuts as one part."""
+    return context * math.lcm(2, tensor) if context > 1 else tensor
 
 
 def _uncut_sequence(sequence_length: int, tensor: int, context: int) -> str | None:

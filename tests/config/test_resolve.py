@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 from math import gcd, prod
 
@@ -14,6 +15,7 @@ from sample_config import BASE, REMOVE, changed
 import dsx
 from dsx.config.resolve import resolve
 from dsx.errors import ConfigError
+from dsx.parallel.limits import row_multiple
 from dsx.train.progress import start_rows
 
 
@@ -85,12 +87,25 @@ def test_context_takes_its_ranks_before_auto_shares_out_the_rest():
     assert resolve(alone, world_size=1024).mesh.tp == 2
 
 
+@pytest.mark.parametrize(("context", "tensor"), [*itertools.product((1, 2, 3), (1, 2, 3, 4))])
+def test_rows_are_no_longer_than_it_takes_to_cut_them(context, tensor):
+    def cuts(length):
+        chunks = 2 * context if context > 1 else 1
+        return length % chunks == 0 and length // context % tensor == 0
+
+    assert row_multiple(context, tensor) == next(filter(cuts, itertools.count(1)))
+
+
 @pytest.mark.parametrize(
     ("edits", "world_size", "words"),
     [
         ({}, 3, ("context = 2", "world size 3", "use 1")),
         ({"dsx.data.sequence_length": 254}, 2, ("context = 2", "254", "not divisible by 4", "use 1")),
-        ({"dsx.data.sequence_length": 252, "dsx.parallel.tensor": 2}, 4, ("tensor = 2", "2 chunks", "use 1")),
+        (
+            {"dsx.data.sequence_length": 252, "dsx.parallel.tensor": 4},
+            8,
+            ("tensor = 4", "2 chunks", "use 1 or 2"),
+        ),
         (
             {"dsx.parallel.tensor": 2, "dsx.parallel.pipeline": 2},
             4,

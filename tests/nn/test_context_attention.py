@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import warnings
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.masking_utils import sliding_window_causal_mask_function
 
+import dsx.nn
 import ranks
 from dsx.checkpoint.formats.huggingface.weights import split
 from dsx.checkpoint.formats.slices import merge
@@ -27,6 +30,7 @@ from dsx.nn.compiled import compile_blocks
 from dsx.nn.context import ContextParallel
 from dsx.nn.documents import Places
 from dsx.nn.parallel import TensorParallel
+from fresh_shell import blocks
 
 LENGTH = 24
 DOCUMENTS = ((3, 14, 1, 6), (24,))
@@ -303,3 +307,31 @@ def test_a_rank_keeps_its_share(length: int) -> None:
     for how, more in (("none", 2 * length // 2 * heads * size), ("selective", 0)):  # the context, twice too
         share = whole[how] // 2
         assert kept_bytes(length, how, 2, "ulysses") == pytest.approx(share + more, rel=0.005, abs=small)
+
+
+def mixed(rank: int, world_size: int, code: str, x: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
+    """What a layer of the guide gives each rank of all, and the gradient; of one, those of whole rows."""
+    cp, tp = places(rank, 2, True, "all_gather") if world_size > 1 else (ContextParallel(), TensorParallel())
+    names: dict[str, Any] = {"torch": torch, "parallel": dsx.nn}
+    exec(code, names)
+
+    def own(whole: Tensor) -> Tensor:
+        return cp.cut(whole).chunk(tp.size, 1)[tp.rank]
+
+    x = x.requires_grad_()
+    y = names["forward"](SimpleNamespace(cp=cp, tp=tp), own(x))
+    y.backward(own(dy))
+    wanted = (x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None] + x).detach()
+    return own(wanted), y.detach(), x.grad
+
+
+def test_the_guides_layer_is_right_where_the_tensor_axis_cuts_sequences_too():
+    guide = (Path(__file__).parents[2] / "docs/guides/own_model.md").read_text(encoding="utf-8")
+    (code,) = [each for each in blocks(guide, "python") if "gather_rows" in each]
+    code = re.sub("^    ", "", code, flags=re.MULTILINE)
+    torch.manual_seed(1)
+    batch = torch.randn(2, 12, 3), torch.randn(2, 12, 3)  # rows that do not divide by 2 x context x tensor
+    seen = ranks.run(mixed, 4, code, *batch)
+    for wanted, y, _ in seen:
+        torch.testing.assert_close(y, wanted)
+    torch.testing.assert_close(sum(dx for *_, dx in seen), mixed(0, 1, code, *batch)[2])
