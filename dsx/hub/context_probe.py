@@ -5,20 +5,24 @@ run it, with what the others would send taken from the first run. It must give i
 that does not, and in which nothing calls transformers' registry of attention, is one that mixes tokens by
 itself: a convolution, the delta rule, a state space. Then the block is tried again with the whole sequence
 gathered around that module. What still gives something else is refused by name: attention past the registry,
-sparse indexers.
+sparse indexers. So is what few tokens do not show: positions that a module counts by itself, which begin at
+zero for a part too, and a choice by the name of the attention function, which is another one here.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import zip_longest
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dsx.errors import ModelError
@@ -94,11 +98,12 @@ def _tried(
     mixing = dict(known)
     for number, (block, call) in enumerate(_calls(model, structure.blocks, size)):
         uses = list[Use]()
-        first = _Watched(copy.deepcopy(block), uses)
+        first, own = (_Watched(copy.deepcopy(block), uses) for _ in range(2))
         put_context(first.module, parts[0], partial(Noted, uses))
         whole, kind = first.run(call, call.hidden), kinds[number]
+        own.run(call, call.hidden)
         around = mixing.get(kind, frozenset())
-        trial = _Trial(block, call.hidden, first, whole, uses)
+        trial = _Trial(block, call.hidden, first, whole, uses, first.differs(own))
         while wrong := next(filter(None, (trial.wrong(*each, number, around) for each in ranks)), None):
             path, why = wrong
             if known or path in around or not first.mixes_alone(path):
@@ -110,13 +115,17 @@ def _tried(
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """A block, what it was given, and its run for whole sequences: watched, with its output and attention."""
+    """A block, what it was given, and its run for whole sequences: watched, with its output and attention.
+
+    ``named`` is the module in it, if any, that chooses by the name of its attention function.
+    """
 
     block: nn.Module
     x: Tensor
     first: _Watched
     whole: Tensor
     uses: list[Use]
+    named: str | None
 
     def wrong(
         self, cp: ContextParallel, arguments: BlockArguments, number: int, around: frozenset[str]
@@ -129,7 +138,11 @@ class _Trial:
         try:
             mine = arguments.call(number, cp.cut(self.x), self.x.shape[1], None, training=False)
             if _is_part(part.run(mine, cp.cut(self.x)), self.whole, cp):
-                return None
+                if self.named is not None:
+                    return self.named, "chooses by the name of its attention function"
+                counted = part.counting(self.first, self.x.shape[1] // cp.size)
+                why = "counts positions by itself, which begin at 0 for a part too"
+                return None if counted is None else (counted, why)
         except Exception as error:  # noqa: BLE001 - whatever the family's code does with a part
             path = "".join(part.inside[-1:])
             if not self.uses:
@@ -249,7 +262,7 @@ class _Alone(ContextParallel):
         """Do nothing, because there is no group to check."""
 
 
-class _Watched:
+class _Watched(TorchDispatchMode):
     """A block, of whose modules is noted what they were given and gave last, the first to end first.
 
     Args:
@@ -258,12 +271,15 @@ class _Watched:
 
     Attributes:
         inside: Paths of the modules that have begun and not ended.
+        ops: What of torch was called in which module, and of ranges their lengths.
         seen: By path, the tensors that a module was given, hidden states first, and what it gave.
         attends: Paths of those in which attention was used.
     """
 
     def __init__(self, module: nn.Module, uses: Sequence[Use] = ()) -> None:
+        super().__init__()
         self.module, self.inside = module, list[str]()
+        self.ops = list[tuple[str, Any, int]]()
         self.seen: dict[str, tuple[list[Tensor], Any]] = {}
         self.attends: set[str] = set()
         self._uses, self._before = uses, list[int]()
@@ -273,8 +289,23 @@ class _Watched:
 
     def run(self, call: BlockCall, x: Tensor) -> Tensor:
         """What it gives."""
-        with torch.no_grad():
+        with torch.no_grad(), self:
             return hidden_of(call.make(self.module, x))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made, op = func(*args, **(kwargs or {})), func.overloadpacket
+        self.ops.append(("".join(self.inside[-1:]), op, len(made) if op is torch.ops.aten.arange else 0))
+        return made
+
+    def counting(self, whole: _Watched, length: int) -> str | None:
+        """A module that makes ranges of a part's length where it makes others of the whole; None if none."""
+        more = Counter(self.ops) - Counter(whole.ops)
+        return next((path for path, _, long in more if long == length), None)
+
+    def differs(self, other: _Watched) -> str | None:
+        """The first module that calls something else of torch; None if none does."""
+        pairs = zip_longest(self.ops, other.ops)
+        return next(((one or another)[0] for one, another in pairs if one != another), None)
 
     def mixes_alone(self, path: str) -> bool:
         """Whether a module made hidden states of hidden states, and attended nowhere."""

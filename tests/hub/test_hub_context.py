@@ -215,7 +215,7 @@ def cases_of(names: Sequence[str], **sizes: Any) -> list[Case]:
 
 
 def test_ranks_that_share_sequences_train_as_one() -> None:
-    require_equal(2, cases_of(SAMPLE))
+    require_equal(2, cases_of(SAMPLE, attn_temperature_tuning=False))
 
 
 @pytest.mark.slow
@@ -265,6 +265,7 @@ def loaded(family: str, **parallel: Any) -> Any:
     [
         ("falcon", r"block 0\.self_attention attends past transformers' registry"),
         ("deepseek_v32", r"block 0\.self_attn\.indexer does not run on a part of a sequence"),
+        ("llama4_text", r"block \d\.self_attn counts positions by itself"),  # to scale queries by them
     ],
 )
 def test_what_cannot_be_shared_is_refused_by_its_name(family: str, named: str) -> None:
@@ -274,8 +275,20 @@ def test_what_cannot_be_shared_is_refused_by_its_name(family: str, named: str) -
 
 
 def test_windows_chunks_and_tables_of_positions_are_let_through() -> None:
-    for family in ("gemma2", "opt", "llama4_text", "gpt2"):
+    for family in ("gemma2", "opt", "gpt2"):
         assert loaded(family, context=2, context_method="ulysses").mesh.cp == 2
+    config = content("llama4_text", attn_temperature_tuning=False)
+    assert no_context(hub_model(config), 2, "ulysses") is None
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_what_depends_on_the_name_of_the_attention_function_is_refused(attention: str) -> None:
+    kinds = ["full_attention", *["minimax_m3_sparse"] * 3]  # whose mask has every token of so few
+    config = content("minimax_m3_vl_text", layer_types=kinds, index_n_heads=2)
+    why = no_context(hub_model({**config, "attn_implementation": attention}), 2, "all_gather")
+    assert why == "block 1.self_attn chooses by the name of its attention function"
+    same = {**content("gpt2"), "attn_implementation": attention}  # asks, and does the same
+    assert no_context(hub_model(same), 2, "all_gather") is None
 
 
 def test_what_sees_whole_rows_leaves_the_cut_along_the_sequence_to_its_ends() -> None:
