@@ -85,7 +85,7 @@ def test_another_ending_is_refused_before_anything_is_done(dsx, inputs, tmp_path
 
 def test_the_plan_of_a_cluster_is_no_picture(dsx):
     code, _, err = dsx("plan", "--model", "gpt2", "--gpus", "2", "--cluster", "H100", "--output", "best.svg")
-    assert (code, "end it in .json" in err) == (2, True)
+    assert (code, "best.svg" in err and "--goodput" in err) == (2, True)
 
 
 def test_png_of_a_timeline_shows_what_its_svg_says(dsx, inputs, tmp_path):
