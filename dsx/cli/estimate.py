@@ -15,6 +15,7 @@ from dsx.cli.options import (
     CHUNKS,
     CLUSTER,
     CONFIG,
+    CONTEXT,
     GPU_MEMORY,
     GPUS,
     LAYERS,
@@ -55,6 +56,7 @@ def estimate(
     cluster: Annotated[str | None, CLUSTER] = None,
     tensor: Annotated[int | None, TENSOR] = None,
     pipeline: Annotated[int | None, PIPELINE] = None,
+    context: Annotated[int | None, CONTEXT] = None,
     zero: Annotated[int | None, ZERO] = None,
     micro_batch: Annotated[int | None, MICRO_BATCH] = None,
     overrides: Annotated[list[str] | None, SET] = None,
@@ -93,6 +95,7 @@ def estimate(
     short = {
         "dsx.parallel.tensor": tensor,
         "dsx.parallel.pipeline": pipeline,
+        "dsx.parallel.context": context,
         "dsx.parallel.chunks": chunks,
         "dsx.schedule.name": schedule,
         "zero_optimization.stage": zero,
@@ -107,6 +110,7 @@ def estimate(
         refused = {
             "--model": model,
             "--tensor": tensor,
+            "--context": context,
             "--micro-batch": micro_batch,
             **{f"--set {item}": item for item in overrides or () if item.startswith("dsx.")},
         }

@@ -78,8 +78,8 @@ MICRO_BATCH = count("--micro-batch", "Sequences per micro-batch and data-paralle
 GPU_MEMORY = typer.Option(
     "--gpu-memory",
     metavar="GIB",
-    help="All the memory of a GPU, of which 2 GiB and 4 % are left to context and libraries. Default: the "
-    "cluster's, where one is named.",
+    help="All the memory of a GPU, of which 2 GiB and 4 % are left to the device's context and libraries. "
+    "Default: the cluster's, where one is named.",
     callback=_memory,
 )
 CLUSTER = typer.Option(

@@ -92,12 +92,13 @@ def plan(
 ) -> None:
     """Find the layout that trains a model fastest.
 
-    It ranks tensor and pipeline degree, chunks, schedule, ZeRO stage, micro-batch, recompute and sequence
-    parallelism by predicted step time, within the memory of a GPU; what an option gives is kept. All but the
-    layout comes from CONFIG, or, without one, from usual settings. Exit code 1: nothing fits.
+    It ranks tensor, pipeline and (of long sequences) context degree, chunks, schedule, ZeRO stage,
+    micro-batch, recompute and sequence parallelism by predicted step time, within the memory of a GPU; what
+    an option gives is kept. All but the layout comes from CONFIG, or, without one, from usual settings. Exit
+    code 1: nothing fits.
 
-    Ranks that share sequences are tried from 32,768 tokens on, or where CONFIG has dsx.parallel.context: a
-    number is kept, "auto" tries all.
+    Ranks that share sequences are tried from 32,768 tokens on, or where CONFIG or --set has
+    dsx.parallel.context: a number is kept, "auto" tries all.
 
     With --layers the model is your own list of layers and CONFIG an ordinary DeepSpeed JSON: pipeline degree,
     schedule, chunks and ZeRO stage are searched for the micro-batch that the list shows.

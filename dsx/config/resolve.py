@@ -140,7 +140,8 @@ def check_positions(facts: Facts) -> Iterator[ConfigError]:
     length, most = facts.dsx.data.sequence_length, facts.model.max_positions
     if length > most:
         key = at("dsx.data.sequence_length", length)
-        yield ConfigError(key, f"the model has {most} positions", f"use at most {most}")
+        fix = f"use at most {most}, or raise max_position_embeddings (or n_positions) in dsx.model.overrides"
+        yield ConfigError(key, f"the model has {most} positions", fix)
 
 
 def check_training(facts: Facts) -> Iterator[ConfigError]:
@@ -326,6 +327,16 @@ class Degrees:
     notes: tuple[str, ...]
 
 
+def undecided_context(dsx: DsxConfig) -> Iterator[ConfigError]:
+    """The degree of the context axis, if it is left to a plan."""
+    if dsx.parallel.context == "auto":
+        yield ConfigError(
+            at("dsx.parallel.context", "auto"),
+            "a plan chooses it, and a run needs a number",
+            "use a number, or the config that `dsx plan CONFIG --output FILE` writes",
+        )
+
+
 def resolve_degrees(dsx: DsxConfig, model: Model, *, num_layers: int, world_size: int) -> Degrees:
     """Degrees for ``world_size`` ranks.
 
@@ -337,12 +348,7 @@ def resolve_degrees(dsx: DsxConfig, model: Model, *, num_layers: int, world_size
     whole list: embedding, blocks, norm, head.
     """
     tensor, pipeline, context = dsx.parallel.tensor, dsx.parallel.pipeline, dsx.parallel.context
-    if context == "auto":
-        raise ConfigError(
-            at("dsx.parallel.context", context),
-            "a plan chooses it, and a run needs a number",
-            "use a number, or the config that `dsx plan CONFIG --output FILE` writes",
-        )
+    raise_all("config", [*undecided_context(dsx)])
     asked = LayoutRequest(
         ranks=world_size,
         tensor=None if tensor == "auto" else tensor,

@@ -211,7 +211,7 @@ class GpuMemory:
     """The memory of a GPU, and what a run's tensors may take of it.
 
     >>> str(GpuMemory(80 << 30, allowance(80 << 30))), str(GpuMemory(4 << 30, 0))
-    ('80 GiB less 5.20 for context, libraries and gaps', '4 GiB')
+    ("80 GiB less 5.20 for the device's context, libraries and gaps", '4 GiB')
     """
 
     memory_bytes: int
@@ -223,7 +223,7 @@ class GpuMemory:
 
     def __str__(self) -> str:
         whole = f"{self.memory_bytes / _GIB:g} GiB"
-        less = f" less {self.reserved_bytes / _GIB:.2f} for context, libraries and gaps"
+        less = f" less {self.reserved_bytes / _GIB:.2f} for the device's context, libraries and gaps"
         return whole + less if self.reserved_bytes else whole
 
 
@@ -241,7 +241,7 @@ def gpu_memory(gib: float, cluster: Cluster | None = None) -> GpuMemory:
     if reserved >= memory_bytes:
         raise ConfigError(
             f"--gpu-memory {gib:g}",
-            f"context, libraries and gaps take {amount(reserved)}, and nothing is left",
+            f"the device's context, libraries and gaps take {amount(reserved)}, and nothing is left",
             "give all the memory of one GPU, as nvidia-smi says it, in GiB",
         )
     return GpuMemory(memory_bytes, reserved)
@@ -346,8 +346,8 @@ class ClusterConfig(SchemaBlock):
     memory_gib: PositiveNumber | None = Field(None, description="Memory of a GPU; 1024 MiB are 1 GiB.")
     reserved_gib: Annotated[float, Field(ge=0)] | None = Field(
         default=None,
-        description="What a run's tensors cannot have of it: context, libraries, gaps. Left out: on GPUs "
-        "2 GiB and a twenty-fifth of memory_gib, on CPUs nothing.",
+        description="What a run's tensors cannot have of it: the device's context, libraries, gaps. Left out: "
+        "on GPUs 2 GiB and a twenty-fifth of memory_gib, on CPUs nothing.",
     )
     memory_gigabytes_per_second: PositiveNumber | None = Field(
         default=None, description="Nominal rate of a GPU's memory, in 10**9 bytes a second: 1 TB/s is 1000."

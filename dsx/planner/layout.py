@@ -120,7 +120,7 @@ class Task:
         if kinds == [ADAPTERS] and network.efficiency.adapters is not None:
             return network.efficiency.adapters
         if kinds == [SHARED] and network.efficiency.context is not None:
-            return f"{what}: {network.efficiency.context}"
+            return str(network.efficiency.context)
         if not kinds:
             return known
         why = f"none of the published runs that are compared has {' or '.join(kinds)}"

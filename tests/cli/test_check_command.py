@@ -372,7 +372,7 @@ def test_dsx_configs(dsx):
     code, out, _ = dsx("check", config, QUIET, "--gpus", "8", "--gpu-memory", "2.084")
     assert code == 1
     assert "[memory]" in out
-    assert "2.084 GiB less 2.08 for context" in out
+    assert "2.084 GiB less 2.08 for the device's context" in out
     code, _, err = dsx("check", config, QUIET, "--gpus", "8", "--gpu-memory", "2")
     assert (code, "nothing is left" in err) == (2, True)
     bucket = "zero_optimization.reduce_bucket_size=1000000"

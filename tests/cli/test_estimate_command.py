@@ -175,14 +175,14 @@ def test_memory_and_the_cluster_that_has_it_are_one_answer(dsx, cluster):
     )
     if cluster != "CPU":
         assert dsx(*run, "--gpu-memory", gib)[:2] == named[:2]
-        assert f"{gib} GiB less {2 + gib / 25:.2f} for context, libraries and gaps: " in named[1]
+        assert f"{gib} GiB less {2 + gib / 25:.2f} for the device's context, libraries and gaps: " in named[1]
 
 
 def test_a_reserve_of_the_clusters_own_stays(dsx, tmp_path):
     cluster = tmp_path / "ours.json"
     cluster.write_text(json.dumps({"gpu": "H100", "reserved_gib": 1}))
     out = dsx("--model", "gpt2/tiny", "--cluster", cluster, "--gpu-memory", 40)[1]
-    assert "40 GiB less 1.00 for context, libraries and gaps: fits" in out
+    assert "40 GiB less 1.00 for the device's context, libraries and gaps: fits" in out
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_8_billion_parameters_fit_a_gpu_that_holds_no_two_copies_of_them(dsx):
     run = ("--model", "llama-3-8b", "--gpus", 8, "--zero", 2, *sizes, *offload, *bucket)
     code, out, _ = dsx(*run, "--gpu-memory", 24)
     assert code == 0
-    assert "24 GiB less 2.96 for context, libraries and gaps: fits" in out
+    assert "24 GiB less 2.96 for the device's context, libraries and gaps: fits" in out
     assert "parameters on their way 14.96" in " ".join(out.split())
     engine = []
     for gib in (24, 80):

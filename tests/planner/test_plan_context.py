@@ -230,8 +230,8 @@ def test_what_a_plan_names_is_loaded(tmp_path):
         path.write_text(json.dumps(inputs.config_of(ranked.layout, search.predictor)))
         loaded = layout_of(dsx.load_config(path, world_size=8))
         assert replace(loaded, bounds=None) == replace(ranked.layout, bounds=None), ranked.layout.label
-    assert "how far the steps may be off is not known: one published run" in str(
-        plan.task.evidence(plan.best[0].layout)
+    assert plan.task.evidence(plan.best[0].layout) == (
+        "one published run on H100 with ranks that share sequences was compared; it was 14% faster than predicted"
     )
 
 

@@ -54,6 +54,9 @@ def test_adapters_and_the_largest_pipelines_are_as_far_off_as_is_said(capsys):
     shared = bench_planner.compared("H100", context=True)
     evidence = fit.shipped("H100").context
     assert (evidence.runs, evidence.error) == (shared["held_out"], round(shared["nine_of_ten_within"], 2))
+    (run,) = shared["rows"]
+    faster = f"it was {1 / (1 + run['error']) - 1:.0%} faster than predicted"
+    assert (str(evidence).endswith(faster), run["error"] < 0) == (True, True)
     for found in bench_planner.largest():
         most = 0.08 if found["length"] == 8192 else 0.10
         assert found["predicted"] == pytest.approx(found["published"], rel=most)
