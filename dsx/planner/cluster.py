@@ -346,8 +346,8 @@ class ClusterConfig(SchemaBlock):
     memory_gib: PositiveNumber | None = Field(None, description="Memory of a GPU; 1024 MiB are 1 GiB.")
     reserved_gib: Annotated[float, Field(ge=0)] | None = Field(
         default=None,
-        description="What a run's tensors cannot have of it: the device's context, libraries, gaps. Left out: "
-        "on GPUs 2 GiB and a twenty-fifth of memory_gib, on CPUs nothing.",
+        description="What a run's tensors cannot have of it: the device's context, libraries, gaps. "
+        "Left out: on GPUs 2 GiB and a twenty-fifth of memory_gib, on CPUs nothing.",
     )
     memory_gigabytes_per_second: PositiveNumber | None = Field(
         default=None, description="Nominal rate of a GPU's memory, in 10**9 bytes a second: 1 TB/s is 1000."

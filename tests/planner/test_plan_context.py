@@ -231,7 +231,8 @@ def test_what_a_plan_names_is_loaded(tmp_path):
         loaded = layout_of(dsx.load_config(path, world_size=8))
         assert replace(loaded, bounds=None) == replace(ranked.layout, bounds=None), ranked.layout.label
     assert plan.task.evidence(plan.best[0].layout) == (
-        "one published run on H100 with ranks that share sequences was compared; it was 14% faster than predicted"
+        "one published run on H100 with ranks that share sequences was compared; "
+        "it was 14% faster than predicted"
     )
 
 
