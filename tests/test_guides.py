@@ -31,7 +31,7 @@ LONG = {
     "own_model.md": ("deepspeed", "torchrun --nproc_per_node 4"),
     "scaling.md": (
         "dsx verify",
-        "dsx estimate --model llama-3-8b",  # that of the config is pasted
+        "dsx estimate --model",  # that of the config is pasted
         "dsx plan configs/llama3_70b_64gpu.json",
     ),
     "tour.md": (

@@ -94,6 +94,11 @@ def _lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "tensor", ", ".join(map(str, found["tensor"]))
     if found["not_cut"]:
         yield "", f"not 2: {found['not_cut']}"
+    refused = found["no_context"]
+    if methods := [method for method, why in refused.items() if why is None]:
+        yield "context", f"ranks may share sequences by {' and '.join(methods)}"
+    for why in dict.fromkeys(filter(None, refused.values())):
+        yield "" if methods else "context", f"refused: {why}"
     for each in found["whole"]:
         if max(each["parameters"], each["work"]) >= _TOLD_SHARE:
             share = (

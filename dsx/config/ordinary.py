@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from dsx.config.batch import ACCUMULATION, MICRO, TRAIN
-from dsx.config.load import content_of
+from dsx.config.load import content_of, override
 from dsx.config.sources import find_model, spec_of
 from dsx.errors import ConfigError
 
@@ -73,9 +73,9 @@ def complete(
 ) -> Completed:
     """A config of dsx.
 
-    A config with a ``dsx`` block stays as it is, but ``model`` replaces ``dsx.model``; of a block for
-    dsx.Trainer, which says nothing of the training, the rest is filled in. Without one the run is DeepSpeed's
-    own: data parallel, with sequences of the model's greatest length.
+    A config with a ``dsx`` block stays as it is, but ``model`` replaces the file's ``dsx.model``; of a block
+    for dsx.Trainer, which says nothing of the training, the rest is filled in. Without one the run is
+    DeepSpeed's own: data parallel, with sequences of the model's greatest length.
 
     Args:
         content: The file's content; empty for no file, which means bf16, AdamW and ZeRO-1.
@@ -99,7 +99,12 @@ def complete(
     block = out.setdefault("dsx", {})
     if not isinstance(block, dict):
         return Completed(content=out, assumed=())  # refused when it is read
-    block["model"] = source
+    block["model"] = {**source}
+    for item in overrides:
+        if item.startswith("dsx.model."):
+            override(out, item)
+    changed = value_at(block, "model.overrides")
+    hf_config = {**hf_config, **(changed if isinstance(changed, dict) else {})}
     if has_block and "train" in block:
         return Completed(content=out, assumed=())
     assumed = [*_fill(out, hf_config, steps), *_batch(out), *(_usual(out) if is_empty else _needed(out))]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, get_args
 
 from dsx.errors import DsxError
 from dsx.hub.model_structure import check_one_stack
 from dsx.hub.read import hub_model, known_of
 from dsx.models.flops import multiplied
 from dsx.models.hf_config import FAMILIES
-from dsx.models.spec import HubModel
+from dsx.models.spec import ContextMethod, HubModel
 from dsx.models.transformers_settings import first_line, quiet_transformers
 
 _MOST_RANKS = 64
@@ -85,7 +85,8 @@ def report(config: Mapping[str, Any], tensor_plan: Mapping[str, str | None] | No
     Raises:
         ModelError: dsx refuses the model; names the reason.
     """
-    from dsx.verify.alone import probe  # here: as above
+    from dsx.hub.context_probe import no_context  # here: as above
+    from dsx.verify.alone import probe
 
     model = hub_model(config, tensor_plan)
     try:
@@ -107,6 +108,7 @@ def report(config: Mapping[str, Any], tensor_plan: Mapping[str, str | None] | No
         "key_value_heads": pairs,
         "tensor": legal,
         "not_cut": model.uncut(2),
+        "no_context": {method: no_context(model, 2, method) for method in get_args(ContextMethod)},
         "whole": [
             {"module": path, "parameters": share, "work": flops.get(path, 0.0)} for path, share in model.whole
         ],
