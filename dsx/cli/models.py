@@ -97,8 +97,10 @@ def _lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     refused = found["no_context"]
     if methods := [method for method, why in refused.items() if why is None]:
         yield "context", f"ranks may share sequences by {' and '.join(methods)}"
-    for why in dict.fromkeys(filter(None, refused.values())):
-        yield "" if methods else "context", f"refused: {why}"
+        if why := refused["ulysses"]:
+            yield "", f"not ulysses: {why}"
+    else:
+        yield "context", f"refused: {refused['all_gather']}"
     for each in found["whole"]:
         if max(each["parameters"], each["work"]) >= _TOLD_SHARE:
             share = (

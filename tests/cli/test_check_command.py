@@ -406,6 +406,11 @@ def test_what_no_run_could_use(dsx, monkeypatch, override, words):
     assert words in out
 
 
+def test_a_degree_that_is_left_to_plans_is_found_without_a_number_of_ranks(dsx):
+    code, out, _ = dsx("check", INTERLEAVED, QUIET, "--set", 'dsx.parallel.context="auto"')
+    assert (code, "a plan chooses it, and a run needs a number" in out) == (1, True)
+
+
 def test_a_tokenizer_of_the_hub_that_nobody_here_can_look_up_is_a_warning(dsx, monkeypatch):
     """A machine that checks configs may have no network where those that train do, or their caches."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

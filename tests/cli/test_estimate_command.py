@@ -71,6 +71,14 @@ def test_a_model_can_be_a_preset_a_file_or_a_folder(dsx, tmp_path):
     answers = [dsx("--model", source, "--tensor", 2, "--gpus", 2) for source in (file, tmp_path)]
     assert answers[0] == answers[1]
     assert answers[0][0] == 0
+    raised = ("--set", "dsx.model.overrides.max_position_embeddings=4096")
+    shared = ("--model", file, "--gpus", 4, "--context", 2, "--set", "dsx.data.sequence_length=4096")
+    code, _, err = dsx(*shared)
+    assert (code, "or raise max_position_embeddings" in err) == (2, True)
+    code, out, _ = dsx(*shared, *raised)
+    assert (code, "data 2 x context 2" in out, "of 1 x 4096 tokens" in out) == (0, True, True)
+    code, out, _ = dsx("--model", file, *raised)
+    assert (code, "dsx.data.sequence_length = 4096 (the model's greatest)" in out) == (0, True)
     code, out, _ = dsx("--model", "gpt2", "--gpus", 1, "--micro-batch", 4, "--zero", 0)
     assert (code, out.splitlines()[:2]) == (
         0,
