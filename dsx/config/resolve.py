@@ -327,14 +327,13 @@ class Degrees:
     notes: tuple[str, ...]
 
 
-def undecided_context(dsx: DsxConfig) -> Iterator[ConfigError]:
-    """The degree of the context axis, if it is left to a plan."""
-    if dsx.parallel.context == "auto":
-        yield ConfigError(
-            at("dsx.parallel.context", "auto"),
-            "a plan chooses it, and a run needs a number",
-            "use a number, or the config that `dsx plan CONFIG --output FILE` writes",
-        )
+def left_to_plans() -> ConfigError:
+    """What is wrong with a context degree of "auto" in a run."""
+    return ConfigError(
+        at("dsx.parallel.context", "auto"),
+        "a plan chooses it, and a run needs a number",
+        "use a number, or the config that `dsx plan CONFIG --output FILE` writes",
+    )
 
 
 def resolve_degrees(dsx: DsxConfig, model: Model, *, num_layers: int, world_size: int) -> Degrees:
@@ -348,7 +347,8 @@ def resolve_degrees(dsx: DsxConfig, model: Model, *, num_layers: int, world_size
     whole list: embedding, blocks, norm, head.
     """
     tensor, pipeline, context = dsx.parallel.tensor, dsx.parallel.pipeline, dsx.parallel.context
-    raise_all("config", [*undecided_context(dsx)])
+    if context == "auto":
+        raise left_to_plans()
     asked = LayoutRequest(
         ranks=world_size,
         tensor=None if tensor == "auto" else tensor,

@@ -30,12 +30,13 @@ def resolve_run(
         gpu_memory_gib: All memory of a GPU, which each rank must fit into; None to leave that open.
     """
     from dsx.config.load import SeveralProblemsError, load, raise_all
-    from dsx.config.resolve import resolve, undecided_context
+    from dsx.config.resolve import left_to_plans, resolve
     from dsx.config.sources import missing
 
     try:
         _, block = load(config)
-        raise_all("dsx", [*missing(block.data), *_output(block.train.output), *undecided_context(block)])
+        left = [left_to_plans()] if block.parallel.context == "auto" else []
+        raise_all("dsx", [*missing(block.data), *_output(block.train.output), *left])
         if world_size is None:
             return None, []
         run = resolve(config, world_size=world_size)
