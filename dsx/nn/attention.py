@@ -29,7 +29,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.utils.checkpoint import checkpoint
 
 from dsx.errors import ModelError
@@ -492,7 +491,7 @@ class _LowerRight(NamedTuple):
 
     seq_len_q: int
     seq_len_kv: int
-    variant: CausalVariant = CausalVariant.LOWER_RIGHT
+    variant: Any
 
     def _materialize(self, device: torch.device) -> Tensor:
         """For a device without such a kernel."""
@@ -502,7 +501,9 @@ class _LowerRight(NamedTuple):
 
 def ending_together(q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float | None) -> Tensor:
     """Causal attention of the last S tokens to all T, which takes no mask where torch has such a kernel."""
-    corner: Any = _LowerRight(q.shape[2], k.shape[2])
+    from torch.nn.attention.bias import CausalBias, CausalVariant  # here: it loads the compiler
+
+    corner: Any = _LowerRight(q.shape[2], k.shape[2], CausalVariant.LOWER_RIGHT)
     gqa = q.shape[1] != k.shape[1]
     dispatch: Any = CausalBias._dispatch  # noqa: SLF001
     context: Tensor = dispatch(q, k, v, corner, dropout, scale=scale, enable_gqa=gqa)
