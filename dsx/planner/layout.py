@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from dsx.errors import LayoutError
@@ -341,9 +342,10 @@ def _meshes(task: Task, space: Space) -> Iterator[Mesh]:
         wanted = {"tensor": space.tensor, "pipeline": space.pipeline, "context": space.context}
         given: dict[str, Any] = {key: each[0] for key, each in wanted.items() if each is not None}
         named = [f"{key} {degree}" for key, degree in given.items() if (key, degree) != ("context", 1)]
-        why = next(iter(violations(replace(asked, **given))), None)
-        reason = f"their product does not divide {space.gpus} GPUs" if why is None else why.why
-        fix = "leave one of them open" if why is None else why.fix
+        reason = f"their product does not divide {space.gpus} GPUs"
+        fix, broken = "leave one of them open", violations(replace(asked, **given))
+        if space.gpus % prod(given.values()) == 0 and (why := next(broken, None)) is not None:
+            reason, fix = why.why, why.fix
         raise LayoutError(" x ".join(named), reason, fix)
 
 
