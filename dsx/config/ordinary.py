@@ -63,6 +63,14 @@ class Completed:
     assumed: tuple[Assumption, ...]
 
 
+def replace_model(content: dict[str, Any], source: Mapping[str, Any], overrides: Sequence[str]) -> None:
+    """Put ``source`` in the place of a config's ``dsx.model``, with what ``overrides`` change of it."""
+    content["dsx"]["model"] = {**source}
+    for item in overrides:
+        if item.startswith("dsx.model."):
+            override(content, item)
+
+
 def complete(
     content: Mapping[str, Any],
     model: str | None,
@@ -99,10 +107,7 @@ def complete(
     block = out.setdefault("dsx", {})
     if not isinstance(block, dict):
         return Completed(content=out, assumed=())  # refused when it is read
-    block["model"] = {**source}
-    for item in overrides:
-        if item.startswith("dsx.model."):
-            override(out, item)
+    replace_model(out, source, overrides)
     changed = value_at(block, "model.overrides")
     hf_config = {**hf_config, **(changed if isinstance(changed, dict) else {})}
     if has_block and "train" in block:

@@ -194,8 +194,8 @@ class PipelineEngine:
         self.programs = Programs(model.program, model.stage_map, model.groups.pp_rank)
         self._tracer = Tracer(model.groups, model.device)
         self.first_step = first_step
-        self._in_step = False  # also after an error that a program has caught
         """What is said of the next step, if it takes long; empty once there was one."""
+        self._in_step = False  # True, too, after an error that a program has caught
         self.training_dataloader: Iterable[Any] | None = None
         self._saver: Saver | None = None
         self.rank_progress = RankProgress(model.device)

@@ -15,7 +15,6 @@ Shapes: B micro-batch, h heads, g key/value heads, S the whole sequence, s this 
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -28,7 +27,7 @@ from dsx.errors import ModelError
 from dsx.hub.tensor_plan import sequence_cut
 from dsx.models.config_values import at
 from dsx.nn import collectives
-from dsx.nn.attention import scaled_dot_product
+from dsx.nn.attention import check_heads, repeated, scaled_dot_product
 from dsx.nn.context import ContextParallel
 from dsx.nn.parallel import uncompiled
 
@@ -118,15 +117,9 @@ class ContextAttention:
     def _by_heads(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, named: Any
     ) -> Tensor:
-        size, heads, pairs = self.cp.size, query.shape[1], key.shape[1]
-        if heads % size:
-            raise ModelError(
-                f"{heads} attention heads",
-                f"{size} context-parallel ranks cannot have equal numbers of them",
-                'use dsx.parallel.context_method = "all_gather", or a degree that divides them',
-            )
-        times = size // math.gcd(pairs, size)
-        key, value = (each.repeat_interleave(times, 1) if times > 1 else each for each in (key, value))
+        size, heads = self.cp.size, query.shape[1]
+        check_heads(heads, self.cp)
+        key, value = (repeated(each, self.cp, dim=1) for each in (key, value))
         query, key, value = (self.to_heads(each) for each in (query, key, value))
 
         def own(each: Any) -> Any:

@@ -33,7 +33,7 @@ from dsx.hub.model_structure import BlockCall, structure_of
 from dsx.hub.shrunk import kinds_of, random_model, shrunk
 from dsx.models.spec import ContextMethod, HubModel
 from dsx.models.transformers_settings import first_line, torch_forms
-from dsx.nn.context import ContextParallel
+from dsx.nn.context import ContextParallel, DetachedContextParallel
 from dsx.nn.documents import hidden_of
 
 _ROWS, _TOKENS, _FAR = 2, 32, 5e-5  # more tokens than small windows and indexers see
@@ -92,7 +92,7 @@ def _tried(
     text = json.dumps(small, sort_keys=True)
     structure, model = structure_of(text), random_model(small).eval()
     dtypes = values.buffer_dtypes(text, torch.float32)
-    parts = [_Alone(size, rank, method=method) for rank in (0, size - 1)]
+    parts = [DetachedContextParallel(size, rank, method=method) for rank in (0, size - 1)]
     ranks = [(cp, BlockArguments(structure, torch.device("cpu"), torch.float32, dtypes, cp)) for cp in parts]
     kinds = kinds_of(structure)
     mixing = dict(known)
@@ -253,13 +253,6 @@ class Replayed(ContextAttention):
 def _require(*, close: bool) -> None:
     if not close:
         raise ValueError("attention is given something else for a part of the sequence than for the whole")
-
-
-class _Alone(ContextParallel):
-    """One of the ranks that share a sequence without its peers."""
-
-    def __post_init__(self) -> None:
-        """Do nothing, because there is no group to check."""
 
 
 class _Watched(TorchDispatchMode):

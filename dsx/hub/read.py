@@ -91,6 +91,7 @@ def _hub_model(text: str, changes: tuple[tuple[str, str | None], ...]) -> HubMod
         buffers=buffers,
         order=reader.in_order((*params, *buffers)),
         heads=reader.heads,
+        query_heads=reader.query_heads,
         pair_projections=frozenset(reader.pairs(params)),
         own_values=tuple(item for item in reader.memory.items() if reader.laws[item[1]] is None),
         query_size=_query_size(settings),
@@ -326,18 +327,22 @@ class _Reader:
         return tuple(spec.name for spec in sorted(specs, key=lambda spec: places[spec.in_module]))
 
     @property
+    def query_heads(self) -> int:
+        """Attention heads that all blocks share out alike; 0 if nothing says how many there are."""
+        # Each block's own, where a config says one number for all, or none.
+        own = (_heads_of(block, "q_proj") for block in self.structure.list_of_blocks)
+        return math.gcd(_number(self.model.config, "num_attention_heads") or 0, *own)
+
+    @property
     def heads(self) -> tuple[int, int] | None:
-        """Attention heads that all blocks share out alike, and key/value heads, where queries are cut."""
+        """:attr:`query_heads` and key/value heads, where queries are cut."""
         names = ("q_proj", "qkv_proj", "query_key_value", "q_b_proj", "c_attn")
         cut = any(
             style in ("colwise", "qkv_colwise") and path.rpartition(".")[2] in names
             for plan in self.plans
             for path, style in plan.styles.items()
         )
-        # Each block's own, where a config says one number for all, or none.
-        own = (_heads_of(block, "q_proj") for block in self.structure.list_of_blocks)
-        queries = math.gcd(_number(self.model.config, "num_attention_heads") or 0, *own)
-        pairs = min((plan.pairs for plan in self.plans), default=0)
+        queries, pairs = self.query_heads, min((plan.pairs for plan in self.plans), default=0)
         return (queries, pairs) if cut and queries and pairs else None
 
     def whole(self) -> Iterator[tuple[str, float]]:

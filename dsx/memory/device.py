@@ -24,7 +24,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from dsx.hub import values
 from dsx.launch.spared import compilers_late
 from dsx.nn import attention, dropout, parameters
-from dsx.nn.context import ContextParallel
 from dsx.nn.parallel import TensorParallel
 
 Device = Literal["paper", "cpu"]
@@ -350,13 +349,6 @@ def _forms_unchecked() -> Iterator[None]:
         yield
     finally:
         checks["default"] = plain
-
-
-class DetachedContextParallel(ContextParallel):
-    """One context-parallel rank without its peers."""
-
-    def __post_init__(self) -> None:
-        """Do nothing, because there is no group to check."""
 
 
 class DetachedTensorParallel(TensorParallel):

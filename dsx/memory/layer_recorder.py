@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from dsx.errors import ModelError
 from dsx.hub.model_structure import structure_of
 from dsx.memory import device as paper
-from dsx.memory.device import DetachedContextParallel, DetachedTensorParallel, fake_build
+from dsx.memory.device import DetachedTensorParallel, fake_build
 from dsx.memory.layer_record import (
     LOSS,
     Event,
@@ -42,7 +42,7 @@ from dsx.models.params import layer_kinds, vocabulary_rows
 from dsx.models.spec import HubModel
 from dsx.models.transformers_settings import first_line
 from dsx.nn import collectives
-from dsx.nn.context import ContextParallel
+from dsx.nn.context import ContextParallel, DetachedContextParallel
 from dsx.nn.documents import PerMicroBatch
 from dsx.nn.embedding import TiedUse
 from dsx.nn.loss import loss_of

@@ -214,6 +214,7 @@ class HubModel:
         buffers: Every tensor that is stored with them and not trained.
         order: Names of both in the order of transformers' module.
         heads: Attention heads, key/value heads, if the plan cuts attention head by head; else None.
+        query_heads: Attention heads, whether it does or not; 0 if nothing says how many there are.
         pair_projections: Parameters that give keys or values, each rank its own heads, with their heads, of
             which layers may have different numbers.
         own_values: (name, name in transformers' model) of every parameter whose fresh values only the
@@ -246,6 +247,7 @@ class HubModel:
     buffers: tuple[ParamSpec, ...] = field(default=(), repr=False, compare=False)
     order: tuple[str, ...] = field(repr=False, compare=False)
     heads: tuple[int, int] | None = None
+    query_heads: int = field(default=0, repr=False)
     pair_projections: frozenset[tuple[str, int]] = field(default=frozenset(), repr=False)
     own_values: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     query_size: int = 0

@@ -431,15 +431,21 @@ def check_heads(heads: int, cp: ContextParallel) -> None:
         )
 
 
+def repeated(pairs: Tensor, cp: ContextParallel, dim: int) -> Tensor:
+    """Key/value heads along ``dim``, each so often that every rank gets equally many under Ulysses.
+
+    As query heads divide by the ranks and by the key/value heads, each rank's attend to its own of these.
+    """
+    times = cp.size // math.gcd(pairs.shape[dim], cp.size)
+    return pairs if times == 1 else pairs.repeat_interleave(times, dim)
+
+
 def own_heads(q: Tensor, k: Tensor, v: Tensor, cp: ContextParallel) -> list[Tensor]:
     """Queries [B, S, N, D], keys and values [B, S, K, D] to those of N/cp heads in whole rows.
 
     Where ranks outnumber key/value heads, or share them unevenly, these are repeated first.
     """
-    count, pairs = q.shape[2], k.shape[2]
-    if pairs % cp.size:
-        times = (cp.size if cp.size % pairs == 0 else count) // pairs
-        k, v = (each.repeat_interleave(times, dim=2) for each in (k, v))
+    k, v = (repeated(each, cp, dim=2) for each in (k, v))
     by_rank = zip(*(each.chunk(cp.size, dim=2) for each in (q, k, v)), strict=True)
     fused = torch.cat([part for parts in by_rank for part in parts], dim=2)
     sizes = [each.shape[2] // cp.size for each in (q, k, v)]

@@ -81,5 +81,12 @@ class ContextParallel:
         return self
 
 
+class DetachedContextParallel(ContextParallel):
+    """One context-parallel rank without its peers."""
+
+    def __post_init__(self) -> None:
+        """Do nothing, because there is no group to check."""
+
+
 WHOLE = ContextParallel()
 """Of a rank that has whole sequences."""

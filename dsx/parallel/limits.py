@@ -6,7 +6,6 @@ DeepSpeed's own keys does not go with a mesh stands in the table of :mod:`dsx.co
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -175,20 +174,12 @@ def _uncut_row(row: int, context: int) -> str | None:
     return f"sequence length = {row}: not divisible by {row_multiple(context)}, two chunks for each rank"
 
 
-_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
-"""What configs of transformers call their attention heads."""
-
-
 def _too_few_heads(context_method: str, model: Model, tensor: int, context: int) -> str | None:
     if context_method != "ulysses" or context == 1:
         return None
-    if isinstance(model, ModelSpec):
-        own = model.num_heads // tensor
-    elif model.heads is not None:
-        own = model.heads[0] // tensor
-    else:  # tensor parallelism leaves them whole
-        config = json.loads(model.config)
-        own = next((config[key] for key in _HEADS if isinstance(config.get(key), int)), 0)
+    heads = model.num_heads if isinstance(model, ModelSpec) else model.query_heads
+    is_whole = isinstance(model, HubModel) and model.heads is None  # in a tensor-parallel rank
+    own = heads if is_whole else heads // tensor
     if own % context == 0:
         return None
     return f"the {own} attention heads of a rank do not divide by context {context}"

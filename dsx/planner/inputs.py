@@ -14,7 +14,7 @@ from typing import Any, Self
 from dsx.config.batch import ACCUMULATION, MICRO, TRAIN
 from dsx.config.deepspeed import precision
 from dsx.config.load import content_of, load, override
-from dsx.config.ordinary import complete, value_at
+from dsx.config.ordinary import complete, replace_model, value_at
 from dsx.config.resolve import resolve
 from dsx.config.run import RunConfig
 from dsx.config.schema import OuterConfig, ParallelConfig
@@ -306,7 +306,7 @@ def plan_inputs(
     content = _usual(cluster) if written is None else _without_layout(written)
     block = content["dsx"]
     if model is not None:
-        block["model"] = find_model(model)[0]
+        replace_model(content, find_model(model)[0], overrides)
     elif config is None:
         raise ConfigError("--model", "no model is named", "give --model, or a CONFIG with a dsx.model")
     outer = _outer(block.pop("outer", None), cluster)

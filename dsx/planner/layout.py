@@ -342,11 +342,12 @@ def _meshes(task: Task, space: Space) -> Iterator[Mesh]:
         wanted = {"tensor": space.tensor, "pipeline": space.pipeline, "context": space.context}
         given: dict[str, Any] = {key: each[0] for key, each in wanted.items() if each is not None}
         named = [f"{key} {degree}" for key, degree in given.items() if (key, degree) != ("context", 1)]
-        reason = f"their product does not divide {space.gpus} GPUs"
-        fix, broken = "leave one of them open", violations(replace(asked, **given))
-        if space.gpus % prod(given.values()) == 0 and (why := next(broken, None)) is not None:
-            reason, fix = why.why, why.fix
-        raise LayoutError(" x ".join(named), reason, fix)
+        broken = next(violations(replace(asked, **given)), None)
+        if broken is None or space.gpus % prod(given.values()):
+            why, fix = f"their product does not divide {space.gpus} GPUs", "leave one of them open"
+        else:
+            why, fix = broken.why, broken.fix
+        raise LayoutError(" x ".join(named), why, fix)
 
 
 def _degrees(asked: LayoutRequest, key: str, wanted: tuple[int, ...] | None) -> list[int]:

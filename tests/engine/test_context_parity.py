@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import ranks
 from parity import dsx_run, oracle
@@ -53,27 +52,9 @@ def micro_batch(step: int, first: int, packed: bool) -> tuple[Any, torch.Tensor]
 @cache
 def reference(family: str, rows: int, packed: bool) -> tuple[Run, float]:
     """The run, and its held-out loss over the rows of the step after the last."""
-    model, losses, norms = oracle.hf_model(family), [], []
+    model = oracle.hf_model(family)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-
-    def loss_of(step: int) -> torch.Tensor:
-        alone = [document for row in range(rows) for document in documents(step, row, packed)]
-        count = sum(int((labels != -100).sum()) for _, labels in alone)
-        sums = [
-            F.cross_entropy(model(input_ids=ids[None]).logits[0], labels, reduction="sum")
-            for ids, labels in alone
-        ]
-        return torch.stack(sums).sum() / count
-
-    for step in range(STEPS):
-        loss = loss_of(step)
-        optimizer.zero_grad()
-        loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)))
-        optimizer.step()
-        losses.append(loss.item())
-    with torch.no_grad():
-        return Run(losses, norms, {}), loss_of(STEPS).item()
+    return oracle.apart(model, optimizer, STEPS, rows, lambda step, row: documents(step, row, packed))
 
 
 def build(case: Case, folder: Path, packed: bool) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -213,3 +213,37 @@ def train(
             names = IN_FILES.get(family, {})
             first = {names.get(name, name): tensor.clone() for name, tensor in model.state_dict().items()}
     return Run(losses, norms, first)
+
+
+def apart(
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    steps: int,
+    rows: int,
+    documents: Callable[[int, int], Iterable[tuple[torch.Tensor, torch.Tensor]]],
+) -> tuple[Run, float]:
+    """A model trained on every document by itself, and its held-out loss over the step after the last.
+
+    ``documents`` gives those of a step's row: ids and labels, int64 [length] each. A loss is the mean over
+    the trained tokens of all ``rows``.
+    """
+    losses, norms = [], []
+
+    def loss_of(step: int) -> torch.Tensor:
+        alone = [document for row in range(rows) for document in documents(step, row)]
+        count = sum(int((labels != -100).sum()) for _, labels in alone)
+        sums = [
+            F.cross_entropy(model(input_ids=ids[None]).logits[0], labels, reduction="sum")
+            for ids, labels in alone
+        ]
+        return torch.stack(sums).sum() / count
+
+    for step in range(steps):
+        loss = loss_of(step)
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)))
+        optimizer.step()
+        losses.append(loss.item())
+    with torch.no_grad():
+        return Run(losses, norms, {}), loss_of(steps).item()

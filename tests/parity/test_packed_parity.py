@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import ranks
 from often import often
 from parity import dsx_run, oracle
 from parity.dsx_run import Case
-from parity.oracle import ADAMW, CLIPPING, MICRO_BATCH, SEQUENCE, Run
+from parity.oracle import ADAMW, MICRO_BATCH, SEQUENCE, Run
 
 STEPS = 4
 Document = tuple[torch.Tensor, torch.Tensor]
@@ -61,26 +60,7 @@ def reference(family: str, rows: int) -> tuple[Run, float]:
     """The run, and its held-out loss over the rows of the step after the last."""
     model = oracle.hf_model(family)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    losses, norms = [], []
-
-    def loss_of(step: int) -> torch.Tensor:
-        alone = [document for row in range(rows) for document in documents(step, row)]
-        count = sum(int((labels != -100).sum()) for _, labels in alone)
-        sums = [
-            F.cross_entropy(model(input_ids=ids[None]).logits[0], labels, reduction="sum")
-            for ids, labels in alone
-        ]
-        return torch.stack(sums).sum() / count
-
-    for step in range(STEPS):
-        loss = loss_of(step)
-        optimizer.zero_grad()
-        loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)))
-        optimizer.step()
-        losses.append(loss.item())
-    with torch.no_grad():
-        return Run(losses, norms, {}), loss_of(STEPS).item()
+    return oracle.apart(model, optimizer, STEPS, rows, documents)
 
 
 def train(rank: int, world_size: int, case: Case, folder: Path) -> tuple[Run, float, list[int]]:

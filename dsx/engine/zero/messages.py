@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dsx.engine.zero.pages import empty
+
 _MESSAGE = 1 << 20
 """Elements of a message at most."""
 
@@ -32,6 +34,28 @@ def exchange(
         parts = tensor.split(_MESSAGE) if len(tensor) else ()
         works += (dist.isend(part, group=group, group_dst=rank) for part in parts)
     return works
+
+
+def start_sum(
+    group: dist.ProcessGroup, parts: Sequence[torch.Tensor]
+) -> tuple[list[Any], Sequence[torch.Tensor]]:
+    """Start to sum flat tensors, each on the rank in ``group`` of its place, where this rank's own is.
+
+    A collective call over the group. Returns what :func:`end_sum` takes: what is to be waited for, and what
+    each of the other ranks sends.
+    """
+    theirs, own = dict(enumerate(parts)), dist.get_rank(group)
+    mine = theirs.pop(own)
+    received = empty(len(theirs) * len(mine), mine.dtype, mine.device).view(len(theirs), len(mine))
+    return exchange(group, theirs, dict(zip(theirs, received, strict=True))), tuple(received)
+
+
+def end_sum(mine: torch.Tensor, works: Sequence[Any], received: Sequence[torch.Tensor]) -> None:
+    """Wait, and add to this rank's part in place what has come."""
+    for work in works:
+        work.wait()
+    for part in received:
+        mine.add_(part)
 
 
 @torch.no_grad()

@@ -98,8 +98,8 @@ class PartitionedAdapter(ZeroAdapter):
             self._flat.clear()
             optimizer._global_grad_norm = math.inf if optimizer.compute_grad_norm else None  # noqa: SLF001
             for timer in stage_1_and_2.OPTIMIZER_TIMERS:
-                optimizer.timers(timer).start()
-                optimizer.timers(timer).stop()
+                with self._timed(timer):
+                    pass
             return
         if norm is not None:
             optimizer._global_grad_norm = norm / scale  # noqa: SLF001

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dsx.engine.executor import StepHooks
-from dsx.engine.zero.messages import exchange
+from dsx.engine.zero.messages import end_sum, start_sum
 from dsx.engine.zero.pages import empty
 from dsx.errors import ModelError
 from dsx.parallel.reduction import GradientPiece, Interval, by_owner
@@ -110,14 +110,14 @@ class _Bucket:
     Attributes:
         pieces: Those whose averages this rank gets, as they lie in ``mine``.
         mine: Their sum, once ``works`` are done and ``received`` is added.
-        received: The same elements of the other ranks, a row for each, where they are sent whole.
         works: What is under way.
+        received: The same elements of each of the other ranks, where they are sent whole.
     """
 
     pieces: Sequence[GradientPiece[nn.Parameter]]
     mine: torch.Tensor
     works: Sequence[Any]
-    received: torch.Tensor | None = None
+    received: Sequence[torch.Tensor] = ()
 
 
 class GradientTransport:
@@ -198,10 +198,9 @@ class GradientTransport:
             return _Bucket(pieces, flat, [dist.all_reduce(flat, group=self._group, async_op=True)])
         parts = by_owner(pieces, self._owners, self._ranks)
         sizes = [sum(piece.length for piece in part) for part in parts]
-        mine = parts.pop(self._rank)
-        self._fill(flat, [piece for part in (*parts, mine) for piece in part], gradients)
+        self._fill(flat, [piece for part in parts for piece in part], gradients)
         del gradients  # before what comes in has memory
-        return self._send_to_owners(mine, flat, sizes)
+        return self._send_to_owners(parts[self._rank], flat, sizes)
 
     def _fill(
         self,
@@ -224,28 +223,22 @@ class GradientTransport:
     def _send_to_owners(
         self, pieces: Sequence[GradientPiece[nn.Parameter]], flat: torch.Tensor, sizes: Sequence[int]
     ) -> _Bucket:
-        """Start to sum a bucket that has ``sizes`` elements of each rank, those of this rank at the end."""
-        sent, mine = flat.split([len(flat) - sizes[self._rank], sizes[self._rank]])
-        others = [rank for rank in range(self._ranks) if rank != self._rank]
-        theirs = dict(zip(others, sent.split([sizes[rank] for rank in others]), strict=True))
-        works: list[Any] = []
-        if flat.device.type != "cpu":
-            for rank, size in enumerate(sizes):
-                if size:
-                    part, root = theirs.get(rank, mine), dist.get_global_rank(self._group, rank)
-                    works.append(dist.reduce(part, root, group=self._group, async_op=True))
-            return _Bucket(pieces, mine, works)
-        received = empty(len(others) * len(mine), mine.dtype, mine.device).view(len(others), len(mine))
-        works += exchange(self._group, theirs, dict(zip(others, received, strict=True)))
-        return _Bucket(pieces, mine, works, received)
+        """Start to sum a bucket that has ``sizes`` elements of each rank, in their order."""
+        parts = flat.split(list(sizes))
+        mine = parts[self._rank]
+        if flat.device.type == "cpu":
+            return _Bucket(pieces, mine, *start_sum(self._group, parts))
+        works = [
+            dist.reduce(part, dist.get_global_rank(self._group, rank), group=self._group, async_op=True)
+            for rank, part in enumerate(parts)
+            if len(part)
+        ]
+        return _Bucket(pieces, mine, works)
 
     def land(self, bucket: _Bucket) -> None:
         """Put the averages into the store."""
-        for work in bucket.works:
-            work.wait()
         mine = bucket.mine
-        for part in () if bucket.received is None else bucket.received:
-            mine.add_(part)
+        end_sum(mine, bucket.works, bucket.received)
         if bucket.works and self._scale.after != 1.0:
             mine.mul_(self._scale.after)
         for piece, part in zip(bucket.pieces, mine.split([p.length for p in bucket.pieces]), strict=True):

@@ -36,7 +36,7 @@ from torch import nn
 from dsx.engine.chunks import Tie
 from dsx.engine.zero.adapter import ZeroAdapter
 from dsx.engine.zero.calls import GradientHooks
-from dsx.engine.zero.messages import exchange
+from dsx.engine.zero.messages import end_sum, start_sum
 from dsx.engine.zero.pages import empty
 from dsx.engine.zero.reduction import LeftToDeepSpeed
 from dsx.engine.zero.replica_check import GradientPart
@@ -436,18 +436,12 @@ class Stage3Adapter(ZeroAdapter):
                 for rank in range(ranks)
             ]
             lengths = [[piece.numel() for piece in its] for its in pieces]
-            flat = empty(sum(map(sum, lengths)), wire, self._device)
-            parts = dict(enumerate(flat.split([sum(its) for its in lengths])))
-            for rank, part in parts.items():
+            parts = empty(sum(map(sum, lengths)), wire, self._device).split([sum(its) for its in lengths])
+            for rank, part in enumerate(parts):
                 for piece, place in zip(pieces[rank], part.split(lengths[rank]), strict=True):
                     torch.mul(piece, 1.0 / ranks, out=place)
-            mine = parts.pop(own)
-            received = empty((ranks - 1) * mine.numel(), wire, self._device).view(ranks - 1, -1)
-            for work in exchange(group, parts, dict(zip(parts, received, strict=True))):
-                work.wait()
-            for part in received:
-                mine.add_(part)
-            averages = list(mine.split(lengths[own]))
+            end_sum(parts[own], *start_sum(group, parts))
+            averages = list(parts[own].split(lengths[own]))
         return [average.to(self._optimizer.gradient_accumulation_dtype) for average in averages]
 
     def _reduce_ties_and_norm(self) -> list[torch.Tensor]:
