@@ -360,17 +360,16 @@ def counted(rank: int, world_size: int, zero: int, micro_batches: int, offloads:
     count("all_gather_into_tensor", "gathered", lambda _, whole, part: whole.numel())
     count("reduce_scatter_tensor", "reduced to owners", lambda _, part, whole: whole.numel())
     count("isend", "reduced to owners", lambda n, message: message.numel() * n / (n - 1))
-    messages = importlib.import_module("dsx.engine.zero.messages")
-    exchange = messages.exchange
+    for name in ("partitioned", "replicated"):
+        module = importlib.import_module(f"dsx.engine.zero.{name}")
 
-    def weights(*given):  # messages as well
-        before = sent.pop("reduced to owners", 0)
-        works = exchange(*given)
-        sent["gathered"] = sent.get("gathered", 0) + sent.pop("reduced to owners", 0)
-        sent["reduced to owners"] = before
-        return works
+        def weights(*given, share=module.share_weights):  # messages as well
+            before = sent.pop("reduced to owners", 0)
+            share(*given)
+            sent["gathered"] = sent.get("gathered", 0) + sent.pop("reduced to owners", 0)
+            sent["reduced to owners"] = before
 
-    messages.exchange = weights
+        module.share_weights = weights
     # DeepSpeed would otherwise have kept the functions as they were.
     backend = importlib.import_module("deepspeed.comm.torch").TorchBackend
     backend.get_all_gather_function = classmethod(lambda _: dist.all_gather_into_tensor)

@@ -106,6 +106,7 @@ class RankJob:
             world_size=self.world_size,
             timeout=dt.timedelta(seconds=self.timeout_seconds + 600),  # the deadline comes first, with stacks
         )
+        dist.barrier()  # gloo's ranks fail when one leaves before all the others have connected
         function, args = pickle.loads(self.call)  # noqa: S301 (made by this process's parent)
         result = function(self.rank, self.world_size, *args)
         if dist.is_initialized():
