@@ -58,6 +58,20 @@ def end_sum(mine: torch.Tensor, works: Sequence[Any], received: Sequence[torch.T
         mine.add_(part)
 
 
+def write_sum(into: torch.Tensor, mine: torch.Tensor, more: torch.Tensor | None = None) -> None:
+    """Have flat ``into`` hold ``mine``, which may be overwritten, and what is still to be added to it.
+
+    Sums are made in the data type that was sent, wherever they go.
+    """
+    if into.device != mine.device:
+        # Of one data type and into pinned memory, so that the device goes on with the backward.
+        into.copy_((mine if more is None else mine.add_(more)).to(into.dtype), non_blocking=True)
+    elif more is not None and into.dtype == mine.dtype:
+        torch.add(mine, more, out=into)  # which reads and writes once
+    else:
+        into.copy_(mine if more is None else mine.add_(more))
+
+
 @torch.no_grad()
 def share_weights(
     masters: Sequence[torch.Tensor],

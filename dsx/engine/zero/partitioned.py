@@ -18,7 +18,7 @@ from dsx.engine.chunks import Tie
 from dsx.engine.zero.adapter import ZeroAdapter
 from dsx.engine.zero.calls import GradientHooks
 from dsx.engine.zero.master_shards import master_shards
-from dsx.engine.zero.messages import share_weights
+from dsx.engine.zero.messages import share_weights, write_sum
 from dsx.engine.zero.pages import empty
 from dsx.engine.zero.replica_check import GradientPart
 from dsx.errors import ConfigError
@@ -145,19 +145,15 @@ class PartitionedAdapter(ZeroAdapter):
             found, parameter.grad_accum = parameter.grad_accum, None  # type: ignore[attr-defined]
         return found
 
-    def put(self, parameter: nn.Parameter, gradient: torch.Tensor, start: int = 0) -> None:
+    def put(self, parameter: nn.Parameter, start: int, *parts: torch.Tensor) -> None:
         """Keep an average of this rank's interval."""
         if place := self._places.get(id(parameter)):
             group, span = place
             at = span.offset + start - span.start
-            mine = self._buffer(group).narrow(0, at, gradient.numel())
-            if self._optimizer.cpu_offload:
-                # Of one data type and into pinned memory, so that the device goes on with the backward.
-                # DeepSpeed waits for such copies as its step begins.
-                mine.copy_(gradient.to(mine.dtype), non_blocking=True)
+            mine = self._buffer(group).narrow(0, at, parts[0].numel())
+            write_sum(mine, *parts)
+            if self._optimizer.cpu_offload:  # DeepSpeed waits for such copies as its step begins
                 self._optimizer._record_offload_copy()  # noqa: SLF001
-            else:
-                mine.copy_(gradient)
 
     def complete(self) -> None:
         """Have a buffer for every group before the step, of zeros where no parameter is this rank's."""

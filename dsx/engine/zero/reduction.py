@@ -32,13 +32,13 @@ class GradientStore(Protocol):
     def take(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """The gradient accumulated in this step; None if there is none."""
 
-    def put(self, parameter: nn.Parameter, gradient: torch.Tensor, start: int = 0) -> None:
+    def put(self, parameter: nn.Parameter, start: int, *parts: torch.Tensor) -> None:
         """The average over data-parallel ranks, flat, of :meth:`take`'s dtype or the wire's.
 
         Args:
             parameter: The parameter.
-            gradient: The whole average, or some elements of it: in place, or those of an owner.
-            start: The first of these elements.
+            start: The first of the elements that are put: not 0 in place, or of an owner's.
+            parts: What adds up to them; the first may be overwritten. An owner's alone may be more than one.
         """
 
     def came_late(self, parameter: nn.Parameter) -> bool:
@@ -237,12 +237,17 @@ class GradientTransport:
 
     def land(self, bucket: _Bucket) -> None:
         """Put the averages into the store."""
-        mine = bucket.mine
-        end_sum(mine, bucket.works, bucket.received)
-        if bucket.works and self._scale.after != 1.0:
+        mine, received = bucket.mine, [*bucket.received]
+        scales = bool(bucket.works) and self._scale.after != 1.0
+        # What came last is added where the sum goes, without another copy.
+        last = [] if scales else received[-1:]
+        end_sum(mine, bucket.works, received[: len(received) - len(last)])
+        if scales:
             mine.mul_(self._scale.after)
-        for piece, part in zip(bucket.pieces, mine.split([p.length for p in bucket.pieces]), strict=True):
-            self._store.put(piece.parameter, part, piece.start)
+        lengths = [piece.length for piece in bucket.pieces]
+        summands = (each.split(lengths) for each in (mine, *last))
+        for piece, *parts in zip(bucket.pieces, *summands, strict=True):
+            self._store.put(piece.parameter, piece.start, *parts)
 
     def lacking(self, parameters: Mapping[nn.Parameter, bool]) -> set[nn.Parameter]:
         """Those that are marked on any data-parallel rank."""

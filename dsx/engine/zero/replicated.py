@@ -17,7 +17,7 @@ from torch import nn
 from dsx.engine.chunks import Tie
 from dsx.engine.zero.adapter import ZeroAdapter
 from dsx.engine.zero.master_shards import master_shards
-from dsx.engine.zero.messages import share_weights
+from dsx.engine.zero.messages import share_weights, write_sum
 from dsx.engine.zero.norm import Refuses
 from dsx.engine.zero.replica_check import GradientPart
 
@@ -34,8 +34,9 @@ class ReplicatedAdapter(ZeroAdapter):
         gradient, parameter.grad = parameter.grad, None
         return gradient
 
-    def put(self, parameter: nn.Parameter, gradient: torch.Tensor, start: int = 0) -> None:
+    def put(self, parameter: nn.Parameter, start: int, *parts: torch.Tensor) -> None:
         """Put the average into ``p.grad``, in the parameter's dtype."""
+        (gradient,) = parts
         assert start == 0
         parameter.grad = gradient.view(parameter.shape).to(parameter.dtype)
 
@@ -212,9 +213,9 @@ class Bf16Adapter(ZeroAdapter):
         self._taken.add(parameter)
         return self.of(parameter)
 
-    def put(self, parameter: nn.Parameter, gradient: torch.Tensor, start: int = 0) -> None:
+    def put(self, parameter: nn.Parameter, start: int, *parts: torch.Tensor) -> None:
         """Overwrite the buffer's part."""
-        self.of(parameter).narrow(0, start, gradient.numel()).copy_(gradient)
+        write_sum(self.of(parameter).narrow(0, start, parts[0].numel()), *parts)
 
     def came_late(self, parameter: nn.Parameter) -> bool:
         """Whether the buffer has been added to since."""
