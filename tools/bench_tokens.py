@@ -51,19 +51,21 @@ def main() -> None:
     reports = []
     for ranks in arguments.ranks:
         for zero in arguments.zero:
-            reports.append(launch(ranks, zero))
+            reports.append(launched(__file__, ranks, [f"--ranks={ranks}", f"--zero={zero}"]))
             print(f"\n{as_text(reports[-1])}", flush=True)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(reports, indent=2) + "\n")
+
+
+def numbers(text: str) -> list[int]:
+    """What an option lists."""
+    return [int(word) for word in text.split(",")]
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-
-    def numbers(text: str) -> list[int]:
-        return [int(word) for word in text.split(",")]
 
     add = parser.add_argument
     add("--ranks", type=numbers, default=[1, 2], metavar="N,...", help="data-parallel ranks (default 1,2)")
@@ -77,12 +79,12 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def launch(ranks: int, zero: int) -> dict[str, Any]:
-    """This program's own arguments on so many ranks; rank 0's figures."""
+def launched(program: str, ranks: int, own: list[str]) -> dict[str, Any]:
+    """A benchmark on so many ranks, its arguments and then ``own``; rank 0's figures."""
     with tempfile.TemporaryDirectory() as folder:
         result, log = Path(folder, "result.json"), Path(folder, "log")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-        command += [__file__, *sys.argv[1:], f"--ranks={ranks}", f"--zero={zero}", f"--worker={result}"]
+        command += [program, *sys.argv[1:], *own, f"--worker={result}"]
         with log.open("w") as file:
             environ = {"OMP_NUM_THREADS": "1", **os.environ}
             done = subprocess.run(command, env=environ, stdout=file, stderr=file, check=False)  # noqa: S603
@@ -110,7 +112,7 @@ def work(arguments: argparse.Namespace) -> None:
             steps[f"torch {'FSDP2' if zero == 3 else 'DDP'}{end}"] = _torch(folder, zero, batches, blocks)
             if not (blocks and zero == 3):
                 steps[f"DeepSpeed{end}"] = _deepspeed(folder, zero, batches, blocks)
-        figures = _timed(steps, arguments.rounds)
+        figures = timed(steps, arguments.rounds)
         tokens = ranks * MICRO_BATCHES * ROWS * arguments.sequence_length
         figures |= {"ranks": ranks, "zero": zero, "size": arguments.size, "tokens": tokens}
         if groups.rank == 0:
@@ -118,7 +120,8 @@ def work(arguments: argparse.Namespace) -> None:
         dist.barrier()
 
 
-def _timed(steps: dict[str, Step], rounds: int) -> dict[str, Any]:
+def timed(steps: dict[str, Step], rounds: int) -> dict[str, Any]:
+    """Seconds, all ranks' processor seconds and the ranks' mean loss of each engine's every turn."""
     names = list(steps)
     wall: dict[str, list[float]] = {name: [] for name in names}
     cpu: dict[str, list[float]] = {name: [] for name in names}
@@ -267,15 +270,16 @@ def as_text(report: dict[str, Any]) -> str:
                 f"{report['tokens'] / statistics.median(wall[name]):.0f}",
                 f"{report['tokens'] / min(wall[name]):.0f}",
                 f"{1000 * statistics.median(cpu[name]):.0f}",
-                f"{_ratio(wall[ours], wall[name]):.3f}",
-                f"{_ratio(cpu[ours], cpu[name]):.3f}",
+                f"{ratio(wall[ours], wall[name]):.3f}",
+                f"{ratio(cpu[ours], cpu[name]):.3f}",
                 f"{max(abs(a - b) for a, b in zip(losses[name], losses['dsx'], strict=True)):.0e}",
             )
         )
     return "\n".join(lines)
 
 
-def _ratio(ours: Iterable[float], theirs: Iterable[float]) -> float:
+def ratio(ours: Iterable[float], theirs: Iterable[float]) -> float:
+    """Median of the rounds."""
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
