@@ -7,12 +7,14 @@ masks of sliding windows are those of Beltagy et al. 2020 (arXiv:2004.05150) and
 On a context axis (:mod:`dsx.nn.context`) a rank's tokens attend to those of all its peers in one of two ways:
 
 - ``all_gather``: it gathers the keys and values of whole rows, 2 K D T elements, and its two chunks of
-  queries attend one after the other, each to the keys up to its own end and, in a window, from where the
-  window reaches. Backward keeps what was gathered and a second copy of the context, unless attention is
-  recomputed. No mask is stored where a causal one is enough, except on CPUs, whose kernel has none for fewer
-  queries than keys.
+  queries attend one after the other, each to the keys up to its own end. Backward keeps what was gathered
+  and a second copy of the context, unless attention is recomputed. No mask is stored where a causal one is
+  enough, except on CPUs, whose kernel has none for fewer queries than keys.
 - ``ulysses``: by all-to-all it gets whole rows of 1/cp of its heads, and gives their context back, of which
   backward keeps two copies too.
+
+By either, queries in a window or beside other documents attend block by block (:func:`blocks`), so that a
+mask spans the keys that a block reaches and no whole rows.
 
 Shapes: B micro-batch, S sequence, this rank's part of it on a context axis; s = S/tp under sequence
 parallelism, else S; T the whole sequence; H hidden; N query heads and K key/value heads of this rank; D
@@ -83,7 +85,7 @@ def _yarn_keep(rope: Rope, size: int) -> Tensor:
 
 
 Masks: TypeAlias = "tuple[Tensor | None, ...]"
-"""What :class:`CausalMask` gives for each stretch of queries that attends by itself: one, or a rank's two."""
+"""What :class:`CausalMask` gives for each stretch of queries that attends by itself, in a row's order."""
 
 
 class RopeAndMask(NamedTuple):
@@ -183,6 +185,23 @@ _ALIGNMENT = 8
 the mask in every call (aten/native/transformers/attention.cpp, preprocess_mask)."""
 
 
+_BLOCK = 1024
+"""Queries of a block at least: enough for a kernel to be busy with."""
+
+
+def blocks(queries: range, window: int, *, packed: bool) -> list[range]:
+    """``queries`` cut so that a mask of each block with the keys that it reaches is small.
+
+    Args:
+        queries: A stretch of a row.
+        window: Tokens that each attends to at most; 0 for all before it.
+        packed: Whether rows are made of several documents.
+    """
+    windowed = 0 < window < queries.stop
+    size = max(_BLOCK, window if windowed else 0) if windowed or packed else max(1, len(queries))
+    return [queries[at : at + size] for at in range(0, len(queries), size)]
+
+
 class CausalMask:
     """Which keys a token attends to: those before it and itself, in its window and its document.
 
@@ -224,7 +243,8 @@ class CausalMask:
             device: Of queries.
             places: In whole rows.
             queries: The stretch of rows whose tokens attend, to :meth:`keys`: the last two dims of the mask
-                are these two. None for all.
+                are these two, but for keys at their beginning that belong to other documents in all rows.
+                None for all.
         """
         queries = range(length) if queries is None else queries
         document_BT = None if places is None else places.documents
@@ -258,6 +278,9 @@ class CausalMask:
 
     def _of_documents(self, document_BT: Tensor, dtype: torch.dtype, queries: range) -> Tensor:
         keys = self.keys(queries)
+        if queries.start and type(document_BT) is Tensor and not document_BT.is_meta:  # which has values
+            others = document_BT < document_BT[:, queries.start, None]
+            keys = range(max(keys.start, int(others.sum(1).min())), keys.stop)
         before = self._before((len(queries), len(keys)), dtype, document_BT.device)
         ours, others = (document_BT[:, each.start : each.stop] for each in (queries, keys))
         others = F.pad(others, (0, before.shape[1] - len(keys)))
@@ -364,9 +387,18 @@ class Attention(nn.Module):
         return RopeAndMask(self.rotary.found(*form), self._masks(*form))
 
     def _masks(self, length: int, dtype: torch.dtype, device: torch.device, places: Places | None) -> Masks:
-        whole = self.cp.size == 1 or self.cp.method == "ulysses"
-        stretches = [None] if whole else self.cp.chunks(length)
-        return tuple(self.mask(length, dtype, device, places, queries) for queries in stretches)
+        form = length, dtype, device, places
+        if self.cp.size == 1:
+            return (self.mask(*form),)
+        packed = places is not None and places.documents is not None
+        stretches = self._stretches(length, packed=packed)
+        return tuple(self.mask(*form, queries) for each in stretches for queries in each)
+
+    def _stretches(self, length: int, *, packed: bool) -> list[list[range]]:
+        """The blocks of each stretch of whole rows whose queries this rank has when it attends."""
+        whole = self.cp.method == "ulysses"
+        stretches = (range(length),) if whole else self.cp.chunks(length)
+        return [blocks(each, self.mask.window, packed=packed) for each in stretches]
 
     def _between(self, qkv_BSP: Tensor, dropping: bool, places: Places | RopeAndMask | None) -> Tensor:
         # Drawn outside the recomputed part, which then needs no generator; one per rank, as heads are cut.
@@ -397,14 +429,29 @@ class Attention(nn.Module):
             return attended(q, k, v, dropout, masks[0])
         if self.cp.method == "ulysses":
             q, k, v = own_heads(q, k, v, self.cp)
-            return collectives.rows_for_heads(attended(q, k, v, dropout, masks[0]), self.cp, heads=2)
+            return collectives.rows_for_heads(self._by_blocks(q, k, v, dropout, masks), self.cp, heads=2)
         count = k.shape[2]
         k, v = collectives.gather_rows(torch.cat((k, v), dim=2), self.cp).split(count, dim=2)
-        found = []
-        for q_part, queries, mask in zip(q.chunk(2, 1), self.cp.chunks(k.shape[1]), masks, strict=True):
-            keys = slice(self.mask.keys(queries).start, queries.stop)
-            found.append(attended(q_part, k[:, keys], v[:, keys], dropout, mask))
-        return torch.cat(found, dim=1)
+        return self._by_blocks(q, k, v, dropout, masks)
+
+    def _by_blocks(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, masks: Masks) -> Tensor:
+        """As :meth:`_attend`, of keys and values of whole rows, whatever stretches the queries are."""
+        packed = masks[-1] is not None and masks[-1].dim() > 2
+        stretches, left, found = self._stretches(k.shape[1], packed=packed), iter(masks), list[Tensor]()
+        parts = q.split([sum(map(len, each)) for each in stretches], dim=1)
+        for part, stretch in zip(parts, stretches, strict=True):
+            own = [next(left) for _ in stretch]
+            starts = [
+                self.mask.keys(queries).start if mask is None else queries.stop - mask.shape[-1]
+                for queries, mask in zip(stretch, own, strict=True)
+            ]
+            first = min(starts)  # so that a block's gradient is as long as what its stretch reaches
+            keys, values = (each[:, first : stretch[-1].stop] for each in (k, v))
+            each_part = part.split([len(queries) for queries in stretch], dim=1)
+            for x, queries, start, mask in zip(each_part, stretch, starts, own, strict=True):
+                reached = slice(start - first, queries.stop - first)
+                found.append(attended(x, keys[:, reached], values[:, reached], dropout, mask))
+        return found[0] if len(found) == 1 else torch.cat(found, dim=1)
 
     def _heads(self, qkv_BSP: Tensor, places: Places | RopeAndMask | None) -> tuple[Tensor, ...]:
         """Queries [B, S, N, D], keys and values [B, S, K, D], as attention takes them."""

@@ -24,7 +24,7 @@ from dsx.errors import ModelError
 from dsx.memory.layer_record import LayerRequest, Shape
 from dsx.memory.layer_recorder import record_request
 from dsx.models.families import layers
-from dsx.nn import LearnedPositions, collectives
+from dsx.nn import LearnedPositions, attention, collectives
 from dsx.nn.attention import CausalMask, scaled_dot_product
 from dsx.nn.compiled import compile_blocks
 from dsx.nn.context import ContextParallel
@@ -53,6 +53,7 @@ def train(
     del world_size
     ids, labels, *positions = batch
     cp, tp = places(rank, how.get("tensor", 1), how.get("sequence", False), how["method"])
+    attention._BLOCK = how.get("block", attention._BLOCK)  # as long rows have many
     model = tiny_models.Model(name, tp, cp=cp, recompute=how.get("recompute", "none")).load(state)
     logits = model((cp.cut(ids), *positions) if positions else cp.cut(ids))
     loss = model.loss_fn(logits, cp.cut(labels), num_tokens=(labels != -100).sum())
@@ -79,6 +80,16 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("qwen3-one-head", 2, {"method": "ulysses"}),
     ("qwen2-window", 2, {"method": "ulysses"}),  # 3 key/value heads, which 2 ranks share unevenly
     ("qwen2-window", 4, {"method": "all_gather"}),
+    *[
+        (name, 2, {"method": method, "documents": packed, "block": 3})
+        for name, method, packed in (
+            ("llama", "all_gather", True),
+            ("llama", "ulysses", True),
+            ("mistral", "all_gather", False),
+            ("mistral", "ulysses", True),
+            ("qwen3-window", "all_gather", True),
+        )
+    ],
 ]
 
 
