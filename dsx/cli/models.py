@@ -99,6 +99,8 @@ def _lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "context", f"ranks may share sequences by {' and '.join(methods)}"
         if why := refused["ulysses"]:
             yield "", f"not ulysses: {why}"
+        for path, share in found["gathered"].items():
+            yield "", f"{path}: whole sequences on every rank, {share:.1%} of the blocks' parameters"
     else:
         yield "context", f"refused: {refused['all_gather']}"
     for each in found["whole"]:

@@ -41,7 +41,7 @@ class BlockArguments:
         self._structure, self._device, self._dtype, self._dtypes = structure, device, dtype, dtypes
         self._calls: list[BlockCall] = []
         self._width = structure.width
-        self._base: nn.Module | None = None
+        self._bases: dict[type[ContextAttention] | None, nn.Module] = {}
         self._last = PerMicroBatch()
         self.kept: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
         self._cp, self._dims = cp, dict[bool, list[list[tuple[int, ...]]]]()
@@ -53,12 +53,18 @@ class BlockArguments:
         """Itself, which all layers share."""
         return self
 
-    def _made(self, attention: type[ContextAttention] = ContextAttention) -> nn.Module:
+    def _base(self, attention: type[ContextAttention] | None) -> nn.Module:
+        if attention not in self._bases:
+            self._bases[attention] = self._made(attention)
+        return self._bases[attention]
+
+    def _made(self, attention: type[ContextAttention] | None) -> nn.Module:
         base = self._structure.stripped((), self._note, self._device, self._dtype)
         for path, buffer in list(base.named_buffers(prefix="base", remove_duplicate=False)):
             owner, _, name = path.removeprefix("base.").rpartition(".")
             setattr(base.get_submodule(owner), name, buffer.to(self._device, self._dtypes.get(path)))
-        put_context(base, self._cp, attention)
+        if attention is not None:
+            put_context(base, self._cp, attention)
         return base
 
     def _note(self, number: int, call: BlockCall) -> Tensor:
@@ -67,7 +73,14 @@ class BlockArguments:
         return call.hidden
 
     def call(
-        self, number: int, hidden: Tensor, length: int, places: Places | None, *, training: bool
+        self,
+        number: int,
+        hidden: Tensor,
+        length: int,
+        places: Places | None,
+        *,
+        training: bool,
+        whole: bool = False,
     ) -> BlockCall:
         """The call of block ``number`` in a forward, with these hidden states.
 
@@ -78,9 +91,12 @@ class BlockArguments:
             places: Of the tokens, if rows do not all count from 0: the family's own forward then makes masks
                 and rotary tables of the positions, once per micro-batch.
             training: Whether the model is.
+            whole: Whether the block is called as one that has whole sequences, of which its hidden states
+                are a part all the same.
         """
-        key = (hidden.shape[0], length, hidden.dtype, training)
-        run = partial(self._own_part, hidden, length, places, training=training)
+        key = (hidden.shape[0], length, hidden.dtype, training, whole)
+        made = partial(self._run, base=self._base(None)) if whole else self._own_part
+        run = partial(made, hidden, length, places, training=training)
         if places is not None:
             return BlockCall(hidden, *self._last.of(places.positions, key, run)[number])
         if key not in self.kept:
@@ -94,7 +110,7 @@ class BlockArguments:
         self, hidden: Tensor, length: int, places: Places | None, *, training: bool
     ) -> list[tuple[Any, ...]]:
         """What every block is called with on this rank, hidden states aside."""
-        whole = self._run(hidden, length, places, training=training)
+        whole = self._run(hidden, length, places, training=training, base=self._base(ContextAttention))
         if self._cp.size == 1:
             return whole
         told = places is not None
@@ -144,12 +160,10 @@ class BlockArguments:
         places: Places | None,
         *,
         training: bool,
-        base: nn.Module | None = None,
+        base: nn.Module,
     ) -> list[tuple[Any, ...]]:
         """What every block is called with for whole sequences, hidden states aside."""
         self._calls = []
-        if base is None:
-            base = self._base = self._base or self._made()
         base.train(training)
         like = hidden.new_zeros(1).expand(hidden.shape[0], length, self._width)
         # Dropout of the embeddings drops nothing here; how often this is called must not move other masks.

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -192,6 +193,20 @@ def put_context(
         kernel = config._attn_implementation  # noqa: SLF001 - transformers' own modules read it
         config._attn_implementation = _NAME  # noqa: SLF001 - as above
         vars(config)[_NAME] = made(cp, kernel)
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """The modules of a block that compute whole sequences on every rank.
+
+    Attributes:
+        paths: Where they are in the block.
+        alone: Whether all that attends in the block is in them. Then they do so as if there were one rank,
+            and the block is called with the masks and positions of whole sequences.
+    """
+
+    paths: frozenset[str] = frozenset()
+    alone: bool = False
 
 
 def gather_around(

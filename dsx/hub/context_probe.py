@@ -28,7 +28,14 @@ from torch.utils._pytree import tree_leaves
 from dsx.errors import ModelError
 from dsx.hub import values
 from dsx.hub.block_arguments import BlockArguments
-from dsx.hub.context import ContextAttention, check_kernels, gather_around, kernel_of, put_context
+from dsx.hub.context import (
+    ContextAttention,
+    Gathered,
+    check_kernels,
+    gather_around,
+    kernel_of,
+    put_context,
+)
 from dsx.hub.model_structure import BlockCall, structure_of
 from dsx.hub.shrunk import kinds_of, random_model, shrunk
 from dsx.models.spec import ContextMethod, HubModel
@@ -39,7 +46,7 @@ from dsx.nn.documents import hidden_of
 _ROWS, _TOKENS, _FAR = 2, 32, 5e-5  # more tokens than small windows and indexers see
 
 
-Mixers: TypeAlias = "Mapping[Hashable, frozenset[str]]"
+Mixers: TypeAlias = "Mapping[Hashable, Gathered]"
 """By kind of block, the modules of it that need whole sequences."""
 
 
@@ -48,15 +55,15 @@ def no_context(model: HubModel, size: int, method: ContextMethod) -> str | None:
     return _found(model.config)[0] or (_found(model.config, size, method)[0] if method == "ulysses" else None)
 
 
-def mixers(config: str, cp: ContextParallel) -> list[frozenset[str]]:
-    """For every block of a model, the paths of what needs whole sequences where ranks share them.
+def mixers(config: str, ranks: int) -> list[Gathered]:
+    """For every block of a model, what needs whole sequences where ``ranks`` share them.
 
     Raises:
         ModelError: They may not share sequences of this model.
     """
     structure = structure_of(config)
-    if cp.size == 1:
-        return [frozenset()] * len(structure.list_of_blocks)
+    if ranks == 1:
+        return [Gathered()] * len(structure.list_of_blocks)
     why, found = _found(config)
     if why is not None:
         raise ModelError("dsx.parallel.context", why, "use 1")
@@ -100,47 +107,48 @@ def _tried(
         uses = list[Use]()
         first, own = (_Watched(copy.deepcopy(block), uses) for _ in range(2))
         put_context(first.module, parts[0], partial(Noted, uses))
-        whole, kind = first.run(call, call.hidden), kinds[number]
-        own.run(call, call.hidden)
-        around = mixing.get(kind, frozenset())
-        trial = _Trial(block, call.hidden, first, whole, uses, first.differs(own))
+        for each in (first, own):
+            each.run(call, call.hidden)
+        trial, kind = _Trial(block, call.hidden, first, own, uses), kinds[number]
+        around, told = mixing.get(kind, Gathered()), ""
         while wrong := next(filter(None, (trial.wrong(*each, number, around) for each in ranks)), None):
             path, why = wrong
-            if known or path in around or not first.mixes_alone(path):
-                return f"{'.'.join(filter(None, (f'block {number}', path)))} {why}", {}
-            around = frozenset((path, *(each for each in around if not each.startswith(f"{path}."))))
+            told = told or f"{'.'.join(filter(None, (f'block {number}', path)))} {why}"
+            wider = None if known else first.wider(around, path)
+            if wider is None:
+                return told, {}
+            around = wider
         mixing[kind] = around
     return None, mixing
 
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """A block, what it was given, and its run for whole sequences: watched, with its output and attention.
-
-    ``named`` is the module in it, if any, that chooses by the name of its attention function.
-    """
+    """A block, what it was given, and its runs for whole sequences: with attention noted, and as it is."""
 
     block: nn.Module
     x: Tensor
     first: _Watched
-    whole: Tensor
+    own: _Watched
     uses: list[Use]
-    named: str | None
 
     def wrong(
-        self, cp: ContextParallel, arguments: BlockArguments, number: int, around: frozenset[str]
+        self, cp: ContextParallel, arguments: BlockArguments, number: int, around: Gathered
     ) -> tuple[str, str] | None:
         """The module that gives a rank another part than that of its output for the whole, and why."""
-        part = _Watched(copy.deepcopy(self.block))
-        put_context(part.module, cp, partial(Replayed, iter(self.uses)))
-        for path in around:
-            gather_around(part.module, (path,), cp, partial(_replayed, self.first.seen[path][0]))
+        part, whole = _Watched(copy.deepcopy(self.block)), self.own if around.alone else self.first
+        named = self.first.differs(self.own)
+        if not around.alone:
+            put_context(part.module, cp, partial(Replayed, iter(self.uses)))
+        for path in around.paths:
+            gather_around(part.module, (path,), cp, partial(_replayed, whole.seen[path][0]))
+        told = {"training": False, "whole": around.alone}
         try:
-            mine = arguments.call(number, cp.cut(self.x), self.x.shape[1], None, training=False)
-            if _is_part(part.run(mine, cp.cut(self.x)), self.whole, cp):
-                if self.named is not None:
-                    return self.named, "chooses by the name of its attention function"
-                counted = part.counting(self.first, self.x.shape[1] // cp.size)
+            mine = arguments.call(number, cp.cut(self.x), self.x.shape[1], None, **told)
+            if _is_part(part.run(mine, cp.cut(self.x)), whole.seen[""][1], cp):
+                if named is not None and not around.alone:
+                    return named, "chooses by the name of its attention function"
+                counted = part.counting(whole, self.x.shape[1] // cp.size)
                 why = "counts positions by itself, which begin at 0 for a part too"
                 return None if counted is None else (counted, why)
         except Exception as error:  # noqa: BLE001 - whatever the family's code does with a part
@@ -149,7 +157,7 @@ class _Trial:
                 return path, "attends past transformers' registry of attention functions"
             return path, f"does not run on a part of a sequence ({first_line(error)})"
         why = "mixes tokens in another way than by a function of transformers' registry of attention"
-        return part.mixer(self.first, cp), why
+        return part.mixer(whole, cp), why
 
 
 def _replayed(wholes: list[Tensor], x: Tensor, cp: ContextParallel) -> Tensor:
@@ -281,7 +289,7 @@ class _Watched(TorchDispatchMode):
             inner.register_forward_hook(partial(self._ended, path), with_kwargs=True)
 
     def run(self, call: BlockCall, x: Tensor) -> Tensor:
-        """What it gives."""
+        """What it gives for these hidden states."""
         with torch.no_grad(), self:
             return hidden_of(call.make(self.module, x))
 
@@ -299,6 +307,21 @@ class _Watched(TorchDispatchMode):
         """The first module that calls something else of torch; None if none does."""
         pairs = zip_longest(self.ops, other.ops)
         return next(((one or another)[0] for one, another in pairs if one != another), None)
+
+    def wider(self, around: Gathered, path: str) -> Gathered | None:
+        """What else to gather around where the module at ``path`` is not right so; None if nothing is left.
+
+        First one that mixes by itself. Then all that attends: without a mask attention over ranks may look
+        right beside arguments for whole sequences, and is not once there is one.
+        """
+        if not around.alone and path not in around.paths and self.mixes_alone(path):
+            return Gathered(_outermost({path, *around.paths}))
+        inner = {path for path in self.attends if not any(_is_below(each, path) for each in self.attends)}
+        owner = next((each for each in around.paths if path == each or _is_below(path, each)), None)
+        if around.alone and owner is not None:
+            path = owner.rpartition(".")[0]
+        paths = _outermost({*around.paths, *inner, path} - ({""} if not around.alone else set()))
+        return Gathered(paths, alone=True) if paths and "" not in paths else None
 
     def mixes_alone(self, path: str) -> bool:
         """Whether a module made hidden states of hidden states, and attended nowhere."""
@@ -326,6 +349,15 @@ class _Watched(TorchDispatchMode):
             [each for each in tree_leaves((given, named)) if isinstance(each, Tensor)],
             hidden_of(gave),
         )
+
+
+def _is_below(path: str, owner: str) -> bool:
+    return path != owner and (not owner or path.startswith(f"{owner}."))
+
+
+def _outermost(paths: set[str]) -> frozenset[str]:
+    """Those of them that are in no other one."""
+    return frozenset(each for each in paths if not any(_is_below(each, other) for other in paths))
 
 
 def _is_part(own: Any, whole: Any, cp: ContextParallel) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dsx.hub import values
 from dsx.hub.balance import Routers, fresh_sums, sums_of
 from dsx.hub.block_arguments import BlockArguments
-from dsx.hub.context import ContextAttention, ShapesAlone, gather_around, put_context
+from dsx.hub.context import ContextAttention, Gathered, ShapesAlone, gather_around, put_context
 from dsx.hub.context_probe import mixers
 from dsx.hub.model_structure import BlockCall, structure_of
 from dsx.hub.on_meta import copied
@@ -158,17 +158,19 @@ class HubBlock(nn.Module):
         number: int,
         arguments: BlockArguments,
         recompute: Recompute,
-        around: frozenset[str],
+        around: Gathered,
     ) -> None:
         super().__init__()
         structure = structure_of(model.config)
         self.block = copied(structure.list_of_blocks[number])
         self._number, self._arguments, self._recompute = number, arguments, recompute
         self._times = (weights.tp.size if weights.tp.sequence else 1) * weights.cp.size
-        put_context(self.block, weights.cp, ContextAttention)
+        self._alone = around.alone
+        if not self._alone:
+            put_context(self.block, weights.cp, ContextAttention)
         plan = block_plan(model, structure, number)
-        summed = apply_plan(self.block, plan, weights.tp, weights.split, around)
-        gather_around(self.block, around, weights.cp)
+        summed = apply_plan(self.block, plan, weights.tp, weights.split, around.paths)
+        gather_around(self.block, around.paths, weights.cp)
         settled(self, model, weights, {f"block.{path}" for path in summed})
         for inner in filter(loops_over_children, self.block.modules()):
             inner._z3_leaf = True  # noqa: SLF001 (deepspeed/utils/z3_leaf_module.py)
@@ -179,8 +181,8 @@ class HubBlock(nn.Module):
         """[B, s, ...] to the same, and the sums of an auxiliary loss beside it."""
         x, sums, places = Stream.of(given, sums=self._balance is not None)
         length, training = x.shape[1] * self._times, self.training
-        call = self._arguments.call(self._number, x, length, places, training=training)
-        run = partial(self._run, call)
+        told = {"training": training, "whole": self._alone}
+        run = partial(self._run, self._arguments.call(self._number, x, length, places, **told))
         if self._recompute == "full":
             run = partial(recomputed, run, random=training)
         return Stream(*run(x, sums), places).flat()
@@ -398,7 +400,7 @@ def entries(
     structure, dtype = structure_of(model.config), weights(0).dtype
     dtypes = values.buffer_dtypes(model.config, dtype)
     cp = weights(0).cp
-    around = mixers(model.config, cp)
+    around = mixers(model.config, cp.size)
     arguments = BlockArguments(structure, torch.device(device or "cpu"), dtype, dtypes, cp)
     ending, tied, first = Ending(model, cp), model.tied_embeddings, model.kinds.index("Block")
     for layer, kind in enumerate(model.kinds):

@@ -109,11 +109,28 @@ def report(config: Mapping[str, Any], tensor_plan: Mapping[str, str | None] | No
         "tensor": legal,
         "not_cut": model.uncut(2),
         "no_context": {method: no_context(model, 2, method) for method in get_args(ContextMethod)},
+        "gathered": _gathered(model),
         "whole": [
             {"module": path, "parameters": share, "work": flops.get(path, 0.0)} for path, share in model.whole
         ],
         "probe": tried,
     }
+
+
+def _gathered(model: HubModel) -> dict[str, float]:
+    """Modules that compute whole sequences on every rank of a context axis: shares of blocks' parameters."""
+    from dsx.hub.context_probe import mixers, no_context  # here: as above
+
+    if no_context(model, 2, "all_gather") is not None:
+        return {}
+    around, found, total = mixers(model.config, 2), defaultdict[str, float](float), 0
+    first = model.kinds.index("Block")
+    for spec in model.params:
+        if model.kinds[spec.layer] == "Block":
+            name, total = spec.name.partition(".block.")[2], total + spec.numel
+            for path in around[spec.layer - first].paths:
+                found[path] += spec.numel * name.startswith(f"{path}.")
+    return {path: size / total for path, size in sorted(found.items())}
 
 
 def _work_left_whole(model: HubModel) -> dict[str, float]:

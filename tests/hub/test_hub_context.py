@@ -109,7 +109,7 @@ def by_transformers(
 
 def has_mixers(model: Any, cp: ContextParallel) -> bool:
     described = hub_model(json.loads(model.config.to_json_string(use_diff=False)))
-    return any(mixers(described.config, cp))
+    return any(each.paths and not each.alone for each in mixers(described.config, cp.size))
 
 
 def turned(model: Any, name: str, value: Tensor) -> Tensor:

@@ -87,6 +87,7 @@ LAYOUTS = {
     "dp": Layout(dp=2, zero=3),
     "tp-pp": Layout(tp=2, pp=2, zero=3),
     "zb": Layout(tp=2, pp=2, zero=1, schedule="zb_h1", sequence_parallel=True),
+    "cp-pp": Layout(cp=2, pp=2, zero=2),
 }
 
 
