@@ -6,8 +6,8 @@ each. The mask's is asked for the whole sequence, and evaluates the family's own
 that this rank has. The other one gives the family's own function what it needs: all keys and values beside
 the rank's queries (``all_gather``), or some heads of the whole sequence (``ulysses``).
 
-A module that mixes tokens in another way (a convolution, the delta rule, a state space) is given the whole
-sequence, and of what it gives the rank takes its part (:func:`gather_around`).
+A module that mixes tokens in another way (a convolution, the delta rule, a state space, attention past the
+registries) is given the whole sequence, and of what it gives the rank takes its part (:func:`gather_around`).
 
 Shapes: B micro-batch, h heads, g key/value heads, S the whole sequence, s this rank's part, D head.
 """

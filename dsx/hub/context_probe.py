@@ -4,9 +4,11 @@ A block runs once for a whole sequence, in transformers' own way, and once as a 
 run it, with what the others would send taken from the first run. It must give its part of the same. A module
 that does not, and in which nothing calls transformers' registry of attention, is one that mixes tokens by
 itself: a convolution, the delta rule, a state space. Then the block is tried again with the whole sequence
-gathered around that module. What still gives something else is refused by name: attention past the registry,
-sparse indexers. So is what few tokens do not show: positions that a module counts by itself, which begin at
-zero for a part too, and a choice by the name of the attention function, which is another one here.
+gathered around that module. If something else is wrong, everything that attends in the block is gathered
+around too, and called as if there were one rank: attention past the registry, sparse indexers. So is what few
+tokens do not show: positions that a module counts by itself, which begin at zero for a part too, and a choice
+by the name of the attention function, which is another one here. What still gives something else, because the
+block itself mixes tokens, is refused by name.
 """
 
 from __future__ import annotations
@@ -330,10 +332,16 @@ class _Watched(TorchDispatchMode):
         return bool(path) and alike and path not in self.attends
 
     def mixer(self, whole: _Watched, cp: ContextParallel) -> str:
-        """The first module that was given a rank's part of what it is for the whole, and gave another."""
+        """The first module that was given a rank's part of what it is for the whole, and gave another.
+
+        What does not go along the sequence, as routers' outputs for a flat list of tokens, shows in the
+        module around it.
+        """
         for path, (xs, y) in self.seen.items():
             (whole_xs, whole_y) = whole.seen.get(path, ([], None))
-            if any(map(partial(_is_part, cp=cp), xs[:1], whole_xs)) and not _is_part(y, whole_y, cp):
+            along = isinstance(y, Tensor) and [y.shape[:2]] == [x.shape[:2] for x in xs[:1]]
+            given = along and any(map(partial(_is_part, cp=cp), xs[:1], whole_xs))
+            if given and not _is_part(y, whole_y, cp):
                 return path
         return ""
 

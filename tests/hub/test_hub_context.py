@@ -34,6 +34,7 @@ from dsx.models.transformers_settings import quiet_transformers
 from dsx.nn.context import ContextParallel
 from dsx.nn.linear import ColumnParallelLinear, LocalLinear
 from dsx.nn.parallel import TensorParallel
+from dsx.verify.alone import probe
 from often import often
 
 ROWS, LENGTH, TOLERANCE = 2, 24, 1e-5
@@ -50,14 +51,23 @@ SAMPLE = (
     "deepseek_v3",  # latent attention
     "qwen3_next",  # the delta rule
     "rwkv",  # mixers in mixers, and no attention
+    "bloom",  # attention past the registry, biases by distance
+    "bart",  # positions by offset
+    "deepseek_v32",  # an indexer that picks keys
+    "minimax_m3_vl_text",  # a choice by the name of the attention function
     "recurrent_gemma",  # a recurrence that documents' positions start anew
 )
-NOT_PACKED = ("biogpt", "mixtral+output_router_logits", "granitemoehybrid")
-"""Positions that count from 0 in every row, a loss that is no sum over documents, masks without positions."""
+NOT_PACKED = ("mixtral+output_router_logits", "granitemoehybrid")
+"""A loss that is no sum over documents, and masks without positions."""
 
 
 def content(family: str, **sizes: Any) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(tiny.tiny_config(family, **sizes).to_json_string(use_diff=False))
+    """Of a config.json; some classes make a decoder of an encoder's."""
+    return described(random_model(tiny.tiny_config(family, **sizes)))
+
+
+def described(model: Any) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
     return found
 
 
@@ -107,9 +117,9 @@ def by_transformers(
     return total, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def has_mixers(model: Any, cp: ContextParallel) -> bool:
-    described = hub_model(json.loads(model.config.to_json_string(use_diff=False)))
-    return any(each.paths and not each.alone for each in mixers(described.config, cp.size))
+def has_mixers(config: dict[str, Any], size: int) -> bool:
+    around = mixers(hub_model(config).config, size)
+    return any(each.paths and not each.alone for each in around)
 
 
 def turned(model: Any, name: str, value: Tensor) -> Tensor:
@@ -120,7 +130,7 @@ def turned(model: Any, name: str, value: Tensor) -> Tensor:
 
 def by_dsx(model: Any, cp: ContextParallel, cuts: tuple[int, ...]) -> tuple[float, dict[str, Tensor]]:
     """The same, summed over the ranks."""
-    described = hub_model(json.loads(model.config.to_json_string(use_diff=False)))
+    spec = hub_model(described(model))
     layers: list[Any] = []
 
     def entry(kind: Any, *arguments: Any, tied: bool = False, use: Any = None) -> Any:
@@ -128,9 +138,7 @@ def by_dsx(model: Any, cp: ContextParallel, cuts: tuple[int, ...]) -> tuple[floa
         return kind(*arguments) if use is None else lambda given: use(layers[0], given)
 
     forms = {"dtype": torch.float32, "pad_multiple": 1, "cp": cp}
-    made = families.layers(
-        described, TensorParallel(), **forms, recompute="full", entry=partial(partial, entry)
-    )
+    made = families.layers(spec, TensorParallel(), **forms, recompute="full", entry=partial(partial, entry))
     layers += [each() for each in made]
     parameters = [p for layer in layers if isinstance(layer, nn.Module) for p in layer.parameters()]
     with torch.no_grad():
@@ -144,7 +152,7 @@ def by_dsx(model: Any, cp: ContextParallel, cuts: tuple[int, ...]) -> tuple[floa
     for layer in layers:
         given = layer(given)
     trained = (labels != -100).sum() / cp.size
-    loss = families.loss(described, TensorParallel())(given, cp.cut(labels), num_tokens=trained) / cp.size
+    loss = families.loss(spec, TensorParallel())(given, cp.cut(labels), num_tokens=trained) / cp.size
     loss.backward()
     found = {}
     for parameter in parameters:
@@ -172,7 +180,7 @@ def differences(rank: int, world_size: int, cases: Sequence[Case]) -> list[tuple
     for family, sizes, method, cuts in cases:
         model = random_model(tiny.tiny_config(family, **sizes))
         cp = ContextParallel(world_size, rank, method=method)
-        mixing = has_mixers(model, cp)
+        mixing = has_mixers(described(model), world_size)
         loss, gradients = by_transformers(model, cuts, mixing=mixing)
         own, ours = by_dsx(model, cp, cuts)
         least = 1e-2 * max(
@@ -204,23 +212,30 @@ def require_equal(world_size: int, cases: Sequence[Case]) -> None:
         assert not wrong
 
 
+def takes_packs(family: str) -> bool:
+    """Whether documents are kept apart, or mixers see others of their pack here as in transformers."""
+    config = content(family)
+    mixing = has_mixers(config, 2)
+    return family not in NOT_PACKED and (mixing or probe(config).no_documents is None)
+
+
 def cases_of(names: Sequence[str], **sizes: Any) -> list[Case]:
-    """Both methods, and packs of documents where the loss is a sum over tokens."""
+    """Both methods, and packs of documents where the family takes them and the loss is a sum over tokens."""
     return [
         (family, sizes, method, cuts)
         for family in names
         for method, cuts in (("all_gather", CUTS[0]), ("all_gather", CUTS[1]), ("ulysses", CUTS[1]))
-        if cuts == CUTS[0] or family not in NOT_PACKED
+        if cuts == CUTS[0] or takes_packs(family)
     ]
 
 
 def test_ranks_that_share_sequences_train_as_one() -> None:
-    require_equal(2, cases_of(SAMPLE, attn_temperature_tuning=False))
+    require_equal(2, cases_of(SAMPLE))
 
 
 @pytest.mark.slow
 def test_every_family_is_refused_or_trains_as_one() -> None:
-    let_through = []
+    let_through = list[str]()
     for family in tiny.all_families():
         try:
             if tiny.text_family(family) != family:  # its language model is a family of its own
@@ -260,35 +275,53 @@ def loaded(family: str, **parallel: Any) -> Any:
     )
 
 
+def test_what_cannot_be_shared_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.helium.modeling_helium import HeliumDecoderLayer
+
+    own = HeliumDecoderLayer.forward  # a family of which nothing else here asks
+
+    def averaged(self: Any, hidden_states: Tensor, *arguments: Any, **named: Any) -> Any:
+        return own(self, hidden_states + hidden_states.mean(1, keepdim=True), *arguments, **named)
+
+    monkeypatch.setattr(HeliumDecoderLayer, "forward", averaged)
+    assert loaded("helium", context=1).mesh.cp == 1
+    told = r"dsx.parallel.context = 2: helium: block 0\.self_attn does not run on a part of a sequence"
+    with pytest.raises(ConfigError, match=told):
+        loaded("helium", context=2)
+
+
 @pytest.mark.parametrize(
-    ("family", "named"),
+    ("family", "gathered"),
     [
-        ("falcon", r"block 0\.self_attention attends past transformers' registry"),
-        ("deepseek_v32", r"block 0\.self_attn\.indexer does not run on a part of a sequence"),
-        ("llama4_text", r"block \d\.self_attn counts positions by itself"),  # to scale queries by them
+        ("falcon", {("self_attention",)}),
+        ("deepseek_v32", {("self_attn",)}),
+        ("llama4_text", {(), ("self_attn",)}),  # of which some blocks scale queries by positions
+        ("inkling_text", {("attn_sconv", "mlp_sconv", "self_attn")}),
+        ("bart", {()}),
     ],
 )
-def test_what_cannot_be_shared_is_refused_by_its_name(family: str, named: str) -> None:
-    assert loaded(family, context=1).mesh.cp == 1
-    with pytest.raises(ConfigError, match=f"dsx.parallel.context = 2: {family}: {named}"):
-        loaded(family, context=2)
+def test_what_sees_whole_sequences_is_the_least_that_gives_the_same(family: str, gathered: Any) -> None:
+    around = mixers(hub_model(content(family)).config, 2)
+    assert {tuple(sorted(each.paths)) for each in around} == gathered
+    assert all(each.alone for each in around if each.paths)
 
 
-def test_windows_chunks_and_tables_of_positions_are_let_through() -> None:
+def test_windows_chunks_and_tables_of_positions_take_keys_alone() -> None:
     for family in ("gemma2", "opt", "gpt2"):
         assert loaded(family, context=2, context_method="ulysses").mesh.cp == 2
-    config = content("llama4_text", attn_temperature_tuning=False)
-    assert no_context(hub_model(config), 2, "ulysses") is None
+    for config in (content("gemma2"), content("llama4_text", attn_temperature_tuning=False)):
+        assert not any(each.paths for each in mixers(hub_model(config).config, 2))
+        assert no_context(hub_model(config), 2, "ulysses") is None
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_what_depends_on_the_name_of_the_attention_function_is_refused(attention: str) -> None:
+def test_what_depends_on_the_name_of_the_attention_function_sees_whole_sequences(attention: str) -> None:
     kinds = ["full_attention", *["minimax_m3_sparse"] * 3]  # whose mask has every token of so few
     config = content("minimax_m3_vl_text", layer_types=kinds, index_n_heads=2)
-    why = no_context(hub_model({**config, "attn_implementation": attention}), 2, "all_gather")
-    assert why == "block 1.self_attn chooses by the name of its attention function"
+    around = mixers(hub_model({**config, "attn_implementation": attention}).config, 2)
+    assert [sorted(each.paths) for each in around] == [[], *[["self_attn"]] * 3]
     same = {**content("gpt2"), "attn_implementation": attention}  # asks, and does the same
-    assert no_context(hub_model(same), 2, "all_gather") is None
+    assert not any(each.paths for each in mixers(hub_model(same).config, 2))
 
 
 def test_what_sees_whole_rows_leaves_the_cut_along_the_sequence_to_its_ends() -> None:
