@@ -54,9 +54,10 @@ SAMPLE = (
     "bloom",  # attention past the registry, biases by distance
     "bart",  # positions by offset
     "deepseek_v32",  # an indexer that picks keys
-    "minimax_m3_vl_text",  # a choice by the name of the attention function
     "recurrent_gemma",  # a recurrence that documents' positions start anew
 )
+SPARSE = {"layer_types": ["full_attention", *["minimax_m3_sparse"] * 3], "index_n_heads": 2}
+"""Of `minimax_m3_vl_text`, whose attention asks for the name of its function in sparse blocks."""
 NOT_PACKED = ("mixtral+output_router_logits", "granitemoehybrid")
 """A loss that is no sum over documents, and masks without positions."""
 
@@ -212,9 +213,9 @@ def require_equal(world_size: int, cases: Sequence[Case]) -> None:
         assert not wrong
 
 
-def takes_packs(family: str) -> bool:
+def takes_packs(family: str, **sizes: Any) -> bool:
     """Whether documents are kept apart, or mixers see others of their pack here as in transformers."""
-    config = content(family)
+    config = content(family, **sizes)
     mixing = has_mixers(config, 2)
     return family not in NOT_PACKED and (mixing or probe(config).no_documents is None)
 
@@ -225,12 +226,17 @@ def cases_of(names: Sequence[str], **sizes: Any) -> list[Case]:
         (family, sizes, method, cuts)
         for family in names
         for method, cuts in (("all_gather", CUTS[0]), ("all_gather", CUTS[1]), ("ulysses", CUTS[1]))
-        if cuts == CUTS[0] or takes_packs(family)
+        if cuts == CUTS[0] or takes_packs(family, **sizes)
     ]
 
 
-def test_ranks_that_share_sequences_train_as_one() -> None:
-    require_equal(2, cases_of(SAMPLE))
+@pytest.mark.parametrize("names", often([(SAMPLE[::2],), (SAMPLE[1::2],)], 2))
+def test_ranks_that_share_sequences_train_as_one(names: Sequence[str]) -> None:
+    require_equal(2, cases_of(names))
+
+
+def test_what_asks_for_the_name_of_its_attention_function_trains_as_one() -> None:
+    require_equal(2, cases_of(("minimax_m3_vl_text",), **SPARSE))
 
 
 @pytest.mark.slow
@@ -316,8 +322,7 @@ def test_windows_chunks_and_tables_of_positions_take_keys_alone() -> None:
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_what_depends_on_the_name_of_the_attention_function_sees_whole_sequences(attention: str) -> None:
-    kinds = ["full_attention", *["minimax_m3_sparse"] * 3]  # whose mask has every token of so few
-    config = content("minimax_m3_vl_text", layer_types=kinds, index_n_heads=2)
+    config = content("minimax_m3_vl_text", **SPARSE)  # whose mask has every token of so few
     around = mixers(hub_model({**config, "attn_implementation": attention}).config, 2)
     assert [sorted(each.paths) for each in around] == [[], *[["self_attn"]] * 3]
     same = {**content("gpt2"), "attn_implementation": attention}  # asks, and does the same
