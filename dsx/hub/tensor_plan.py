@@ -179,7 +179,7 @@ def apply_plan(
     for path, child in list(mixing_children(block, plan)):
         inside |= {f"{path}.{name}" for name, _ in child.named_parameters()}
         tight = tp.size > 1 and is_region(child, path, plan, tp.size)
-        tight = tight and not (tp.sequence and path in whole)
+        tight = tight and not (tp.sequence and any(f"{each}.".startswith(f"{path}.") for each in whole))
         within = tp if tight else replace(tp, sequence_parallel=False)
         _set_linears(child, path, plan, within, split, tight=tight)
         summed |= _wrap(child, path, plan, within)

@@ -334,7 +334,12 @@ def test_what_sees_whole_rows_leaves_the_cut_along_the_sequence_to_its_ends() ->
         BlockPlan({"mixer.up": "colwise", "mixer.down": "rowwise"}),
         TensorParallel(2, 0, sequence_parallel=True),
     )
-    for whole, kind in (((), LocalLinear), (("mixer",), ColumnParallelLinear)):
+    cut_inside = (
+        ((), LocalLinear),
+        (("mixer",), ColumnParallelLinear),
+        (("mixer.up",), ColumnParallelLinear),
+    )
+    for whole, kind in cut_inside:
         mixer = nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)})
         block = nn.ModuleDict({"mixer": mixer})
         apply_plan(block, plan, tp, None, whole)
