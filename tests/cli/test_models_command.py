@@ -56,6 +56,16 @@ def test_one_model_is_tried_without_its_weights(dsx, tmp_path: Path) -> None:
     assert found["parameters"] > 2 * 4 * 3 * 16 * 32
 
 
+def test_what_sees_whole_sequences_is_told_with_its_share(dsx, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "bloom", "vocab_size": 96, "hidden_size": 32, "n_layer": 2, "n_head": 4})
+    )
+    code, out, _ = dsx(tmp_path)
+    attention, norms, mlp = 4 * 32 * 33, 4 * 32, 32 * 128 + 128 + 128 * 32 + 32  # with biases
+    told = f"self_attention: whole sequences on every rank, {attention / (attention + norms + mlp):.1%}"
+    assert (code, told in out) == (0, True), out
+
+
 def test_what_is_refused_is_bad_and_named(dsx, tmp_path: Path) -> None:
     code, out, err = dsx(config(tmp_path, "bert", is_decoder=True))
     assert code == 1, err
