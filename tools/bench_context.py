@@ -300,7 +300,7 @@ def _deepspeed(folder: Path, rows: Any) -> Step:
         for row in rows:
             parts = (each.chunk(RANKS, 1)[dist.get_rank()] for each in (*row, _places(rows)))
             loss = _loss(engine, *parts)
-            engine.backward(loss)
+            engine.backward(loss / RANKS)  # it sums over the ranks that share a row
             engine.step()
             total += loss.item() / ROWS
         ALL_ATTENTION_FUNCTIONS["sdpa"] = plain

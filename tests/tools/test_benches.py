@@ -38,6 +38,18 @@ def test_tokens_engines_train_alike(tmp_path: Path, options: list[str]) -> None:
             assert name in said
 
 
+@pytest.mark.slow
+def test_context_axes_train_alike(tmp_path: Path) -> None:
+    """With grouped queries; what torch's axis has no kernel for is named with its error."""
+    (run,), said = bench(tmp_path, "context", lengths=64, kv_heads=2, rounds=2)
+    first = run["losses"]["transformers, one process"]
+    assert len(run["losses"]) == 9
+    for name, losses in run["losses"].items():
+        assert losses == pytest.approx(first, rel=1e-5), name
+    assert {*run["stopped"]} == {"torch, allgather", "torch, alltoall"}
+    assert "does not have a sharding strategy" in said
+
+
 def test_every_contender_converts_the_same_checkpoint(tmp_path: Path) -> None:
     """What dsx made in it is what DeepSpeed saved."""
     report, said = bench(tmp_path, "reshard", f"--folder={tmp_path}", parameters=1e5, width=64, runs=1)
