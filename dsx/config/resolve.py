@@ -202,6 +202,15 @@ def check_own_modules(facts: Facts) -> Iterator[ConfigError]:
             + (", and those of the family that an earlier dsx had are gone" if was else ""),
             'use "full" or "none"' + (f", or {FIX_OF_RETIRED}" if was else ""),
         )
+    if isinstance(facts.model, HubModel) and facts.dsx.mlp_tiles != 1:
+        from dsx.hub.feed_forward import feed_forwards  # here: other models need no transformers
+
+        if not any(feed_forwards(facts.model.config)):
+            yield ConfigError(
+                at("dsx.mlp_tiles", facts.dsx.mlp_tiles),
+                f"no module of {facts.model.family}'s blocks computes each token by itself",
+                "use 1",
+            )
     if isinstance(facts.model, HubModel) and facts.mesh.cp > 1:
         from dsx.hub.context_probe import no_context  # here: other models need no transformers
 

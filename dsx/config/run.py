@@ -12,7 +12,7 @@ from dsx.config.deepspeed import offloads_optimizer
 from dsx.config.schema import DsxConfig
 from dsx.config.wording import at, without_secrets
 from dsx.errors import ConfigError, LayoutError
-from dsx.models.flops import WIDTHS, Precision, auto_chunk, layer_flops
+from dsx.models.flops import WIDTHS, Precision, auto_chunk, layer_flops, tiles_of
 from dsx.models.param import ParamSpec
 from dsx.models.params import layer_kinds
 from dsx.models.spec import HubModel, Model
@@ -128,6 +128,11 @@ class RunConfig:
             pad_multiple=self.dsx.model.vocab_multiple,
             piles_up=self.program.piles_up,
         )
+
+    @property
+    def mlp_tiles(self) -> int:
+        """Parts of a sequence that a feed-forward computes one after the other (``dsx.mlp_tiles``)."""
+        return tiles_of(self.dsx.mlp_tiles, self.model, self.tokens_of_rank)
 
     @property
     def fingerprint(self) -> str:

@@ -749,6 +749,12 @@ class DsxConfig(SchemaBlock):
         description="What backward computes again: none, selective (attention core), full (blocks). "
         '"auto" needs a profile.',
     )
+    mlp_tiles: Positive | Literal["auto"] = Field(
+        default=1,
+        description="Parts of a rank's tokens for which a block's feed-forward is computed one after the other, "
+        "and again in backward, so that its inner activations are there for one part at a time. "
+        '"auto": as many as leave each part as many tokens as hidden states are wide.',
+    )
     compile: Literal["none", "blocks"] = Field(
         default="none",
         description="blocks: torch.compile what blocks compute, once for all equal ones. What cannot be "

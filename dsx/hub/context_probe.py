@@ -45,7 +45,10 @@ from dsx.models.transformers_settings import first_line, torch_forms
 from dsx.nn.context import ContextParallel, DetachedContextParallel
 from dsx.nn.documents import hidden_of
 
-_ROWS, _TOKENS, _FAR = 2, 32, 5e-5  # more tokens than small windows and indexers see
+_ROWS, _TOKENS = 2, 32  # more tokens than small windows and indexers see
+
+FAR = 5e-5
+"""How far outputs for a part may be off those for the whole, beside the largest of them."""
 
 
 Mixers: TypeAlias = "Mapping[Hashable, Gathered]"
@@ -105,7 +108,7 @@ def _tried(
     ranks = [(cp, BlockArguments(structure, torch.device("cpu"), torch.float32, dtypes, cp)) for cp in parts]
     kinds = kinds_of(structure)
     mixing = dict(known)
-    for number, (block, call) in enumerate(_calls(model, structure.blocks, size)):
+    for number, (block, call) in enumerate(block_calls(model, structure.blocks, size)):
         uses = list[Use]()
         first, own = (_Watched(copy.deepcopy(block), uses) for _ in range(2))
         put_context(first.module, parts[0], partial(Noted, uses))
@@ -170,7 +173,7 @@ def _replayed(wholes: list[Tensor], x: Tensor, cp: ContextParallel) -> Tensor:
     return found
 
 
-def _calls(model: Any, blocks: str, size: int) -> Iterator[tuple[nn.Module, BlockCall]]:
+def block_calls(model: Any, blocks: str, size: int) -> Iterator[tuple[nn.Module, BlockCall]]:
     """Every block, and what it is called with in a forward of transformers."""
     found: list[tuple[nn.Module, BlockCall]] = []
     handles = [
@@ -379,4 +382,4 @@ def _close(own: Tensor, wanted: Tensor) -> bool:
     if own.shape != wanted.shape:
         return False
     own, wanted = own.float(), wanted.float()
-    return bool((own - wanted).abs().max() <= _FAR * wanted.abs().max())
+    return bool((own - wanted).abs().max() <= FAR * wanted.abs().max())

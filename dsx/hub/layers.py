@@ -17,6 +17,7 @@ from dsx.hub.balance import Routers, fresh_sums, sums_of
 from dsx.hub.block_arguments import BlockArguments
 from dsx.hub.context import ContextAttention, Gathered, ShapesAlone, gather_around, put_context
 from dsx.hub.context_probe import mixers
+from dsx.hub.feed_forward import feed_forwards
 from dsx.hub.model_structure import BlockCall, structure_of
 from dsx.hub.on_meta import copied
 from dsx.hub.read import block_plan
@@ -29,6 +30,7 @@ from dsx.nn.documents import Given, Places, Stream, carried, hidden_of
 from dsx.nn.embedding import looked_up, own_rows
 from dsx.nn.linear import column_linear
 from dsx.nn.parameters import Weights
+from dsx.nn.tiling import tile
 
 
 def settled(module: nn.Module, model: HubModel, weights: Weights, summed: set[str]) -> None:
@@ -172,6 +174,8 @@ class HubBlock(nn.Module):
         summed = apply_plan(self.block, plan, weights.tp, weights.split, around.paths)
         gather_around(self.block, around.paths, weights.cp)
         settled(self, model, weights, {f"block.{path}" for path in summed})
+        for path in feed_forwards(model.config)[number] if weights.mlp_tiles > 1 else ():
+            tile(self.block.get_submodule(path), weights.mlp_tiles, weights.split)
         for inner in filter(loops_over_children, self.block.modules()):
             inner._z3_leaf = True  # noqa: SLF001 (deepspeed/utils/z3_leaf_module.py)
         self._balance, path = model.balance, f"{structure.blocks}.{number}"

@@ -321,6 +321,7 @@ def job_of(config: RunConfig, *, device: DeviceKind = "cuda", capacity_bytes: in
         loss_chunk=config.loss_chunk,
         context=mesh.cp,
         context_method=config.dsx.parallel.method,
+        mlp_tiles=config.mlp_tiles,
     )
     return Job(
         records=ModelRecords(shape),

@@ -70,6 +70,7 @@ class Shape:
         sequence_length: Tokens per sequence.
         context: Ranks that share each of them.
         context_method: How attention then sees them whole.
+        mlp_tiles: Parts of a sequence that blocks' feed-forwards compute one after the other.
         width: Bytes of a parameter or an activation.
         vocab_multiple: Multiple to which each rank's vocabulary rows are padded.
         recompute: What blocks compute again.
@@ -91,6 +92,7 @@ class Shape:
     loss_chunk: int = 0
     context: int = 1
     context_method: ContextMethod = "all_gather"
+    mlp_tiles: int = 1
 
     @property
     def length(self) -> int:

@@ -778,6 +778,7 @@ def record_request(request: LayerRequest) -> LayerRecord:
             entry=partial(partial, _built, request.frozen),
             # The last of them, whose masks are as large as any's.
             cp=DetachedContextParallel(shape.context, shape.context - 1, method=shape.context_method),
+            mlp_tiles=shape.mlp_tiles,
         )
         layer = layers[index]()
         inputs = [tokens, *positions] if kinds[0] == request.kind else stream

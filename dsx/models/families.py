@@ -41,6 +41,7 @@ def layers(
     split: WeightGradients | None = None,
     entry: Entry | None = None,
     cp: ContextParallel = WHOLE,
+    mlp_tiles: int = 1,
 ) -> list[Any]:
     """The layer list of ``model`` for one tensor-parallel rank.
 
@@ -60,6 +61,7 @@ def layers(
         split: Takes weight gradients while it defers, for schedules that split the backward.
         entry: Makes the entries; None for DeepSpeed's ``LayerSpec`` and ``TiedLayerSpec``.
         cp: The ranks that share a sequence.
+        mlp_tiles: Parts of a sequence that a block's feed-forward computes one after the other.
     """
     entry, tied = entry or _layer_spec, model.tied_embeddings
     held: dict[int, dict[str, ParamSpec]] = defaultdict(dict)
@@ -69,7 +71,15 @@ def layers(
     def weights(layer: int) -> Weights:
         specs, adapter = held[layer], model.adapter
         return Weights(
-            specs=specs, tp=tp, dtype=dtype, device=device, seed=seed, split=split, adapter=adapter, cp=cp
+            specs=specs,
+            tp=tp,
+            dtype=dtype,
+            device=device,
+            seed=seed,
+            split=split,
+            adapter=adapter,
+            cp=cp,
+            mlp_tiles=mlp_tiles,
         )
 
     if isinstance(model, HubModel):

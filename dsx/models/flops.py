@@ -109,6 +109,14 @@ def auto_chunk(
     return 0 if small or (piles_up and tokens <= model.hidden_size) else chunk
 
 
+def tiles_of(wanted: int | Literal["auto"], model: Model, tokens: int) -> int:
+    """Parts of ``tokens`` that a feed-forward computes one after the other, as ``dsx.mlp_tiles`` has it.
+
+    "auto" is ALST's rule, the tokens over the hidden size (arXiv:2506.13996, section 3.1.1).
+    """
+    return max(1, -(-tokens // model.hidden_size)) if wanted == "auto" else wanted
+
+
 # Slices and slower namesakes of a listed device.
 _UNLIKE = frozenset({"MIG", "LAPTOP", "D", "TI"})
 

@@ -24,6 +24,7 @@ from dsx.nn.documents import Given, Places, Stream
 from dsx.nn.linear import ColumnParallelLinear, RowParallelLinear
 from dsx.nn.norm import model_norm
 from dsx.nn.parameters import Weights
+from dsx.nn.tiling import tile
 
 T = TypeVar("T")
 
@@ -128,6 +129,7 @@ class Block(nn.Module):
         self.attention = Attention(model, weights, rotary, mask, recompute_core=recompute == "selective")
         self.norm_2 = model_norm(model, weights)
         self.mlp = Mlp(model, weights)
+        tile(self.mlp, weights.mlp_tiles, weights.split)
         self.random = model.dropout_in_blocks > 0.0
         weights.initialise(self)
 

@@ -249,6 +249,7 @@ class Weights:
         split: Takes weight gradients while it defers; None never splits the backward.
         adapter: The model's adapter, if it has one.
         cp: The ranks that share a sequence.
+        mlp_tiles: Parts of a sequence that a block's feed-forward computes one after the other.
     """
 
     specs: dict[str, ParamSpec]
@@ -259,6 +260,7 @@ class Weights:
     split: WeightGradients | None = None
     adapter: Adapter | None = None
     cp: ContextParallel = WHOLE
+    mlp_tiles: int = 1
 
     @property
     def form(self) -> dict[str, Any]:

@@ -126,6 +126,15 @@ class WeightGradients:
         finally:
             self._key = None
 
+    @contextmanager
+    def undivided(self) -> Iterator[None]:
+        """Inside :meth:`deferring`, compute whole backwards after all."""
+        key, self._key = self._key, None
+        try:
+            yield
+        finally:
+            self._key = key
+
     def keep(self, parameter: Tensor, shape: torch.Size, start: Start, *tensors: Tensor) -> None:
         """Called by a module's backward while :attr:`active`: a gradient to compute later.
 
