@@ -19,7 +19,7 @@ from dsx.config.schema import MEASURE, DsxConfig, OuterConfig, ZeroConfig
 from dsx.config.sources import FIX_OF_RETIRED, read_model
 from dsx.config.wording import at, suggest
 from dsx.errors import ConfigError, ScheduleError
-from dsx.models.flops import WIDTHS
+from dsx.models.flops import WIDTHS, has_tiles
 from dsx.models.params import frozen_names, layer_kinds, param_specs, vocabulary_rows
 from dsx.models.spec import RETIRED, HubModel, Model
 from dsx.parallel.islands import Islands
@@ -202,15 +202,13 @@ def check_own_modules(facts: Facts) -> Iterator[ConfigError]:
             + (", and those of the family that an earlier dsx had are gone" if was else ""),
             'use "full" or "none"' + (f", or {FIX_OF_RETIRED}" if was else ""),
         )
-    if isinstance(facts.model, HubModel) and facts.dsx.mlp_tiles != 1:
-        from dsx.hub.feed_forward import feed_forwards  # here: other models need no transformers
-
-        if not any(feed_forwards(facts.model.config)):
-            yield ConfigError(
-                at("dsx.mlp_tiles", facts.dsx.mlp_tiles),
-                f"no module of {facts.model.family}'s blocks computes each token by itself",
-                "use 1",
-            )
+    if facts.dsx.mlp_tiles != 1 and not has_tiles(facts.model):
+        yield ConfigError(
+            at("dsx.mlp_tiles", facts.dsx.mlp_tiles),
+            f"{facts.model.family}: no module of its blocks is known to be a feed-forward, which takes "
+            "hidden states alone and computes each token by itself",
+            "use 1",
+        )
     if isinstance(facts.model, HubModel) and facts.mesh.cp > 1:
         from dsx.hub.context_probe import no_context  # here: other models need no transformers
 

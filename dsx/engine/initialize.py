@@ -49,6 +49,7 @@ from dsx.launch.extension_locks import builds_said
 from dsx.launch.processes import load_compilers_late
 from dsx.models.transformers_settings import first_line
 from dsx.nn.loss import of_head
+from dsx.nn.parameters import Weights
 from dsx.parallel.groups import Grid, Groups
 from dsx.terminal import shortened
 from dsx.waiting import Waiting
@@ -417,13 +418,26 @@ def _left_to_clip(settings: Settings) -> Settings:
 
 
 def _require_chunks(config: Config | None, model: PipelineModule) -> None:
-    """Refuse a config's chunks of tokens where a loss of the caller's own takes whole logits."""
+    """Refuse a config's chunks of tokens where a loss, or layers, of the caller's own take all of them."""
+    _require_tiles(config, model)
     wanted = config.dsx.loss.chunk_tokens if isinstance(config, RunConfig) else None
     if isinstance(wanted, int) and wanted and of_head(model.loss_fn) is None:
         raise ConfigError(
             at("dsx.loss.chunk_tokens", wanted),
             "the loss_fn of the PipelineModule is the caller's own, which takes whole logits",
             f"give loss_fn=dsx.nn.HeadLoss(..., chunk_tokens={wanted}), or remove the key",
+        )
+
+
+def _require_tiles(config: Config | None, model: PipelineModule) -> None:
+    """Refuse a config's tiles where no layer was built with them."""
+    wanted = config.mlp_tiles if isinstance(config, RunConfig) else 1
+    given = (each for spec in model.layer_specs for each in getattr(spec, "module_args", ()))
+    if wanted > 1 and not any(isinstance(each, Weights) and each.mlp_tiles == wanted for each in given):
+        raise ConfigError(
+            at("dsx.mlp_tiles", wanted),
+            "the layers of the PipelineModule are the caller's own, and none was built with it",
+            f"build them by dsx.models.families.layers(..., mlp_tiles={wanted}), or remove the key",
         )
 
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from dsx.models.param import ITEM_BYTES, PRECISIONS, ParamSpec
 from dsx.models.params import layer_kinds, param_specs, vocabulary_rows
-from dsx.models.spec import HubModel, Model
+from dsx.models.spec import HubModel, MlpTiles, Model
 
 
 def flops_per_token(model: Model, sequence_length: int) -> float:
@@ -109,12 +109,21 @@ def auto_chunk(
     return 0 if small or (piles_up and tokens <= model.hidden_size) else chunk
 
 
-def tiles_of(wanted: int | Literal["auto"], model: Model, tokens: int) -> int:
+def tiles_of(wanted: MlpTiles, model: Model, tokens: int) -> int:
     """Parts of ``tokens`` that a feed-forward computes one after the other, as ``dsx.mlp_tiles`` has it.
 
     "auto" is ALST's rule, the tokens over the hidden size (arXiv:2506.13996, section 3.1.1).
     """
     return max(1, -(-tokens // model.hidden_size)) if wanted == "auto" else wanted
+
+
+def has_tiles(model: Model) -> bool:
+    """Whether blocks of a model have feed-forwards that may be computed for some tokens at a time."""
+    if not isinstance(model, HubModel):
+        return True
+    from dsx.hub.feed_forward import feed_forwards  # here: dsx's own families need nothing of transformers
+
+    return any(feed_forwards(model.config))
 
 
 # Slices and slower namesakes of a listed device.

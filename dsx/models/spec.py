@@ -17,6 +17,9 @@ RETIRED: Final = ("gpt2", "gpt_neox", "gemma2")
 
 Recompute = Literal["none", "selective", "full"]
 
+MlpTiles = int | Literal["auto"]
+"""Parts of a rank's tokens that feed-forwards compute one after the other, as ``dsx.mlp_tiles`` has it."""
+
 ContextMethod = Literal["all_gather", "ulysses"]
 """How attention sees the whole of a sequence that several ranks share: every rank gathers all keys and
 values, or all-to-alls give it whole sequences of some heads (Jacobs et al. 2023, arXiv:2309.14509)."""

@@ -2,7 +2,7 @@
 
 A feed-forward treats each token by itself, and what it makes inside is several times as wide as what it is
 given. Of these activations one tile's exist at a time, in forward and in backward (ALST: Bekman et al. 2025,
-arXiv:2506.13996, section 3.1, "Sequence Tiling"; TiledMLP in deepspeed/runtime/sequence_parallel/ulysses_sp.py).
+arXiv:2506.13996, "Sequence Tiling"; TiledMLP in deepspeed/runtime/sequence_parallel/ulysses_sp.py).
 
 Shapes: B micro-batch, s this rank's part of a sequence, H hidden.
 """
@@ -37,16 +37,17 @@ def tile(module: nn.Module, tiles: int, split: WeightGradients | None) -> None:
         split: What its linears' weight gradients wait in when the backward is divided.
     """
     if tiles > 1:
-        module.forward = _Tiled(module, module.forward, tiles, split)  # type: ignore[method-assign]
+        module.forward = _Tiled(module, module.forward, tiles, split)
         module._z3_leaf = True  # type: ignore[assignment]  # noqa: SLF001 (deepspeed/utils/z3_leaf_module.py)
         module.register_forward_pre_hook(lambda module, given: uncompiled(_wanting, module, given[0]))
 
 
 def _wanting(module: nn.Module, x: Tensor) -> Tensor:
-    """``x``, which wants a gradient if the module trains: else ZeRO-3 takes the module's backward for ended before it begins.
+    """``x``, which wants a gradient if the module trains.
 
-    torch then calls the hook by which DeepSpeed reduces a leaf's gradients as soon as those of its outputs are
-    there (torch/utils/hooks.py, BackwardHook; stage3.py, reduce_leaf_module_grads).
+    Else ZeRO-3 takes the module's backward for ended before it begins: torch calls the hook by which
+    DeepSpeed reduces a leaf's gradients once those of its outputs are there (torch/utils/hooks.py,
+    BackwardHook; stage3.py, reduce_leaf_module_grads).
     """
     if x.requires_grad or not torch.is_grad_enabled():
         return x
@@ -104,7 +105,7 @@ class _TileByTile(torch.autograd.Function):
     def forward(ctx: Any, tiled: _Tiled, x: Tensor, *parameters: Tensor) -> Tensor:
         ctx.save_for_backward(x, *parameters)
         ctx.tiled, ctx.parameters = tiled, parameters
-        ctx.states = (torch.get_rng_state(), *get_device_states(x)) if tiled.module.training else None
+        ctx.states = _states(x) if tiled.module.training else None
         y = None
         for at in _tiles(x, tiled.tiles):
             part = tiled.function(x[:, at].contiguous())
@@ -134,10 +135,9 @@ class _TileByTile(torch.autograd.Function):
                 if dx is not None:
                     dx[:, at] = found.pop(0)
                 _add(totals, found)
-        sums = (totals.get(place) for place in range(len(wanted)))
-        gradients = [None if each is None else each.to(like.dtype) for each, like in zip(sums, wanted, strict=True)]
-        left = iter(gradients)
-        return None, dx, *(next(left) if needs else None for needs in needed)
+        sums = [totals.pop(place, None) for place in range(len(wanted))]
+        given = (None if each is None else each.to(wanted[place].dtype) for place, each in enumerate(sums))
+        return None, dx, *(next(given) if needs else None for needs in needed)
 
 
 def _tiles(x: Tensor, count: int) -> Iterator[slice]:
@@ -147,11 +147,11 @@ def _tiles(x: Tensor, count: int) -> Iterator[slice]:
         yield slice(place * length // count, (place + 1) * length // count)
 
 
-def _add(totals: dict[int, Tensor], gradients: list[Tensor | None]) -> None:
+def _add(totals: dict[int, Tensor], gradients: list[Tensor]) -> None:
     """Add a tile's gradients to the sums, which bfloat16 would round away as they grow."""
     for place in reversed(range(len(gradients))):
-        gradient = gradients.pop()
-        if gradient is None:
+        gradient: Tensor | None = gradients.pop()
+        if gradient is None:  # an expert that no token of the tile goes to
             continue
         if place in totals:
             totals[place].add_(gradient)
@@ -160,18 +160,29 @@ def _add(totals: dict[int, Tensor], gradients: list[Tensor | None]) -> None:
         del gradient
 
 
+States = tuple[Tensor, list[int], list[Tensor]]
+"""Of random numbers: the CPU's, and those of devices by their numbers."""
+
+
+def _states(x: Tensor) -> States:
+    devices, states = get_device_states(x) if x.is_cuda else ([], [])
+    return torch.get_rng_state(), devices, states
+
+
+def _draw_from(states: States) -> None:
+    torch.set_rng_state(states[0])
+    set_device_states(*states[1:], device_type="cuda")
+
+
 @contextmanager
-def _drawing(x: Tensor, states: Any) -> Iterator[None]:
+def _drawing(x: Tensor, then: States | None) -> Iterator[None]:
     """Inside, random numbers are drawn as in the forward."""
-    if states is None:
+    if then is None:
         yield
         return
-    then, devices, device_states = states
-    now = torch.get_rng_state(), *get_device_states(x)
-    torch.set_rng_state(then)
-    set_device_states(devices, device_states, device_type=x.device.type)
+    now = _states(x)
+    _draw_from(then)
     try:
         yield
     finally:
-        torch.set_rng_state(now[0])
-        set_device_states(*now[1:], device_type=x.device.type)
+        _draw_from(now)

@@ -26,7 +26,7 @@ from dsx.memory.islands import IslandSettings
 from dsx.memory.job import job_of
 from dsx.memory.layer_record import DeviceKind
 from dsx.memory.ledger import AboveError
-from dsx.models.flops import Precision
+from dsx.models.flops import Precision, has_tiles
 from dsx.models.spec import HubModel
 from dsx.planner.cluster import Cluster, gpu_memory
 from dsx.planner.costs import Efficiency
@@ -216,6 +216,10 @@ class ModelInputs(PlanInputs):
         contexts, method = self._contexts, self.parallel.context_method
         found["context"] = (1,) if contexts is None and self._unshared is not None else contexts
         found |= {} if method == "auto" else {"methods": (method,)}
+        if "mlp_tiles" in self.run.dsx.model_fields_set:
+            found["mlp_tiles"] = (self.run.dsx.mlp_tiles,)
+        elif self.run.sequence_length >= LONG and has_tiles(self.run.model):
+            found["mlp_tiles"] = (1, "auto")
         if isinstance(model, HubModel):
             found["recompute"] = ("none", "full")
             if model.no_gathering is not None:

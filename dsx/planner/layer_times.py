@@ -201,6 +201,7 @@ class AttentionShape:
 def layer_times(machine: Machine, shape: Shape) -> tuple[LayerCost, ...]:
     """Times of every layer of the layer list; the loss counts to the last one."""
     records, plain = ModelRecords(shape, many=True), ModelRecords(replace(shape, recompute="none"), many=True)
+    once = plain if shape.mlp_tiles == 1 else ModelRecords(replace(plain.shape, mlp_tiles=1), many=True)
     pricing = _Pricing(machine, shape.tensor, shape.width, shape.context)
     known: dict[int, LayerCost] = {}
     found = []
@@ -209,7 +210,8 @@ def layer_times(machine: Machine, shape: Shape) -> tuple[LayerCost, ...]:
         record = records.layer(index, divided=True, hooked=False)
         if id(record) not in known:
             whole = plain.layer(index, divided=True, hooked=False)
-            known[id(record)] = _layer_time(machine, pricing, record, whole)
+            untiled = once.layer(index, divided=True, hooked=False)
+            known[id(record)] = _layer_time(machine, pricing, record, whole, untiled)
         found.append(known[id(record)])
     end = _end_time(machine, pricing, shape, last)
     if shape.loss_chunk:
@@ -266,8 +268,17 @@ def _end_time(machine: Machine, pricing: _Pricing, shape: Shape, head: int) -> L
     )
 
 
-def _layer_time(machine: Machine, pricing: _Pricing, record: LayerRecord, plain: LayerRecord) -> LayerCost:
-    """A layer's time. What recomputation adds is the difference to ``plain``, the same layer without any."""
+def _layer_time(
+    machine: Machine,
+    pricing: _Pricing,
+    record: LayerRecord,
+    plain: LayerRecord,
+    untiled: LayerRecord | None = None,
+) -> LayerCost:
+    """A layer's time. What recomputation adds is the difference to ``plain``, the same layer without any.
+
+    Of ``untiled``, whose feed-forward is in one, the same backward computes nothing again.
+    """
     forward, whole = pricing.price(record.operators("forward")), pricing.price(plain.operators("backward"))
     divides = plain.backward_input is not None
     first = pricing.price(plain.operators("backward_input")) if divides else whole
@@ -275,13 +286,14 @@ def _layer_time(machine: Machine, pricing: _Pricing, record: LayerRecord, plain:
     again = pricing.price(record.operators("backward"))
     anew, anew_wait = max(0.0, again.computing - whole.computing), max(0.0, again.waiting - whole.waiting)
     inputs = anew + anew_wait + first.computing
+    once = pricing.price((untiled or plain).operators("backward"))
     weights = second.computing + machine.traffic(_added(plain))
     return LayerCost(
         forward_seconds=forward.computing + forward.waiting,
         backward_seconds=inputs + weights + whole.waiting,
         backward_input_seconds=inputs + first.waiting,
         backward_weight_seconds=weights + second.waiting,
-        again_seconds=anew,
+        again_seconds=anew + max(0.0, whole.computing - once.computing),
         forward_wait=forward.waiting,
         again_wait=anew_wait,
         backward_wait=whole.waiting,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from dsx.memory.layer_record import LayerRecord, LayerRequest, Shape
 from dsx.memory.record_cache import ModelRecords, alone, recorded_for_many
-from dsx.models.flops import WIDTHS, auto_chunk, flops_per_token
+from dsx.models.flops import WIDTHS, auto_chunk, flops_per_token, tiles_of
 from dsx.models.params import layer_kinds, param_specs
 from dsx.models.spec import HubModel, Model
 from dsx.parallel.limits import LayoutRequest
@@ -68,6 +68,9 @@ class ModelLayers(PlannedLayers):
             loss_chunk=self._chunk(layout),
             context=layout.mesh.cp,
             context_method=layout.context_method,
+            mlp_tiles=tiles_of(
+                layout.mlp_tiles, self.model, layout.micro_batch * self.sequence_length // layout.mesh.cp
+            ),
         )
 
     def _chunk(self, layout: Candidate) -> int:

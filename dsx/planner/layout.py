@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsx.errors import LayoutError
 from dsx.models.flops import WIDTHS
-from dsx.models.spec import ContextMethod, HubModel, Recompute
+from dsx.models.spec import ContextMethod, HubModel, MlpTiles, Recompute
 from dsx.parallel.limits import LayoutRequest, divisors, possible, violations
 from dsx.parallel.mesh import Mesh
 from dsx.schedules.builders import NAMES
@@ -141,6 +141,7 @@ class Candidate:
         recompute: What backward computes again.
         sequence_parallel: Whether activations are cut along the sequence.
         context_method: How attention sees the sequences that context-parallel ranks share.
+        mlp_tiles: As ``dsx.mlp_tiles`` has it.
         zero_stage: 0 to 3.
         reduces_micro_batches: ZeRO-2: gradients are reduced after every backward (``dsx.zero.reduce``).
         bounds: Layers of the virtual stages; None: the cut whose longest stage is the shortest.
@@ -153,6 +154,7 @@ class Candidate:
     recompute: Recompute = "none"
     sequence_parallel: bool = True
     context_method: ContextMethod = "all_gather"
+    mlp_tiles: MlpTiles = 1
     zero_stage: int = 1
     reduces_micro_batches: bool = False
     bounds: Bounds | None = None
@@ -179,7 +181,8 @@ class Candidate:
     def timing(self) -> tuple[object, ...]:
         """What the layers' times, and what they keep, depend on."""
         context = self.mesh.cp, self.context_method
-        return self.tensor, self.sequence_parallel, self.micro_batch, self.recompute, *context
+        again = self.recompute, self.mlp_tiles
+        return self.tensor, self.sequence_parallel, self.micro_batch, *again, *context
 
     @property
     def gpus(self) -> int:
@@ -198,6 +201,7 @@ class Candidate:
         shared = {"context": self.mesh.cp, "context_method": self.context_method} if self.mesh.cp > 1 else {}
         return {
             **{f"dsx.parallel.{key}": value for key, value in shared.items()},
+            **({} if self.mlp_tiles == 1 else {"dsx.mlp_tiles": self.mlp_tiles}),
             "dsx.recompute": self.recompute,
             "train_micro_batch_size_per_gpu": self.micro_batch,
             "zero_optimization.stage": self.zero_stage,
@@ -219,6 +223,8 @@ class Candidate:
         parts.append(f"ZeRO-{self.zero_stage}{each}")
         if self.recompute != "none":
             parts.append(f"recompute {self.recompute}")
+        if self.mlp_tiles != 1:
+            parts.append("feed-forwards in tiles")
         if self.mesh.cp > 1:
             parts.append(self.context_method)
         if self.tensor > 1 and not self.sequence_parallel:
@@ -264,6 +270,7 @@ class Space:
         most_live: The same; None is the schedule's default.
         rows: A schedule written by hand, in place of all of these.
         recompute: Recompute modes.
+        mlp_tiles: Ways to compute feed-forwards, as ``dsx.mlp_tiles`` has them.
         cut: Bounds for a number of virtual stages (raises LayoutError for one that it cannot); None searches
             for the shortest step.
         most_bytes: Most activation bytes per rank; None for any.
@@ -283,6 +290,7 @@ class Space:
     most_live: int | None = None
     rows: Program | None = None
     recompute: tuple[Recompute, ...] = ("none",)
+    mlp_tiles: tuple[MlpTiles, ...] = (1,)
     cut: Callable[[int], Bounds] | None = None
     most_bytes: int | None = None
 
@@ -380,7 +388,8 @@ def variants(task: Task, space: Space, layout: Candidate) -> Iterator[Candidate]
         methods = tuple(each for each in space.methods if each == "all_gather" or exchanges)
     may_cut = layout.tensor > 1 and not (isinstance(model, HubModel) and model.no_sequence)
     cuts = (True, False) if may_cut and possible(sequence, "tensor", [layout.tensor]) else (False,)
-    for size, mode, zero, cut, method in product(sizes, space.recompute, stages, cuts, methods):
+    ways = product(sizes, space.recompute, stages, cuts, methods, space.mlp_tiles)
+    for size, mode, zero, cut, method, tiles in ways:
         yield replace(
             layout,
             micro_batch=size,
@@ -389,6 +398,7 @@ def variants(task: Task, space: Space, layout: Candidate) -> Iterator[Candidate]
             reduces_micro_batches=zero == 2,
             sequence_parallel=cut,
             context_method=method,
+            mlp_tiles=tiles,
         )
 
 

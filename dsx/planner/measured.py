@@ -35,7 +35,12 @@ def recompute_modes(dsx: DsxConfig) -> tuple[Recompute, ...]:
 def conditions_of(run: RunConfig, *, device: str = "", version: str = "") -> Conditions:
     """The conditions under which a profile of ``run`` must have been measured."""
     return Conditions(
-        model=digest(run.model, vocab_multiple=run.dsx.model.vocab_multiple, loss_chunk=run.loss_chunk),
+        model=digest(
+            run.model,
+            vocab_multiple=run.dsx.model.vocab_multiple,
+            loss_chunk=run.loss_chunk,
+            mlp_tiles=run.mlp_tiles,
+        ),
         micro_batch_size=run.micro_batch_size,
         sequence_length=run.sequence_length,
         tensor=run.mesh.tp,

@@ -488,7 +488,7 @@ class Search:
         )
 
 
-_KNOBS = ("micro_batch", "recompute", "zero_stage", "sequence_parallel", "context_method")
+_KNOBS = ("micro_batch", "recompute", "zero_stage", "sequence_parallel", "context_method", "mlp_tiles")
 
 
 def _value(layout: Candidate, name: str) -> str:

@@ -49,6 +49,7 @@ def layout_of(run: RunConfig) -> Candidate:
         recompute="none" if run.dsx.recompute == "auto" else run.dsx.recompute,
         sequence_parallel=run.dsx.parallel.sequence_parallel,
         context_method=run.dsx.parallel.method if run.mesh.cp > 1 else "all_gather",
+        mlp_tiles=run.dsx.mlp_tiles,
         zero_stage=run.zero_stage,
         reduces_micro_batches=run.reduces_micro_batches,
         bounds=tuple(run.stage_map.bounds),

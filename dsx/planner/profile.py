@@ -123,14 +123,15 @@ class Profile:
         return profile
 
 
-def digest(model: Model, *, vocab_multiple: int, loss_chunk: int = 0) -> str:
-    """Name of an architecture and its loss: equal for equal numbers, 16 hexadecimal digits."""
+def digest(model: Model, *, vocab_multiple: int, loss_chunk: int = 0, mlp_tiles: int = 1) -> str:
+    """Name of an architecture, its loss and tiles: equal for equal numbers, 16 hexadecimal digits."""
     numbers: Any = [model.config, model.tensor_plan] if isinstance(model, HubModel) else asdict(model)
     if isinstance(numbers, dict):
         numbers.pop("adapter")
     adapter = () if model.adapter is None else (asdict(model.adapter),)
     chunk = (loss_chunk,) if loss_chunk else ()
-    text = json.dumps([numbers, vocab_multiple, *adapter, *chunk], sort_keys=True)
+    tiles = (f"{mlp_tiles} tiles",) if mlp_tiles > 1 else ()
+    text = json.dumps([numbers, vocab_multiple, *adapter, *chunk, *tiles], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -513,6 +513,7 @@ def measure_model(config: RunConfig, groups: Groups) -> Profile:
                 recompute=mode,
                 pad_multiple=settings.model.vocab_multiple,
                 split=split,
+                mlp_tiles=config.mlp_tiles,
             )
             # Only blocks compute anything again or have windows.
             named, first = list(kinds), kinds.index("Block")

@@ -14,6 +14,7 @@ from dsx.config.batch import ACCUMULATION, MICRO, TRAIN
 from dsx.config.resolve import resolve
 from dsx.config.run import RunConfig
 from dsx.errors import DsxError, LayoutError
+from dsx.models.flops import has_tiles
 from dsx.parallel.limits import LayoutRequest, violations
 from dsx.parallel.mesh import AXES, Mesh
 from dsx.planner.best_first import best_first
@@ -128,9 +129,7 @@ def what_would_fit(
 def _savings(config: RunConfig) -> Iterator[Saving]:
     """Single changes that may help."""
     mesh, zero, block = config.mesh, config.zero_stage, config.dsx
-    order = ("none", "selective", "full")
-    for level in order[order.index(block.recompute) + 1 :] if block.recompute in order else ():
-        yield Saving(words=f"recompute {level}", fields={"recompute": level})
+    yield from _computed_again(config)
     for stage in range(zero + 1, 4) if mesh.num_replicas > 1 else ():
         yield Saving(words=f"ZeRO-{stage}", fields={"zero_stage": stage})
     if config.micro_batch_size > 1:
@@ -151,6 +150,15 @@ def _savings(config: RunConfig) -> Iterator[Saving]:
     if zero and not config.deepspeed["zero_optimization"].get("offload_optimizer"):
         more = {"zero_optimization.offload_optimizer.device": "cpu"}
         yield Saving(words="optimizer states on the host", more=more)
+
+
+def _computed_again(config: RunConfig) -> Iterator[Saving]:
+    """What backward may compute again in place of keeping it."""
+    block, order = config.dsx, ("none", "selective", "full")
+    for level in order[order.index(block.recompute) + 1 :] if block.recompute in order else ():
+        yield Saving(words=f"recompute {level}", fields={"recompute": level})
+    if block.mlp_tiles == 1 and config.sequence_length >= LONG and has_tiles(config.model):
+        yield Saving(words="feed-forwards in tiles", fields={"mlp_tiles": "auto"})
 
 
 def _items(saving: Saving, config: RunConfig) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from dsx.models.spec import HubModel, ModelSpec
 _TOKENS_PER_RANK = 8
 _FEW_MICRO_BATCHES = 3
 _CHUNK_TOKENS = 5  # several, and the last one short
+_TILES = 3
 _RANK = 4
 _CAP = 1.0
 _CAPS = re.compile(r"soft_?cap(ping)?$|logit_cap$|^swiglu_limit$|^clip_qkv$")
@@ -96,6 +97,8 @@ def trial(
         changes += [f"dsx.loss.chunk_tokens: {config.loss_chunk} -> {_CHUNK_TOKENS}"] * bool(
             config.loss_chunk
         )
+        block["mlp_tiles"] = min(config.mlp_tiles, _TILES)
+        changes += [f"dsx.mlp_tiles: {config.mlp_tiles} -> {_TILES}"] * (config.mlp_tiles > _TILES)
     elif block["partition"]["method"] == "time":
         stages = config.stage_map
         block["partition"] = {"method": [len(stages.layers(s)) for s in range(stages.num_stages)]}

@@ -27,6 +27,11 @@ def test_so_is_that_of_ranks_that_share_sequences(number):
     require_alike({**case(number), "context": 2, "method": ("all_gather", "ulysses")[number % 2]})
 
 
+@pytest.mark.parametrize("number", often((0, 2, 3, 4, 15), 4))
+def test_so_is_that_of_feed_forwards_in_tiles(number):
+    require_alike({**case(number), "tiles": 3})
+
+
 def require_alike(drawn):
     context = drawn.get("context", 1)
     world = drawn["tensor"] * drawn["pipeline"] * drawn["data"] * context
