@@ -270,7 +270,8 @@ class Space:
         most_live: The same; None is the schedule's default.
         rows: A schedule written by hand, in place of all of these.
         recompute: Recompute modes.
-        mlp_tiles: Ways to compute feed-forwards, as ``dsx.mlp_tiles`` has them.
+        mlp_tiles: Ways to compute feed-forwards, as ``dsx.mlp_tiles`` has them; each further one is tried
+            where nothing fits with the one before.
         cut: Bounds for a number of virtual stages (raises LayoutError for one that it cannot); None searches
             for the shortest step.
         most_bytes: Most activation bytes per rank; None for any.
@@ -373,7 +374,7 @@ def _some(numbers: list[int]) -> str:
 
 
 def variants(task: Task, space: Space, layout: Candidate) -> Iterator[Candidate]:
-    """Candidates of a mesh with everything but their schedule."""
+    """Candidates of a mesh with everything but their schedule, and the first way to compute feed-forwards."""
     batch = LayoutRequest(global_batch=task.global_batch, data=layout.data)
     sizes = possible(batch, "micro_batch", space.micro_batches or range(1, _LARGEST_MICRO_BATCH + 1))
     stages = space.zero_stages
@@ -388,8 +389,7 @@ def variants(task: Task, space: Space, layout: Candidate) -> Iterator[Candidate]
         methods = tuple(each for each in space.methods if each == "all_gather" or exchanges)
     may_cut = layout.tensor > 1 and not (isinstance(model, HubModel) and model.no_sequence)
     cuts = (True, False) if may_cut and possible(sequence, "tensor", [layout.tensor]) else (False,)
-    ways = product(sizes, space.recompute, stages, cuts, methods, space.mlp_tiles)
-    for size, mode, zero, cut, method, tiles in ways:
+    for size, mode, zero, cut, method in product(sizes, space.recompute, stages, cuts, methods):
         yield replace(
             layout,
             micro_batch=size,
@@ -398,7 +398,7 @@ def variants(task: Task, space: Space, layout: Candidate) -> Iterator[Candidate]
             reduces_micro_batches=zero == 2,
             sequence_parallel=cut,
             context_method=method,
-            mlp_tiles=tiles,
+            mlp_tiles=space.mlp_tiles[0],
         )
 
 

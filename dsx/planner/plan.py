@@ -251,6 +251,8 @@ class Search:
                 best[node.layout.mesh] = ranked
             if len(best) == top:
                 break
+        if not best and len(self.space.mlp_tiles) > 1:
+            return replace(self, space=replace(self.space, mlp_tiles=self.space.mlp_tiles[1:])).run(top)
         if not best:
             raise self._nothing_fits()
         first = min(best.values(), key=lambda each: each.time.seconds)
@@ -488,7 +490,7 @@ class Search:
         )
 
 
-_KNOBS = ("micro_batch", "recompute", "zero_stage", "sequence_parallel", "context_method", "mlp_tiles")
+_KNOBS = ("micro_batch", "recompute", "zero_stage", "sequence_parallel", "context_method")
 
 
 def _value(layout: Candidate, name: str) -> str:
