@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from dsx.errors import DsxError, LayoutError, ScheduleError
+from dsx.models.spec import HubModel
 from dsx.parallel.mesh import Mesh
 from dsx.planner.best_first import best_first
 from dsx.planner.layout import CHUNKS, Candidate, Space, Task, meshes, scheduled, variants
@@ -468,6 +469,18 @@ class Search:
                 kinds.add(kind)
                 yield known
 
+    @property
+    def _may_share(self) -> bool:
+        """Whether ranks might share sequences, and none were tried."""
+        layers = self.task.layers
+        if self.space.context != (1,) or layers.sequence_length is None:
+            return False
+        if not isinstance(layers.asked.model, HubModel):
+            return True
+        from dsx.hub.context_probe import no_context  # here: other models need no transformers
+
+        return no_context(layers.asked.model, 2, "all_gather") is None
+
     def _nothing_fits(self) -> DsxError:
         nearest = self._nearest(list(self._large.values()))
         if nearest is None and self._refusals:
@@ -481,7 +494,7 @@ class Search:
         else:
             least = f"{amount(nearest.peak_bytes)} ({nearest.layout.label})"
         name = self.task.machine.network.cluster.name
-        open_axis = "" if self.space.context != (1,) else " (or ranks that share them: dsx.parallel.context)"
+        open_axis = " (or ranks that share them: dsx.parallel.context)" if self._may_share else ""
         return LayoutError(
             f"{self.space.gpus} x {name}, {amount(self.cap)} usable of each",
             f"no layout of the model fits; the nearest takes {least}",

@@ -207,7 +207,11 @@ def test_a_family_that_cannot_is_planned_without_and_refused_by_name(tmp_path):
     """An attention function that is not known to be right with a part of the queries."""
     other = tiny.tiny_config("olmo2").to_dict() | {"vocab_size": 257, "attn_implementation": "flex_attention"}
     given = {"model": other, "length": 32, "gpus": 2}
-    assert degrees(tmp_path / "a.json", parallel={"context": "auto"}, **given)[0] == {1}
+    tried, *_, search = degrees(tmp_path / "a.json", parallel={"context": "auto"}, **given)
+    assert tried == {1}
+    assert "share" not in str(search._nothing_fits()), "what cannot be is not offered"
+    *_, search = degrees(tmp_path / "c.json", length=256)
+    assert "shorter sequences (or ranks that share them" in str(search._nothing_fits())
     with pytest.raises(ConfigError, match=r"dsx.parallel.context = 2: olmo2: .*flex_attention"):
         degrees(tmp_path / "b.json", parallel={"context": 2}, **given)
 
