@@ -21,7 +21,8 @@ from dsx.planner.costs import Efficiency, Network, Software
 from dsx.planner.inputs import PinnedChoices, plan_inputs, plan_search
 from dsx.planner.layer_times import Machine, layer_times
 from dsx.planner.layers import model_task
-from dsx.planner.layout import LONG, Candidate, meshes, variants
+from dsx.planner.layout import LONG, Candidate, Space, meshes, variants
+from dsx.planner.plan import Search
 from dsx.planner.predicted import layout_of
 from dsx.planner.step_time import Predictor
 
@@ -260,3 +261,28 @@ def test_twice_the_degree_is_a_change_that_may_fit(tmp_path, length, context, do
         changed = resolve(content | keys | {"dsx": block}, world_size=8, overrides=items)
         assert (changed.mesh.cp, changed.mesh.dp) == (doubled, 8 // doubled)
         assert changed.global_batch_size == run.global_batch_size
+
+
+def test_tiles_are_taken_where_nothing_fits_without():
+    cap = 1 << 45
+    one = {"tensor": (1,), "pipeline": (1,), "context": (2,), "zero_stages": (1,), "recompute": ("full",)}
+    space = Space.of(2, **one, micro_batches=(1,), mlp_tiles=(1, "auto"))
+    times = []
+    for memory, tiles in (
+        (lambda _: 1, 1),
+        (lambda layout: 1 if layout.mlp_tiles == "auto" else cap + 1, "auto"),
+    ):
+        (best,) = Search(task=task(), space=space, memory=memory, cap_bytes=cap).run(1).best
+        assert best.layout.mlp_tiles == tiles
+        assert best.layout.settings.get("dsx.mlp_tiles", 1) == tiles
+        times.append(best.time)
+    assert times[0].seconds < times[1].seconds < 1.3 * times[0].seconds
+    assert times[0].recompute < times[1].recompute
+
+
+def test_a_block_in_tiles_keeps_and_holds_less():
+    whole, tiled = (
+        block(shape(recompute=mode, mlp_tiles=tiles)) for mode, tiles in (("none", 1), ("none", 64))
+    )
+    inner = 2 * T * WIDTH * 2 * CONFIG["intermediate_size"]  # gate and up of a micro-batch of two
+    assert whole.kept_bytes - tiled.kept_bytes == inner + inner // 2
