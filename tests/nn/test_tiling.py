@@ -28,8 +28,8 @@ def mlp(dtype: torch.dtype = torch.float32) -> nn.Module:
     ).to(dtype)
 
 
-def pair(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
-    whole = mlp(dtype)
+def pair() -> tuple[nn.Module, nn.Module]:
+    whole = mlp()
     tiled = copy.deepcopy(whole)
     tile(tiled, TILES, None)
     return whole, tiled
@@ -43,9 +43,9 @@ def gradients(module: Any, x: Tensor, weights: Tensor) -> list[Tensor]:
     return [y.detach(), x.grad, *(p.grad for p in module.parameters())]  # type: ignore[list-item]
 
 
-def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def inputs(dtype: torch.dtype = torch.float32, length: int = LENGTH) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    x, weights = (torch.randn(ROWS, LENGTH, HIDDEN, generator=generator) for _ in range(2))
+    x, weights = (torch.randn(ROWS, length, HIDDEN, generator=generator) for _ in range(2))
     return x.to(dtype), weights.to(dtype)
 
 
@@ -74,11 +74,15 @@ def test_one_tile_is_there_at_a_time_and_hooks_see_one_gradient() -> None:
     assert sorted(seen) == sorted(name for name, _ in tiled.named_parameters())
 
 
-def test_sums_in_bfloat16_are_as_near_as_in_one() -> None:
-    exact = gradients(mlp(torch.bfloat16).double(), *(each.double() for each in inputs(torch.bfloat16)))
-    whole, tiled = (gradients(each, *inputs(torch.bfloat16)) for each in pair(torch.bfloat16))
-    for right, one, other in zip(exact[2:], whole[2:], tiled[2:], strict=True):
-        near, far = (float((each.double() - right).norm()) for each in (one, other))
+def test_sums_of_many_tiles_in_bfloat16_are_as_near_as_in_one() -> None:
+    half, whole = torch.bfloat16, mlp(torch.bfloat16)
+    exact, tiled = copy.deepcopy(whole).double(), copy.deepcopy(whole)
+    tile(tiled, 256, None)
+    given = inputs(half, 1024)
+    right = gradients(exact, *(each.double() for each in given))
+    found = gradients(whole, *given), gradients(tiled, *given)
+    for wanted, one, other in zip(right[2:], *(each[2:] for each in found), strict=True):
+        near, far = (float((each.double() - wanted).norm()) for each in (one, other))
         assert far <= 1.5 * near
 
 
