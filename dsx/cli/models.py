@@ -97,8 +97,7 @@ def _lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     refused = found["no_context"]
     if methods := [method for method, why in refused.items() if why is None]:
         yield "context", f"ranks may share sequences by {' and '.join(methods)}"
-        if why := refused["ulysses"]:
-            yield "", f"not ulysses: {why}"
+        yield from (("", f"not {method}: {why}") for method, why in refused.items() if why)
         for path, share in found["gathered"].items():
             yield "", f"{path}: whole sequences on every rank, {share:.1%} of the blocks' parameters"
     else:

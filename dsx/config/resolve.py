@@ -214,8 +214,10 @@ def check_own_modules(facts: Facts) -> Iterator[ConfigError]:
 
         why = no_context(facts.model, facts.mesh.cp, facts.dsx.parallel.method)
         if why is not None:
-            key = at("dsx.parallel.context", facts.mesh.cp)
-            yield ConfigError(key, f"{facts.model.family}: {why}", "use 1")
+            key, fix = at("dsx.parallel.context", facts.mesh.cp), "use 1"
+            if no_context(facts.model, facts.mesh.cp, "all_gather") is None:
+                key, fix = at("dsx.parallel.context_method", facts.dsx.parallel.method), 'use "all_gather"'
+            yield ConfigError(key, f"{facts.model.family}: {why}", fix)
 
 
 def check_gathering(facts: Facts) -> Iterator[ConfigError]:

@@ -4,7 +4,8 @@ Families ask two registries of transformers for what depends on the whole sequen
 predicate of (batch, head, query, key), and one for the function that attends. dsx registers one entry in
 each. The mask's is asked for the whole sequence, and evaluates the family's own predicate for the queries
 that this rank has. The other one gives the family's own function what it needs: all keys and values beside
-the rank's queries (``all_gather``), or some heads of the whole sequence (``ulysses``).
+the rank's queries (``all_gather``), or some heads of the whole sequence (``ulysses``). Or it attends itself
+(``ring``), as far as what a family's function is given says how: scales, soft caps, sinks and masks.
 
 A module that mixes tokens in another way (a convolution, the delta rule, a state space, attention past the
 registries) is given the whole sequence, and of what it gives the rank takes its part (:func:`gather_around`).
@@ -28,9 +29,10 @@ from dsx.errors import ModelError
 from dsx.hub.tensor_plan import sequence_cut
 from dsx.models.config_values import at
 from dsx.nn import collectives
-from dsx.nn.attention import check_heads, repeated, scaled_dot_product
+from dsx.nn.attention import check_dropout, check_heads, repeated, scaled_dot_product
 from dsx.nn.context import ContextParallel
 from dsx.nn.parallel import uncompiled
+from dsx.nn.ring import KernelCall, Ring, Sight, ring_attention, unseen
 
 _NAME = "dsx_context"
 """Of both entries, and of the attribute of a config that says which part a rank has."""
@@ -38,6 +40,12 @@ _NAME = "dsx_context"
 _KERNELS = ("sdpa", "eager")
 _PLAIN = frozenset(("position_bias", "softcap", "cache"))
 """What transformers' sdpa function may be given that is more than queries, keys and values."""
+
+_NOT_IN_TURN = ("position_bias", "cache")
+"""What attention functions may be given that a ring does not know."""
+
+_REACH = "dsx_reach"
+"""Attribute of a mask: how many tokens back from its own a query sees at most, its own among them."""
 
 _LARGEST_GROUPED = 256
 """Head size up to which kernels share key/value heads (use_gqa_in_sdpa of transformers)."""
@@ -68,7 +76,8 @@ class ContextAttention:
             return whole
         reach, keys = asked.get("local_size"), asked["kv_length"]
         everything = asked.get("attention_mask") is None and (reach is None or keys < reach)
-        if self.kernel == "sdpa" and asked.get("allow_is_causal_skip", True) and everything:
+        skips = self.kernel == "sdpa" or self.cp.method == "ring"
+        if skips and asked.get("allow_is_causal_skip", True) and everything:
             return None
         own = self.cp.indices(q_length, asked.get("device"))
 
@@ -77,6 +86,8 @@ class ContextAttention:
 
         asked["allow_is_causal_skip"] = False
         rows: Tensor | None = make(q_length=len(own), mask_function=of_own, **asked)
+        if rows is not None and reach is not None:
+            setattr(rows, _REACH, reach)
         return rows
 
     def attend(
@@ -85,9 +96,11 @@ class ContextAttention:
         """The family's own attention of this rank's queries [B, h, s, D] to all keys: [B, s, h, D]."""
         if self.cp.method == "ulysses":
             return self._by_heads(module, query, key, value, mask, named), None
-        key, value = self.gathered(key), self.gathered(value)
         causal = named.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
+        if self.cp.method == "ring":
+            return self._in_turn(query, key, value, mask, named, causal=causal), None
+        key, value = self.gathered(key), self.gathered(value)
         if mask is not None or not causal or self.kernel == "eager":
             y: Tensor = kernel_of(module, self.kernel)(module, query, key, value, mask, **named)[0]
             return y, None
@@ -137,6 +150,39 @@ class ContextAttention:
         kernel = kernel_of(module, self.kernel)
         y: Tensor = kernel(_Part(module, held), query, key, value, own(mask), **named)[0]
         return self.to_sequence(y)
+
+    def _in_turn(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, named: Any, *, causal: bool
+    ) -> Tensor:
+        check_dropout(named.get("dropout") or 0.0, self.cp)
+        biased = [name for name in _NOT_IN_TURN if named.get(name) is not None]
+        biased += ["attention_mask"] if mask is not None and mask.requires_grad else []
+        if biased or not (causal or mask is not None):
+            raise ModelError(
+                'dsx.parallel.context_method = "ring"',
+                f"{biased[0]} of attention is not known to it" if biased else "its attention is not causal",
+                'use "all_gather"',
+            )
+        length, dtype = query.shape[2] * self.cp.size, query.dtype
+        reach, common = getattr(mask, _REACH, length), 0 if mask is None else length
+        starts = range(0, length, query.shape[2] // 2)
+
+        def part(call: KernelCall) -> Tensor:
+            assert mask is not None
+            own = torch.cat([mask[:, :, call.rows, at.start : at.stop] for at in call.stretches], -1)
+            if own.dtype == torch.bool:
+                own = torch.zeros_like(own, dtype=dtype).masked_fill_(own.logical_not(), unseen(dtype))
+            return own.to(dtype).clamp(min=unseen(dtype))
+
+        eager = self.kernel == "eager"  # the other function knows neither
+        cap, sinks = (named.get(each) if eager else None for each in ("softcap", "s_aux"))
+        sights = tuple(Sight(max(0, at + 1 - reach), common) for at in starts)
+        how = Ring(self.cp, length, sights, part, named.get("scaling"), cap)
+        return self.in_turn(query, key, value, how, sinks).transpose(1, 2)
+
+    def in_turn(self, q: Tensor, k: Tensor, v: Tensor, how: Ring, sinks: Tensor | None) -> Tensor:
+        """As :func:`dsx.nn.ring.ring_attention`."""
+        return ring_attention(q, k, v, how, sinks)
 
     def gathered(self, x: Tensor) -> Tensor:
         """Keys or values [B, g, s, D] of all ranks: [B, g, S, D], in the order of the row."""

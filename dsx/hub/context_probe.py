@@ -44,6 +44,7 @@ from dsx.models.spec import ContextMethod, HubModel
 from dsx.models.transformers_settings import first_line, torch_forms
 from dsx.nn.context import ContextParallel, DetachedContextParallel
 from dsx.nn.documents import hidden_of
+from dsx.nn.ring import Held, Ring
 
 _ROWS, _TOKENS = 2, 32  # more tokens than small windows and indexers see
 
@@ -57,7 +58,10 @@ Mixers: TypeAlias = "Mapping[Hashable, Gathered]"
 
 def no_context(model: HubModel, size: int, method: ContextMethod) -> str | None:
     """Why ``size`` ranks may not share sequences of a model; None if they may."""
-    return _found(model.config)[0] or (_found(model.config, size, method)[0] if method == "ulysses" else None)
+    ranks = size if method == "ulysses" else 2
+    return _found(model.config)[0] or (
+        _found(model.config, ranks, method)[0] if method != "all_gather" else None
+    )
 
 
 def mixers(config: str, ranks: int) -> list[Gathered]:
@@ -110,6 +114,11 @@ def _tried(
     mixing = dict(known)
     for number, (block, call) in enumerate(block_calls(model, structure.blocks, size)):
         uses = list[Use]()
+        if method == "ring" and (dropout := _dropout(block, call, parts[0])):
+            return (
+                f"block {number} drops scores of attention, a share of {dropout}, which a ring does not",
+                {},
+            )
         first, own = (_Watched(copy.deepcopy(block), uses) for _ in range(2))
         put_context(first.module, parts[0], partial(Noted, uses))
         for each in (first, own):
@@ -118,6 +127,8 @@ def _tried(
         around, told = mixing.get(kind, Gathered()), ""
         while wrong := next(filter(None, (trial.wrong(*each, number, around) for each in ranks)), None):
             path, why = wrong
+            if method == "ring":
+                why = f"does not attend as a ring does ({why})"
             told = told or f"{'.'.join(filter(None, (f'block {number}', path)))} {why}"
             wider = None if known else first.wider(around, path)
             if wider is None:
@@ -156,6 +167,8 @@ class _Trial:
                 counted = part.counting(whole, self.x.shape[1] // cp.size)
                 why = "counts positions by itself, which begin at 0 for a part too"
                 return None if counted is None else (counted, why)
+        except ModelError as error:
+            return "".join(part.inside[-1:]), error.what
         except Exception as error:  # noqa: BLE001 - whatever the family's code does with a part
             path = "".join(part.inside[-1:])
             if not self.uses:
@@ -163,6 +176,15 @@ class _Trial:
             return path, f"does not run on a part of a sequence ({first_line(error)})"
         why = "mixes tokens in another way than by a function of transformers' registry of attention"
         return part.mixer(whole, cp), why
+
+
+def _dropout(block: nn.Module, call: BlockCall, cp: ContextParallel) -> float:
+    """The largest share of scores that a block's attention drops where it is trained."""
+    uses = list[Use]()
+    trained = _Watched(copy.deepcopy(block).train())
+    put_context(trained.module, cp, partial(Noted, uses))
+    trained.run(call, call.hidden)
+    return max((each.dropout for each in uses), default=0.0)
 
 
 def _replayed(wholes: list[Tensor], x: Tensor, cp: ContextParallel) -> Tensor:
@@ -192,12 +214,16 @@ def block_calls(model: Any, blocks: str, size: int) -> Iterator[tuple[nn.Module,
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One use of attention for whole sequences: [B, h or g, S, D] each, and the context [B, S, h, D]."""
+    """One use of attention for whole sequences: [B, h or g, S, D] each, and the context [B, S, h, D].
+
+    And the share of the scores that was dropped.
+    """
 
     query: Tensor
     key: Tensor
     value: Tensor
     context: Tensor
+    dropout: float
 
 
 class Noted(ContextAttention):
@@ -218,7 +244,7 @@ class Noted(ContextAttention):
     ) -> tuple[Tensor, None]:
         """The family's own attention."""
         y = kernel_of(module, self.kernel)(module, query, key, value, mask, **named)[0]
-        self._seen.append(Use(query, key, value, y))
+        self._seen.append(Use(query, key, value, y, named.get("dropout") or 0.0))
         return y, None
 
 
@@ -253,6 +279,18 @@ class Replayed(ContextAttention):
             whole = whole.repeat_interleave(x.shape[1] // whole.shape[1], 1)
         _require(close=_close(x, self.cp.cut(whole, 2)))
         return whole
+
+    def in_turn(self, q: Tensor, k: Tensor, v: Tensor, how: Ring, sinks: Tensor | None) -> Tensor:
+        wholes = [self.gathered(each) for each in (k, v)]
+
+        def turns() -> Iterator[Held]:
+            yield self.cp.chunks(how.length), k, v
+            for rank in {*range(self.cp.size)} - {self.cp.rank}:
+                came = how.sent(self.cp.rank, rank)
+                k_came, v_came = (torch.cat([x[:, :, at.start : at.stop] for at in came], 2) for x in wholes)
+                yield came, k_came, v_came
+
+        return how.attend(q, turns(), sinks)[0]
 
     def to_heads(self, x: Tensor) -> Tensor:
         return self.gathered(x).chunk(self.cp.size, 1)[self.cp.rank]

@@ -21,12 +21,13 @@ An event is a tuple that starts with its kind:
 - ``("mm", m, n, k, count, width)``: ``count`` products of [m, k] and [k, n] matrices of ``width`` bytes an
   element.
 - ``("sdpa", heads, queries, keys, size, masked, dropout)``: the forward of fused attention over ``heads``
-  heads of all samples; ``("sdpa_backward", ...)`` its backward.
+  heads of all samples; ``("sdpa_backward", ...)`` its backward. True comes last where, without a mask, all
+  queries see all keys.
 - ``("op", name, bytes)``: any other kernel, with what it reads and writes; ``("flops", name, bytes, flops)``
   one whose arithmetic torch.utils.flop_counter knows.
 - ``("begin", number, kind, bytes)`` and ``("wait", number)``: a collective over the tensor-parallel ranks, by
-  the bytes of the whole tensor, or of what a rank gives in an all-to-all; ``("begin", ..., "context")`` one
-  over the context-parallel ranks.
+  the bytes of the whole tensor, of what a rank gives in an all-to-all, or of messages that it sends or
+  receives, the larger of both; ``("begin", ..., "context")`` one over the context-parallel ranks.
 
 An id is a number, ``"x0"`` for the storage of the first input, or ``"d0"`` for that of the gradient of the
 first output.

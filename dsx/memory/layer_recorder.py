@@ -210,7 +210,7 @@ class LayerRecorder(paper.UncompiledMode):
         elif packet is _aten._grouped_mm:  # noqa: SLF001 (an operator)
             self._grouped(args[:2], made[0])
         elif packet in _ATTENTION:
-            self._attention(_ATTENTION[packet], args, kwargs)
+            self._attention(func, args, kwargs)
         else:
             given = args[1:] if packet in _OVERWRITES else args
             read = [leaf for leaf in tree_leaves((given, _read(kwargs))) if isinstance(leaf, Tensor)]
@@ -236,7 +236,10 @@ class LayerRecorder(paper.UncompiledMode):
             rows = max(1, rows // count)
         self.emit("mm", rows, columns, inner, count, made.element_size())
 
-    def _attention(self, kind: str, args: Any, kwargs: Any) -> None:
+    def _attention(self, func: Any, args: Any, kwargs: Any) -> None:
+        kind = _ATTENTION[func.overloadpacket]
+        names = [each.name for each in func._schema.arguments]  # noqa: SLF001 (no public one)
+        causal = (dict(zip(names, args, strict=False)) | kwargs).get("is_causal", False)
         tensors = args[1:] if kind == "sdpa_backward" else args
         query, key = tensors[0], tensors[1]
         mask = kwargs.get("attn_mask", kwargs.get("attn_bias"))
@@ -244,7 +247,9 @@ class LayerRecorder(paper.UncompiledMode):
             mask = None if kind == "sdpa_backward" and tensors[3].shape == query.shape else tensors[3]
         dropout = next((each for each in tensors[3:] if isinstance(each, float)), 0.0)
         heads = query.shape[0] * query.shape[1]
-        self.emit(kind, heads, query.shape[2], key.shape[2], query.shape[3], mask is not None, dropout > 0.0)
+        whole = () if mask is not None or causal else (True,)
+        shape = heads, query.shape[2], key.shape[2], query.shape[3]
+        self.emit(kind, *shape, mask is not None, dropout > 0.0, *whole)
 
     def _add(self, tensor: Tensor, func: Any, replaced: int | str | None) -> None:
         storage = tensor.untyped_storage()
@@ -330,7 +335,12 @@ class LayerRecorder(paper.UncompiledMode):
             del output
             return self._collective("all_to_all", _bytes(x), cp)
 
+        def messages(incoming: Any, outgoing: Any, cp: ContextParallel) -> Any:
+            each_way = (sum(_bytes(each) for _, each in way) for way in (incoming, outgoing))
+            return [self._collective("messages", max(each_way), cp)]
+
         with ExitStack() as stack:
+            stack.enter_context(paper.swapped(collectives, "_messages", messages))
             stack.enter_context(paper.swapped(collectives, "start_all_reduce", all_reduce))
             stack.enter_context(paper.swapped(collectives, "_all_gather", all_gather))
             stack.enter_context(paper.swapped(collectives, "_reduce_scatter", reduce_scatter))

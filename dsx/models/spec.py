@@ -20,9 +20,10 @@ Recompute = Literal["none", "selective", "full"]
 MlpTiles = int | Literal["auto"]
 """Parts of a rank's tokens that feed-forwards compute one after the other, as ``dsx.mlp_tiles`` has it."""
 
-ContextMethod = Literal["all_gather", "ulysses"]
+ContextMethod = Literal["all_gather", "ulysses", "ring"]
 """How attention sees the whole of a sequence that several ranks share: every rank gathers all keys and
-values, or all-to-alls give it whole sequences of some heads (Jacobs et al. 2023, arXiv:2309.14509)."""
+values, or all-to-alls give it whole sequences of some heads (Jacobs et al. 2023, arXiv:2309.14509), or the
+other ranks' keys and values come one after the other (Liu et al. 2023, arXiv:2310.01889)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

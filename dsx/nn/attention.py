@@ -4,7 +4,8 @@ Rotary position embedding (Su et al. 2021, arXiv:2104.09864) follows transformer
 masks of sliding windows are those of Beltagy et al. 2020 (arXiv:2004.05150) and Mistral 7B
 (arXiv:2310.06825).
 
-On a context axis (:mod:`dsx.nn.context`) a rank's tokens attend to those of all its peers in one of two ways:
+On a context axis (:mod:`dsx.nn.context`) a rank's tokens attend to those of all its peers in one
+of three ways:
 
 - ``all_gather``: it gathers the keys and values of whole rows, 2 K D T elements, and its two chunks of
   queries attend one after the other, each to the keys up to its own end. Backward keeps what was gathered
@@ -12,6 +13,9 @@ On a context axis (:mod:`dsx.nn.context`) a rank's tokens attend to those of all
   enough, except on CPUs, whose kernel has none for fewer queries than keys.
 - ``ulysses``: by all-to-all it gets whole rows of 1/cp of its heads, and gives their context back, of which
   backward keeps two copies too.
+- ``ring``: the keys and values of the other ranks come one after the other while it computes
+  (:mod:`dsx.nn.ring`), and again in backward, which keeps this rank's own alone. Masks of windows and of
+  documents are made for what has come, and kept no longer.
 
 By either, queries in a window or beside other documents attend block by block (:func:`blocks`), so that a
 mask spans the keys that a block reaches and no whole rows.
@@ -43,6 +47,7 @@ from dsx.nn.linear import ColumnParallelLinear, KeyValueLinear, RowParallelLinea
 from dsx.nn.norm import RMSNorm
 from dsx.nn.parallel import TensorParallel, uncompiled
 from dsx.nn.parameters import Weights
+from dsx.nn.ring import KernelCall, Ring, Sight, ring_attention, unseen
 
 
 def inverse_frequencies(rope: Rope, size: int) -> Tensor:
@@ -85,7 +90,8 @@ def _yarn_keep(rope: Rope, size: int) -> Tensor:
 
 
 Masks: TypeAlias = "tuple[Tensor | None, ...]"
-"""What :class:`CausalMask` gives for each stretch of queries that attends by itself, in a row's order."""
+"""What :class:`CausalMask` gives for each stretch of queries that attends by itself, in a row's order; in a
+ring the numbers of the documents."""
 
 
 class RopeAndMask(NamedTuple):
@@ -263,29 +269,73 @@ class CausalMask:
         if size not in self._masks:
             # Not as inference tensors, which a later training step could not save for backward.
             with torch.inference_mode(mode=False), torch.no_grad():
-                self._masks[size] = self._before(size, dtype, device).log_()[:, : size[1]]
+                before = self._before(queries, self.keys(queries), dtype, device)
+                self._masks[size] = before.log_()[:, : size[1]]
         return self._masks[size]
 
-    def _before(self, size: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Ones for the keys before a token and in its window, [queries, at least keys], which end together.
+    def sights(self, cp: ContextParallel, length: int, document_BT: Tensor | None) -> tuple[Sight, ...]:
+        """What the queries of each of a row's 2 cp chunks see of it, in any row of a micro-batch.
+
+        Documents are numbered in their order. Where they are told apart, the host waits for them once.
+        """
+        chunk = length // (2 * cp.size)
+        starts, begins = range(0, length, chunk), [(0, 0)] * 2 * cp.size
+        if document_BT is not None:
+            begins = self._last.of(document_BT, starts, lambda: _begins(document_BT, starts))
+        if not self.window:
+            return tuple(Sight(*each) for each in begins)
+        reach = self.window - 1
+        return tuple(
+            Sight(max(first, start - reach), max(last, start + chunk - 1 - reach))
+            for start, (first, last) in zip(starts, begins, strict=True)
+        )
+
+    def between(self, document_BT: Tensor | None, form: Any, call: KernelCall) -> Tensor:
+        """The mask of one call in a ring, [1 or B, 1, queries, keys], of a dtype and on a device."""
+        parts = []
+        for keys in call.stretches:
+            given = call.queries, keys, *form
+            if document_BT is None:
+                part = self._before(*given)[None]
+            else:
+                part = self._in_documents(document_BT, *given)
+            parts.append(part[..., : len(keys)])
+        return torch.cat(parts, -1).log_().clamp_(min=unseen(form[0])).unsqueeze(1)
+
+    def _before(self, queries: range, keys: range, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Ones for the keys before a token and in its window, [queries, at least keys].
 
         Their logarithm is the mask: 0 inside and -inf outside, which takes no second tensor of this size.
         """
-        queries, keys = size
-        ones = torch.ones(queries, -(-keys // _ALIGNMENT) * _ALIGNMENT, dtype=dtype, device=device)
-        ones = ones.tril_(keys - queries)
-        return ones.triu_(keys - queries + 1 - self.window) if self.window else ones
+        columns, ahead = -(-len(keys) // _ALIGNMENT) * _ALIGNMENT, queries.start - keys.start
+        ones = torch.ones(len(queries), columns, dtype=dtype, device=device).tril_(ahead)
+        return ones.triu_(ahead + 1 - self.window) if self.window else ones
 
     def _of_documents(self, document_BT: Tensor, dtype: torch.dtype, queries: range) -> Tensor:
         keys = self.keys(queries)
         if queries.start and type(document_BT) is Tensor and not document_BT.is_meta:  # which has values
             others = document_BT < document_BT[:, queries.start, None]
             keys = range(max(keys.start, int(others.sum(1).min())), keys.stop)
-        before = self._before((len(queries), len(keys)), dtype, document_BT.device)
+        seen = self._in_documents(document_BT, queries, keys, dtype, document_BT.device)
+        return seen.log_().unsqueeze(1)[..., : len(keys)]
+
+    def _in_documents(
+        self, document_BT: Tensor, queries: range, keys: range, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """:meth:`_before` of each row, inside of documents alone: [B, queries, at least keys]."""
+        before = self._before(queries, keys, dtype, device)
         ours, others = (document_BT[:, each.start : each.stop] for each in (queries, keys))
         others = F.pad(others, (0, before.shape[1] - len(keys)))
         same = ours.unsqueeze(2) == others.unsqueeze(1)
-        return same.to(dtype).mul_(before).log_().unsqueeze(1)[..., : len(keys)]
+        return same.to(dtype).mul_(before)
+
+
+def _begins(document_BT: Tensor, starts: range) -> list[tuple[int, int]]:
+    """Where the document of each chunk's first token begins at the earliest, of its last at the latest."""
+    ends = [at for start in starts for at in (start, start + starts.step - 1)]
+    begins = torch.searchsorted(document_BT.contiguous(), document_BT[:, ends].contiguous())
+    firsts, lasts = begins[:, ::2].amin(0), begins[:, 1::2].amax(0)
+    return [(int(first), int(last)) for first, last in zip(firsts, lasts, strict=True)]
 
 
 def kv_heads(model: ModelSpec, tp: TensorParallel) -> range:
@@ -320,8 +370,8 @@ class Attention(nn.Module):
             output projection again ("selective", arXiv:2205.05198, section 5).
 
     Raises:
-        ModelError: As :func:`kv_heads`, query heads that Ulysses cannot share out, or a ``rotary`` that is
-            made for another part of the rows.
+        ModelError: As :func:`kv_heads`, :func:`check_heads` and :func:`check_dropout`, or a ``rotary`` that
+            is made for another part of the rows.
     """
 
     def __init__(
@@ -339,6 +389,7 @@ class Attention(nn.Module):
         self.head_dim, self.dropout = model.head_dim, model.attention_dropout
         self.tp, self.cp, self.rotary, self.recompute_core = tp, weights.cp, rotary, recompute_core
         check_heads(self.num_heads, self.cp)
+        check_dropout(self.dropout, self.cp)
         if rotary.cp != self.cp:
             raise ModelError(
                 f"{rotary!r} on {rotary.cp.size} context-parallel ranks",
@@ -390,6 +441,8 @@ class Attention(nn.Module):
         form = length, dtype, device, places
         if self.cp.size == 1:
             return (self.mask(*form),)
+        if self.cp.method == "ring":  # which makes masks of documents for what has come
+            return (None if places is None else places.documents,)
         packed = places is not None and places.documents is not None
         stretches = self._stretches(length, packed=packed)
         return tuple(self.mask(*form, queries) for each in stretches for queries in each)
@@ -430,6 +483,12 @@ class Attention(nn.Module):
         if self.cp.method == "ulysses":
             q, k, v = own_heads(q, k, v, self.cp)
             return collectives.rows_for_heads(self._by_blocks(q, k, v, dropout, masks), self.cp, heads=2)
+        if self.cp.method == "ring":
+            length, form = q.shape[1] * self.cp.size, (q.dtype, q.device)
+            sights = self.mask.sights(self.cp, length, masks[0])
+            how = Ring(self.cp, length, sights, partial(self.mask.between, masks[0], form))
+            q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+            return ring_attention(q, k, v, how).transpose(1, 2)
         count = k.shape[2]
         k, v = collectives.gather_rows(torch.cat((k, v), dim=2), self.cp).split(count, dim=2)
         return self._by_blocks(q, k, v, dropout, masks)
@@ -475,6 +534,16 @@ def check_heads(heads: int, cp: ContextParallel) -> None:
             'dsx.parallel.context_method = "ulysses"',
             f"it shares out the {heads} query heads of a rank, which {cp.size} context ranks do not divide",
             'use "all_gather", or a dsx.parallel.context that divides them',
+        )
+
+
+def check_dropout(dropout: float, cp: ContextParallel) -> None:
+    """Raise ModelError if scores are to be dropped in a ring, where no rank has all of a query's."""
+    if cp.method == "ring" and cp.size > 1 and dropout > 0.0:
+        raise ModelError(
+            'dsx.parallel.context_method = "ring"',
+            f"it drops no scores of attention, and the model's dropout of these is {dropout}",
+            'use "all_gather", or set the attention dropout to 0',
         )
 
 

@@ -20,6 +20,7 @@ On a context axis, whose ranks share a row in zigzag (:mod:`dsx.nn.context`), ea
 | :func:`gather_rows` | all-gather, in the rows' order | reduce-scatter |
 | :func:`heads_for_rows` | all-to-all: own heads of whole rows | :func:`rows_for_heads` |
 | :func:`rows_for_heads` | all-to-all: all heads of the own part | :func:`heads_for_rows` |
+| :func:`start_messages` | from rank to rank (:mod:`dsx.nn.ring`) | the caller's |
 | :func:`sum_over_context` | all-reduce | times cp: all ranks go on alike |
 
 Shapes: B micro-batch, S sequence, H hidden.
@@ -27,7 +28,7 @@ Shapes: B micro-batch, S sequence, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -280,6 +281,27 @@ def copy_parameters(tp: TensorParallel, *parameters: Tensor, cut: bool = False) 
     """
     parts = tp.sequence or (cut and tp.size > 1)
     return uncompiled(_CopyParameters.apply, tp, *parameters) if parts else parameters
+
+
+def start_messages(
+    incoming: Sequence[tuple[int, Tensor]], outgoing: Sequence[tuple[int, Tensor]], cp: ContextParallel
+) -> Sequence[Any]:
+    """Start receiving from ranks of the axis, and sending to them; gives what is to be waited for.
+
+    Both ends know the sizes, which may be zero. Messages of a pair of ranks match by their order.
+    """
+    given, taken = ([each for each in way if each[1].numel()] for way in (outgoing, incoming))
+    return _messages(taken, given, cp) if given or taken else ()
+
+
+def _messages(
+    incoming: Sequence[tuple[int, Tensor]], outgoing: Sequence[tuple[int, Tensor]], cp: ContextParallel
+) -> Sequence[Any]:
+    # Together, because gloo's sends wait for their receives, and NCCL's messages for those before them.
+    batch = [dist.P2POp(dist.irecv, each, group=cp.group, group_peer=rank) for rank, each in incoming]
+    batch += [dist.P2POp(dist.isend, each, group=cp.group, group_peer=rank) for rank, each in outgoing]
+    works: Sequence[Any] = dist.batch_isend_irecv(batch)
+    return works
 
 
 def _by_rank(row: Tensor, cp: ContextParallel, dim: int) -> Tensor:

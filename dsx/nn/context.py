@@ -61,11 +61,11 @@ class ContextParallel:
             return x
         return torch.cat([x.narrow(dim, part.start, len(part)) for part in self.chunks(x.shape[dim])], dim)
 
-    def chunks(self, length: int) -> tuple[range, ...]:
-        """The two stretches of a row of ``length`` tokens that this rank has, in order."""
+    def chunks(self, length: int, rank: int | None = None) -> tuple[range, ...]:
+        """The two stretches of a row of ``length`` tokens that this rank, or another, has, in order."""
         self.check_length(length)
-        chunk = length // (2 * self.size)
-        return tuple(range(at * chunk, (at + 1) * chunk) for at in (self.rank, 2 * self.size - 1 - self.rank))
+        chunk, rank = length // (2 * self.size), self.rank if rank is None else rank
+        return tuple(range(at * chunk, (at + 1) * chunk) for at in (rank, 2 * self.size - 1 - rank))
 
     def check_length(self, length: int) -> None:
         """Raise LayoutError unless rows of ``length`` tokens divide into two chunks for each rank."""

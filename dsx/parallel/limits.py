@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from dsx.models.spec import ContextMethod, HubModel, Model, ModelSpec
 from dsx.schedules.builders import default_chunks, placement_of
+
+_Value = TypeVar("_Value")
 
 _MANY = 8  # Numbers to list in a message.
 
@@ -81,11 +83,11 @@ def violations(asked: LayoutRequest) -> Iterator[Violation]:
             yield Violation(rule.key, getattr(asked, rule.key), why, _mended(rule, asked))
 
 
-def possible(asked: LayoutRequest, key: str, values: Iterable[int]) -> list[int]:
+def possible(asked: LayoutRequest, key: str, values: Iterable[_Value]) -> list[_Value]:
     """Those of ``values`` that ``key``, a field of ``asked``, could have beside the others."""
     rules = [rule for rule in _RULES if key in rule.needs]
 
-    def fits(value: int) -> bool:
+    def fits(value: _Value) -> bool:
         field: dict[str, Any] = {key: value}
         tried = replace(asked, **field)
         return all(rule.broken(tried) is None for rule in rules)
@@ -185,6 +187,13 @@ def _too_few_heads(context_method: str, model: Model, tensor: int, context: int)
     return f"the {own} attention heads of a rank do not divide by context {context}"
 
 
+def _drops(context_method: str, model: Model, context: int) -> str | None:
+    if context_method != "ring" or context == 1:
+        return None
+    share = model.attention_dropout if isinstance(model, ModelSpec) else 0.0  # others are tried
+    return f"the model drops scores of attention ({share}), which a ring does not" if share else None
+
+
 def _too_deep(layers: int, layers_are: str, pipeline: int) -> str | None:
     if pipeline <= layers:
         return None
@@ -260,6 +269,12 @@ _RULES = (
         ("context_method", "model", "tensor", "context"),
         _too_few_heads,
         'use "all_gather", or another dsx.parallel.context',
+    ),
+    _Rule(
+        "context_method",
+        ("context_method", "model", "context"),
+        _drops,
+        'use "all_gather", or set the attention dropout to 0',
     ),
     _Rule(
         "chunks",

@@ -14,7 +14,7 @@ from typing import Literal, Self
 
 from dsx.planner.cluster import Cluster, Group
 
-Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "messages"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,8 @@ class Network:
         Args:
             kind: Which.
             num_bytes: Of the whole tensor, on each rank before an all-reduce or a reduce-scatter and after
-                an all-gather; of what each rank gives to all in an all-to-all, itself included.
+                an all-gather; of what each rank gives to all in an all-to-all, itself included; of what
+                each gives to one other in messages, over the slowest link that any of them takes.
             group: Who takes part.
             share: What is reached of the usual rate.
         """
@@ -38,6 +39,8 @@ class Network:
             return 0.0
         if kind == "all_to_all":
             return self._exchange(num_bytes / group.size, group, share)
+        if kind == "messages":
+            return self._exchange(num_bytes, group, share, most=1)
         passes = 2 if kind == "all_reduce" else 1
         steps, node = group.size - 1, self.cluster.gpus_per_node
         hops, far = group.nodes(node) - 1, self.sites(group) - 1
@@ -47,11 +50,11 @@ class Network:
             latency += far * self.cluster.across.latency_seconds
         return passes * (latency + num_bytes * steps / group.size / (share * self.rate(group)))
 
-    def _exchange(self, num_bytes: float, group: Group, share: float) -> float:
+    def _exchange(self, num_bytes: float, group: Group, share: float, most: int | None = None) -> float:
         """A message of so many bytes from each member to each: all at once, through the links that they take.
 
-        A ring's rate would be too high: what leaves a node leaves it through the sender's own adapter, and
-        goes no part of its way inside.
+        Or to ``most`` others, wherever these are. A ring's rate would be too high: what leaves a node leaves
+        it through the sender's own adapter, and goes no part of its way inside.
         """
         cluster, each = self.cluster, self.cluster.gpus_per_site
         node = group.members_per_node(cluster.gpus_per_node)
@@ -64,7 +67,9 @@ class Network:
             )
         reached = share * self.efficiency.link
         return max(
-            latency + peers * num_bytes / (rate * reached) for latency, rate, peers in rates if peers > 0
+            latency + min(peers, most or peers) * num_bytes / (rate * reached)
+            for latency, rate, peers in rates
+            if peers > 0
         )
 
     def rate(self, group: Group) -> float:

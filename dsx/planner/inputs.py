@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 from dsx.config.batch import ACCUMULATION, MICRO, TRAIN
 from dsx.config.deepspeed import precision
@@ -27,7 +27,7 @@ from dsx.memory.job import job_of
 from dsx.memory.layer_record import DeviceKind
 from dsx.memory.ledger import AboveError
 from dsx.models.flops import Precision, has_tiles
-from dsx.models.spec import HubModel
+from dsx.models.spec import ContextMethod, HubModel
 from dsx.planner.cluster import Cluster, gpu_memory
 from dsx.planner.costs import Efficiency
 from dsx.planner.layout import LONG, Candidate, Space, Task, meshes, variants
@@ -215,11 +215,17 @@ class ModelInputs(PlanInputs):
         found, model = super(ModelInputs, self).decided, self.run.model
         contexts, method = self._contexts, self.parallel.context_method
         found["context"] = (1,) if contexts is None and self._unshared is not None else contexts
-        found |= {} if method == "auto" else {"methods": (method,)}
         if "mlp_tiles" in self.run.dsx.model_fields_set:
             found["mlp_tiles"] = (self.run.dsx.mlp_tiles,)
         elif self.run.sequence_length >= LONG and has_tiles(self.run.model):
             found["mlp_tiles"] = (1, "auto")
+        if method != "auto":
+            found["methods"] = (method,)
+        elif isinstance(model, HubModel) and found["context"] != (1,):
+            from dsx.hub.context_probe import no_context  # here: as below
+
+            methods = (each for each in get_args(ContextMethod) if no_context(model, 2, each) is None)
+            found["methods"] = tuple(methods) or ("all_gather",)
         if isinstance(model, HubModel):
             found["recompute"] = ("none", "full")
             if model.no_gathering is not None:

@@ -89,7 +89,11 @@ class Machine:
         """What computing takes longer for a tensor-parallel collective beside it."""
         if not self.software.hides_tensor_backward or not computing:
             return collective
-        return self.beside(computing, collective) - computing
+        return self.exposed(computing, collective)
+
+    def exposed(self, computing: float, wire: float) -> float:
+        """What computing takes longer for what is sent beside it."""
+        return self.beside(computing, wire) - computing
 
     def host(self, seconds: float, host_seconds: float) -> float:
         """``seconds`` of a device that a host keeps busy, or of a host that has its own work besides."""
@@ -120,15 +124,17 @@ class _Pricing:
         """All of them, one after the other."""
         computing = waiting = context = 0.0
         kernels = 0
-        begun: dict[int, tuple[float, float, bool]] = {}
+        begun: dict[int, tuple[float, float, bool, bool]] = {}
         for event, times in events:
             match event:
                 case ("begin", number, kind, size, *axis):
                     group = self._context if axis else self._group
-                    begun[number] = computing, self._machine.network.seconds(kind, size, group), bool(axis)
+                    taken = self._machine.network.seconds(kind, size, group)
+                    begun[number] = computing, taken, bool(axis), kind == "messages"
                 case ("wait", number):
-                    start, collective, shares_rows = begun.pop(number)
-                    seconds = self._machine.tensor_beside(computing - start, collective)
+                    start, collective, shares_rows, beside = begun.pop(number)
+                    waits = self._machine.exposed if beside else self._machine.tensor_beside
+                    seconds = waits(computing - start, collective)
                     waiting, context = waiting + seconds, context + seconds * shares_rows
                 case _:
                     seconds, count = self._operator(event)
@@ -159,7 +165,7 @@ class _Pricing:
             share = machine.network.efficiency.attention * machine.software.attention_share
             rate = machine.matmul_rate * share
             # What is masked is skipped, unless the mask is a tensor: half of a square.
-            seen = 1.0 if shape.masked else 1.0 - min(1.0, shape.queries / shape.keys) / 2
+            seen = 1.0 if shape.masked or shape.whole else 1.0 - min(1.0, shape.queries / shape.keys) / 2
             seconds = seen * sum(each.flops for each in shape.products) / rate
             return seconds * (_FUSED_BACKWARD if backward else 1.0), 1
         products = sum(machine.product(each, self._width) for each in shape.products)
@@ -180,6 +186,7 @@ class AttentionShape:
         size: Of a head.
         masked: Whether the mask is a tensor.
         dropout: Whether weights are dropped.
+        whole: Whether, without a mask, all are asked by all.
     """
 
     heads: int
@@ -188,6 +195,7 @@ class AttentionShape:
     size: int
     masked: bool
     dropout: bool
+    whole: bool = False
 
     @property
     def products(self) -> tuple[Product, Product]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from dsx.errors import LayoutError
 from dsx.models.flops import WIDTHS
@@ -281,7 +281,7 @@ class Space:
     tensor: tuple[int, ...] | None = None
     pipeline: tuple[int, ...] | None = None
     context: tuple[int, ...] | None = (1,)
-    methods: tuple[ContextMethod, ...] = ("all_gather", "ulysses")
+    methods: tuple[ContextMethod, ...] = get_args(ContextMethod)
     micro_batches: tuple[int, ...] | None = None
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
     names: tuple[str, ...] = NAMES
@@ -335,7 +335,7 @@ def _meshes(task: Task, space: Space) -> Iterator[Mesh]:
     node, found = task.machine.network.cluster.gpus_per_node, False
     asked = replace(task.layers.asked, ranks=space.gpus, ranks_do="{} GPUs do")
     if "all_gather" not in space.methods:
-        asked = replace(asked, context_method="ulysses")
+        asked = replace(asked, context_method=space.methods[0])
     contexts = _degrees(replace(asked, tensor=1), "context", space.context)
     if space.context is None:
         contexts = [each for each in contexts if each == 1 or (asked.row or 0) // each >= _LEAST_PART]
@@ -382,11 +382,10 @@ def variants(task: Task, space: Space, layout: Candidate) -> Iterator[Candidate]
         stages = tuple(stage for stage in stages if stage < 2) or stages  # There is nothing to cut.
     length, context, model = task.layers.sequence_length, layout.mesh.cp, task.layers.asked.model
     sequence = LayoutRequest(sequence_length=length, context=context)
-    exchanged = LayoutRequest(model=model, tensor=layout.tensor, context_method="ulysses")
+    shared = LayoutRequest(model=model, tensor=layout.tensor, context=context)
     methods: tuple[ContextMethod, ...] = ("all_gather",)
     if context > 1:
-        exchanges = possible(exchanged, "context", [context])
-        methods = tuple(each for each in space.methods if each == "all_gather" or exchanges)
+        methods = tuple(possible(shared, "context_method", space.methods))
     may_cut = layout.tensor > 1 and not (isinstance(model, HubModel) and model.no_sequence)
     cuts = (True, False) if may_cut and possible(sequence, "tensor", [layout.tensor]) else (False,)
     for size, mode, zero, cut, method in product(sizes, space.recompute, stages, cuts, methods):

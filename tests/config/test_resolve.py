@@ -116,7 +116,12 @@ def test_rows_are_no_longer_than_it_takes_to_cut_them(context, tensor):
             16,
             ("context_method", "8 attention heads", "all_gather"),
         ),
-        ({"dsx.parallel.context_method": "ring"}, 2, ("context_method", "ring", "all_gather", "ulysses")),
+        ({"dsx.parallel.context_method": "rings"}, 2, ("context_method", "rings", "all_gather", "ring")),
+        (
+            {"dsx.parallel.context_method": "ring", "dsx.model.overrides": {"attention_dropout": 0.1}},
+            2,
+            ("context_method", "ring", "drops scores of attention (0.1)", "all_gather"),
+        ),
         ({"dsx.parallel.context": "auto"}, 2, ("dsx.parallel.context", "auto")),
         ({"dsx.profile": "measure"}, 4, ("dsx.profile", "whole sequences", "context 1")),
     ],

@@ -85,7 +85,7 @@ def train(rank: int, world_size: int, case: Case, folder: Path, packed: bool) ->
     return Run(losses, norms, {}), float(engine.eval_batch(batches(STEPS)))
 
 
-ULYSSES = {"context_method": "ulysses"}
+ULYSSES, RING = {"context_method": "ulysses"}, {"context_method": "ring"}
 CASES = [
     (Case(cp=2, zero=1), True),
     (Case(cp=4, accumulation=2, **ULYSSES), False),
@@ -93,6 +93,8 @@ CASES = [
     (Case(cp=2, pp=2, chunks=2, schedule="interleaved_zb", zero=1), True),
     (Case(cp=2, dp=2, zero=3, accumulation=2), False),
     (Case(cp=2, tp=2, zero=1, family="lfm2-conv", recompute="full"), False),
+    (Case(cp=2, pp=2, chunks=2, schedule="interleaved_zb", zero=1, **RING), True),
+    (Case(cp=4, zero=1, family="llama-one-head", recompute="full", **RING), True),
 ]
 MORE = [
     (Case(cp=2, tp=2, pp=2, zero=3, accumulation=2), True),
@@ -106,6 +108,13 @@ MORE = [
     (Case(cp=2, zero=1, compile="blocks", family="lfm2-conv"), False),
     *[(Case(cp=2, zero=3, accumulation=2, family="qwen3_next-delta", **shape, **ULYSSES), False)
       for shape in ({"dp": 2}, {"tp": 2})],
+    (Case(cp=2, dp=2, zero=3, accumulation=2, **RING), True),
+    (Case(cp=2, tp=2, pp=2, zero=3, accumulation=2, recompute="selective", **RING), False),
+    (Case(cp=2, tp=2, sequence_parallel=False, zero=2, **RING), True),
+    (Case(cp=4, accumulation=2, **RING), False),
+    (Case(cp=2, zero=1, compile="blocks", **RING), True),
+    (Case(cp=2, zero=1, family="lfm2-conv", **RING), False),
+    *[(Case(cp=2, family=family, zero=1, **RING), True) for family in ("mistral", "qwen3", "gpt2")],
     *[(Case(cp=2, family=family, zero=1), packed) for family in oracle.CONFIGS if "-" not in family
       for packed in (False, True)],
     *[(Case(cp=2, family=family, tp=2, zero=1, **ULYSSES), False) for family in ("mistral", "qwen3", "gpt2")],

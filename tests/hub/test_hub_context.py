@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -222,12 +222,14 @@ def takes_packs(family: str, **sizes: Any) -> bool:
 
 
 def cases_of(names: Sequence[str], **sizes: Any) -> list[Case]:
-    """Both methods, and packs of documents where the family takes them and the loss is a sum over tokens."""
+    """All methods, a ring where the family may, and packs of documents where the family takes them and the loss is a sum over tokens."""
     return [
         (family, sizes, method, cuts)
         for family in names
-        for method, cuts in (("all_gather", CUTS[0]), ("all_gather", CUTS[1]), ("ulysses", CUTS[1]))
-        if cuts == CUTS[0] or takes_packs(family, **sizes)
+        for method, cuts in product(("all_gather", "ulysses", "ring"), CUTS)
+        if (method, cuts) != ("ulysses", CUTS[0])
+        and (cuts == CUTS[0] or takes_packs(family, **sizes))
+        and (method != "ring" or no_context(hub_model(content(family, **sizes)), 2, method) is None)
     ]
 
 

@@ -90,6 +90,18 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
             ("qwen3-window", "all_gather", True),
         )
     ],
+    ("llama", 2, {"method": "ring"}),
+    ("llama-tp4", 4, {"method": "ring", "documents": True, "recompute": "selective"}),
+    ("llama-tp4", 3, {"method": "ring", "recompute": "full"}),
+    ("llama-tied", 4, {"method": "ring", "tensor": 2, "sequence": True}),
+    ("mistral", 3, {"method": "ring", "documents": True}),
+    (
+        "qwen2-window",
+        4,
+        {"method": "ring"},
+    ),  # a window of 7 in chunks of 3: some ranks send each other nothing
+    ("qwen3-window", 2, {"method": "ring", "documents": True, "recompute": "full"}),
+    ("qwen3-one-head", 2, {"method": "ring"}),
 ]
 
 
@@ -164,6 +176,8 @@ class Wire:
 
     def __getattr__(self, name: str) -> Any:
         real = getattr(dist, name)
+        if name == "P2POp":
+            return self._message
         if not name.startswith(("all_", "reduce_")):
             return real
 
@@ -173,6 +187,11 @@ class Wire:
             return real(*tensors, **options)
 
         return recorded
+
+    def _message(self, way: Any, tensor: Tensor, **options: Any) -> Any:
+        if way is dist.isend:
+            self.calls.append(("message", tensor.numel()))
+        return dist.P2POp(way, tensor, **options)
 
 
 def communicated(rank: int, world_size: int, method: Any) -> list[tuple[str, int]]:
@@ -196,6 +215,11 @@ def test_what_goes_over_the_wire() -> None:
     for calls in ranks.run(communicated, 2, "ulysses"):
         both = [("all_to_all", part * (heads + 2 * pairs)), ("all_to_all", part * heads)]
         assert calls == both + both[::-1]
+    chunk = keys // 4
+    early, late = ranks.run(communicated, 2, "ring")
+    # The first of two ranks looks at both chunks of the other's, and sends their gradients home.
+    assert early == [("message", each * chunk) for each in (1, 1, 2)]
+    assert late == [("message", each * chunk) for each in (2, 2, 1)]
 
 
 @pytest.mark.parametrize("window", [0, 1, 5, 9, 40])
@@ -275,7 +299,7 @@ def alike(rank: int, world_size: int, method: Any) -> None:
             torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("method", ["all_gather", "ulysses"])
+@pytest.mark.parametrize("method", ["all_gather", "ulysses", "ring"])
 def test_recomputed_and_compiled_blocks_give_the_same(method: str) -> None:
     ranks.run(alike, 2, method)
 

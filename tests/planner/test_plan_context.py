@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 from all_families import tiny
@@ -13,6 +14,7 @@ from dsx.errors import ConfigError, DsxError
 from dsx.memory.layer_record import Shape
 from dsx.memory.record_cache import ModelRecords
 from dsx.models.params import layer_kinds
+from dsx.models.spec import ContextMethod
 from dsx.parallel.mesh import Mesh
 from dsx.planner import layer_times as kernels
 from dsx.planner import what_fits
@@ -81,7 +83,22 @@ def test_bytes_are_those_of_the_formula(context, tensor):
         assert shared(again.backward) == forward + back, "full recomputation sends it all again"
 
 
-@pytest.mark.parametrize("method", ["all_gather", "ulysses"])
+@pytest.mark.parametrize("context", [2, 3, 4])
+def test_bytes_of_a_ring_are_those_of_the_formula(context):
+    """Two chunks of keys and values a step; gradients go home beside those of the step after the next."""
+    length = T // 8 * 3
+    chunk = 2 * 2 * K * D * WIDTH * length // (2 * context)
+    found = shape(context=context, context_method="ring", sequence_length=length)
+    two, three = (("messages", count * chunk) for count in (2, 3))
+    ends = [two] * min(2, context - 1)
+    forward, back = [two] * (context - 1), [*ends, *[three] * (context - 3), *ends]
+    assert shared(block(found).forward) == forward
+    assert shared(block(found).backward) == back
+    again = block(replace(found, recompute="full"))
+    assert shared(again.backward) == forward + back
+
+
+@pytest.mark.parametrize("method", get_args(ContextMethod))
 def test_attention_is_shared_out_evenly(method):
     """A rank's two stretches of queries, or its heads, are 1/cp of the causal half of the square."""
     pricing = kernels._Pricing(MACHINE, 1, WIDTH)
@@ -106,6 +123,16 @@ def test_nothing_hides_what_is_gathered():
     again = layer_times(MACHINE, shape(context=context, recompute="full"))[FIRST]
     assert again.context_wait == pytest.approx(sum(waits) + waits[0])
     assert again.again_wait == pytest.approx(waits[0])
+
+
+def test_a_ring_hides_behind_what_it_computes():
+    """But for a gradient's last way home, and for what computing loses to messages beside it."""
+    time = layer_times(MACHINE, shape(context=4, context_method="ring"))[FIRST]
+    chunk = 2 * 2 * K * D * WIDTH * T // 8
+    two, three = (NETWORK.seconds("messages", count * chunk, Group(4)) for count in (2, 3))
+    share = NETWORK.efficiency.beside
+    assert time.forward_wait == pytest.approx(share * 3 * two)
+    assert time.backward_wait == pytest.approx(share * (3 * two + three) + two)
 
 
 def test_an_exchange_takes_each_link_for_what_goes_over_it():
@@ -163,22 +190,22 @@ def _variants(search, mesh):
     return variants(search.task, replace(search.space, micro_batches=(1,)), mesh)
 
 
-BOTH = {"all_gather", "ulysses"}
+ALL = {*get_args(ContextMethod)}
 
 
 @pytest.mark.parametrize(
     ("given", "expected", "methods"),
     [
-        ({}, {1, 2, 4, 8}, BOTH),
+        ({}, {1, 2, 4, 8}, ALL),
         ({"length": LONG // 2}, {1}, set()),
         ({"length": LONG // 2, "parallel": {"tensor": 2}}, {1}, set()),
-        ({"length": LONG // 8, "parallel": {"context": "auto"}}, {1, 2}, BOTH),
-        ({"length": 256, "parallel": {"context": 4}}, {4}, BOTH),
+        ({"length": LONG // 8, "parallel": {"context": "auto"}}, {1, 2}, ALL),
+        ({"length": 256, "parallel": {"context": 4}}, {4}, ALL),
         ({"parallel": {"context": 1}}, {1}, set()),
         ({"parallel": {"context": 4, "context_method": "ulysses"}}, {4}, {"ulysses"}),
         ({"parallel": {"context_method": "all_gather"}}, {1, 2, 4, 8}, {"all_gather"}),
-        ({"parallel": {"context": 4}, "pinned": PinnedChoices(context=2)}, {2}, BOTH),
-        ({"length": 256, "overrides": ["dsx.parallel.context=2"]}, {2}, BOTH),
+        ({"parallel": {"context": 4}, "pinned": PinnedChoices(context=2)}, {2}, ALL),
+        ({"length": 256, "overrides": ["dsx.parallel.context=2"]}, {2}, ALL),
     ],
 )
 def test_which_degrees_are_tried(tmp_path, given, expected, methods):
