@@ -98,8 +98,9 @@ def _lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if methods := [method for method, why in refused.items() if why is None]:
         yield "context", f"ranks may share sequences by {' and '.join(methods)}"
         yield from (("", f"not {method}: {why}") for method, why in refused.items() if why)
-        for path, share in found["gathered"].items():
-            yield "", f"{path}: whole sequences on every rank, {share:.1%} of the blocks' parameters"
+        for path, each in found["mixing"].items():
+            how = "hands its states on" if each["passes_states"] else "whole sequences on every rank"
+            yield "", f"{path}: {how}, {each['parameters']:.1%} of the blocks' parameters"
     else:
         yield "context", f"refused: {refused['all_gather']}"
     for each in found["whole"]:

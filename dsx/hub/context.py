@@ -243,15 +243,17 @@ def put_context(
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """The modules of a block that compute whole sequences on every rank.
+    """The modules of a block that need tokens of other ranks, and compute whole sequences on every rank.
 
     Attributes:
         paths: Where they are in the block.
+        passing: Those of them that hand their states on instead (:mod:`dsx.hub.state_passing`).
         alone: Whether all that attends in the block is in them. Then they do so as if there were one rank,
             and the block is called with the masks and positions of whole sequences.
     """
 
     paths: frozenset[str] = frozenset()
+    passing: frozenset[str] = frozenset()
     alone: bool = False
 
 
@@ -279,18 +281,23 @@ def gather_around(
 
 
 def _made_whole(_module: nn.Module, given: Any, named: Any, *, cp: ContextParallel, gather: Any) -> Any:
-    return uncompiled(_whole, given, named, cp, gather)  # a graph cannot go on inside a walk over arguments
+    return uncompiled(
+        whole_rows, given, named, cp, gather
+    )  # a graph cannot go on inside a walk over arguments
 
 
-def _whole(given: Any, named: Any, cp: ContextParallel, gather: Any) -> Any:
-    """Whatever is as long as the hidden states, the first tensor of a module's arguments."""
+def whole_rows(
+    given: Any, named: Any, cp: ContextParallel, gather: Any = collectives.gather_rows
+) -> tuple[Any, Any]:
+    """A module's arguments, in which whatever is as long as the first tensor has whole rows."""
     length = next(each for each in tree_leaves((given, named)) if isinstance(each, Tensor)).shape[1]
 
     def whole(each: Any) -> Any:
         along = isinstance(each, Tensor) and each.dim() in (2, 3) and each.shape[1] == length
         return gather(each, cp) if along else each
 
-    return tree_map(whole, (given, named))
+    found: tuple[Any, Any] = tree_map(whole, (given, named))
+    return found
 
 
 def _own_part(_module: nn.Module, _given: Any, gave: Any, *, cp: ContextParallel) -> Any:

@@ -4,28 +4,30 @@ A block runs once for a whole sequence, in transformers' own way, and once as a 
 run it, with what the others would send taken from the first run. It must give its part of the same. A module
 that does not, and in which nothing calls transformers' registry of attention, is one that mixes tokens by
 itself: a convolution, the delta rule, a state space. Then the block is tried again with the whole sequence
-gathered around that module. If something else is wrong, everything that attends in the block is gathered
-around too, and called as if there were one rank: attention past the registry, sparse indexers. So is what few
-tokens do not show: positions that a module counts by itself, which begin at zero for a part too, and a choice
-by the name of the attention function, which is another one here. What still gives something else, because the
-block itself mixes tokens, is refused by name.
+gathered around that module, or its states are passed from rank to rank where outputs and gradients of the
+module in parts are those of the whole (:func:`passes_states`). If something else is wrong, everything that
+attends in the block is gathered around too, and called as if there were one rank: attention past the
+registry, sparse indexers. So is what few tokens do not show: positions that a module counts by itself, which
+begin at zero for a part too, and a choice by the name of the attention function, which is another one here.
+What still gives something else, because the block itself mixes tokens, is refused by name.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import zip_longest
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from dsx.errors import ModelError
 from dsx.hub import values
@@ -40,20 +42,21 @@ from dsx.hub.context import (
 )
 from dsx.hub.model_structure import BlockCall, structure_of
 from dsx.hub.shrunk import kinds_of, random_model, shrunk
+from dsx.hub.state_passing import Neighbours, StateRelay, What, parts_of
 from dsx.models.spec import ContextMethod, HubModel
 from dsx.models.transformers_settings import first_line, torch_forms
 from dsx.nn.context import ContextParallel, DetachedContextParallel
 from dsx.nn.documents import hidden_of
 from dsx.nn.ring import Held, Ring
 
-_ROWS, _TOKENS = 2, 32  # more tokens than small windows and indexers see
+_ROWS, _TOKENS, _NEAR = 2, 32, 0.01  # more tokens than small windows and indexers see
 
 FAR = 5e-5
 """How far outputs for a part may be off those for the whole, beside the largest of them."""
 
 
 Mixers: TypeAlias = "Mapping[Hashable, Gathered]"
-"""By kind of block, the modules of it that need whole sequences."""
+"""By kind of block, the modules of it that need tokens of other ranks."""
 
 
 def no_context(model: HubModel, size: int, method: ContextMethod) -> str | None:
@@ -65,7 +68,7 @@ def no_context(model: HubModel, size: int, method: ContextMethod) -> str | None:
 
 
 def mixers(config: str, ranks: int) -> list[Gathered]:
-    """For every block of a model, what needs whole sequences where ``ranks`` share them.
+    """For every block of a model, what needs tokens of other ranks where ``ranks`` share sequences.
 
     Raises:
         ModelError: They may not share sequences of this model.
@@ -134,7 +137,7 @@ def _tried(
             if wider is None:
                 return told, {}
             around = wider
-        mixing[kind] = around
+        mixing[kind] = known.get(kind) or replace(around, passing=_passing(block, first, around))
     return None, mixing
 
 
@@ -318,6 +321,7 @@ class _Watched(TorchDispatchMode):
         ops: What of torch was called in which module, and of ranges their lengths.
         seen: By path, the tensors that a module was given, hidden states first, and what it gave.
         attends: Paths of those in which attention was used.
+        called: By path, the arguments of a module.
     """
 
     def __init__(self, module: nn.Module, uses: Sequence[Use] = ()) -> None:
@@ -326,6 +330,7 @@ class _Watched(TorchDispatchMode):
         self.ops = list[tuple[str, Any, int]]()
         self.seen: dict[str, tuple[list[Tensor], Any]] = {}
         self.attends: set[str] = set()
+        self.called: dict[str, tuple[Any, Any]] = {}
         self._uses, self._before = uses, list[int]()
         for path, inner in module.named_modules():
             inner.register_forward_pre_hook(partial(self._begun, path))
@@ -394,6 +399,7 @@ class _Watched(TorchDispatchMode):
         self.inside.pop()
         if self._before.pop() < len(self._uses):
             self.attends.add(path)
+        self.called[path] = given, named
         self.seen[path] = (
             [each for each in tree_leaves((given, named)) if isinstance(each, Tensor)],
             hidden_of(gave),
@@ -407,6 +413,88 @@ def _is_below(path: str, owner: str) -> bool:
 def _outermost(paths: set[str]) -> frozenset[str]:
     """Those of them that are in no other one."""
     return frozenset(each for each in paths if not any(_is_below(each, other) for other in paths))
+
+
+def _passing(block: nn.Module, whole: _Watched, around: Gathered) -> frozenset[str]:
+    """The mixers of a block that hand their states on; none where it is called as if there were one rank."""
+    tried = () if around.alone else around.paths
+    return frozenset(path for path in tried if passes_states(block.get_submodule(path), *whole.called[path]))
+
+
+def passes_states(module: nn.Module, given: Any, named: Any) -> bool:
+    """Whether a mixer that is given states at each place of a chain gives what it gives for whole rows.
+
+    And whether its gradients are the same. Recurrences enlarge roundings, so that these may be as far off as
+    a hundredth of what they are where nothing is handed on.
+
+    Args:
+        module: The mixer.
+        given: What it is called with for whole rows.
+        named: The same by name.
+    """
+    module, queues = copy.deepcopy(module), _Queues()
+    parts = parts_of((given, named), queues.shares)
+    try:
+        wanted = _with_gradients(module, [(given, named)])
+        found = _with_gradients(module, parts, queues)
+        alone = _with_gradients(module, parts, _Queues(forgets=True))
+    except Exception:  # noqa: BLE001 - whatever the family's code does with what is no cache of its own
+        return False
+    if any(queues.sent.values()):
+        return False
+    each = zip(found, wanted, alone, strict=True)
+    return all(_close(a, b) or (a - b).abs().max() < _NEAR * (c - b).abs().max() for a, b, c in each)
+
+
+class _Queues(Neighbours):
+    """All places of the chain of two ranks in one process, one of which runs at a time.
+
+    Args:
+        forgets: Whether zeros come instead of what was sent.
+
+    Attributes:
+        place: The one that runs.
+        sent: What each has been sent and has not received.
+    """
+
+    shares = (1, 2, 1)
+
+    def __init__(self, *, forgets: bool = False) -> None:
+        super().__init__(DetachedContextParallel(2))
+        self.place, self.sent = 0, defaultdict[int, list[tuple[What, Tensor]]](list)
+        self._forgets = forgets
+
+    def send(self, x: Tensor, to: int, what: What) -> None:
+        self.sent[to].append((what, x.detach().clone()))
+
+    def receive(self, room: Tensor, source: int, what: What) -> Any:
+        """Whatever came first, as between two ranks."""
+        del source
+        sent, x = self.sent[self.place].pop(0)
+        if (sent, x.shape, x.dtype) != (what, room.shape, room.dtype):
+            raise ValueError("a mixer asks for its states in another order, or for others, than it leaves")
+        room.copy_(torch.zeros_like(x) if self._forgets else x)
+        return SimpleNamespace(wait=lambda: None)
+
+
+def _with_gradients(module: nn.Module, parts: Sequence[Any], queues: _Queues | None = None) -> list[Tensor]:
+    """What a module gives for a row in parts, and gradients of its inputs and parameters."""
+    module.zero_grad()
+    xs, ys, at = list[Tensor](), list[Tensor](), queues or _Queues()
+    relay = None if queues is None else StateRelay(module, queues)
+    for at.place, part in enumerate(parts):
+        x = next(each for each in tree_leaves(part) if isinstance(each, Tensor))
+        xs.append(x.detach().clone().requires_grad_())
+        given, named = tree_map(lambda each, x=x: xs[-1] if each is x else each, part)
+        gave = module(*given, **named) if relay is None else relay.run(at.place, given, named)
+        ys.append(hidden_of(gave))
+    whole = torch.cat(ys, 1).detach()
+    seeds = torch.randn(whole.shape, generator=torch.Generator().manual_seed(1))
+    sizes = [y.shape[1] for y in ys]
+    for at.place, (y, seed) in reversed([*enumerate(zip(ys, seeds.split(sizes, 1), strict=True))]):
+        y.backward(seed)
+    gradients = [each.grad for each in module.parameters() if each.grad is not None]
+    return [whole, torch.cat([x.grad for x in xs if x.grad is not None], 1), *gradients]
 
 
 def _is_part(own: Any, whole: Any, cp: ContextParallel) -> bool:

@@ -21,6 +21,7 @@ from dsx.hub.feed_forward import feed_forwards
 from dsx.hub.model_structure import BlockCall, structure_of
 from dsx.hub.on_meta import copied
 from dsx.hub.read import block_plan
+from dsx.hub.state_passing import pass_states
 from dsx.hub.tensor_plan import apply_plan, set_dropouts, sum_gradients
 from dsx.models.spec import HubModel, Recompute
 from dsx.nn import collectives
@@ -172,7 +173,8 @@ class HubBlock(nn.Module):
             put_context(self.block, weights.cp, ContextAttention)
         plan = block_plan(model, structure, number)
         summed = apply_plan(self.block, plan, weights.tp, weights.split, around.paths)
-        gather_around(self.block, around.paths, weights.cp)
+        pass_states(self.block, around.passing, weights.cp)
+        gather_around(self.block, around.paths - around.passing, weights.cp)
         settled(self, model, weights, {f"block.{path}" for path in summed})
         for path in feed_forwards(model.config)[number] if weights.mlp_tiles > 1 else ():
             tile(self.block.get_submodule(path), weights.mlp_tiles, weights.split)

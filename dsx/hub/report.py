@@ -109,7 +109,7 @@ def report(config: Mapping[str, Any], tensor_plan: Mapping[str, str | None] | No
         "tensor": legal,
         "not_cut": model.uncut(2),
         "no_context": {method: no_context(model, 2, method) for method in get_args(ContextMethod)},
-        "gathered": _gathered(model),
+        "mixing": _mixing(model),
         "whole": [
             {"module": path, "parameters": share, "work": flops.get(path, 0.0)} for path, share in model.whole
         ],
@@ -117,20 +117,24 @@ def report(config: Mapping[str, Any], tensor_plan: Mapping[str, str | None] | No
     }
 
 
-def _gathered(model: HubModel) -> dict[str, float]:
-    """Modules that compute whole sequences on every rank of a context axis: shares of blocks' parameters."""
+def _mixing(model: HubModel) -> dict[str, dict[str, Any]]:
+    """Modules that need tokens of other ranks of a context axis, and shares of blocks' parameters."""
     from dsx.hub.context_probe import mixers, no_context  # here: as above
 
     if no_context(model, 2, "all_gather") is not None:
         return {}
     around, found, total = mixers(model.config, 2), defaultdict[str, float](float), 0
+    passing = {path for each in around for path in each.passing}
     first = model.kinds.index("Block")
     for spec in model.params:
         if model.kinds[spec.layer] == "Block":
             name, total = spec.name.partition(".block.")[2], total + spec.numel
             for path in around[spec.layer - first].paths:
                 found[path] += spec.numel * name.startswith(f"{path}.")
-    return {path: size / total for path, size in sorted(found.items())}
+    return {
+        path: {"parameters": size / total, "passes_states": path in passing}
+        for path, size in sorted(found.items())
+    }
 
 
 def _work_left_whole(model: HubModel) -> dict[str, float]:

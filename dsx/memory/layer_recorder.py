@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from dsx.errors import ModelError
-from dsx.hub.model_structure import structure_of
+from dsx.hub.context_probe import mixers
+from dsx.hub.state_passing import in_whole_rows
 from dsx.memory import device as paper
 from dsx.memory.device import DetachedTensorParallel, fake_build
 from dsx.memory.layer_record import (
@@ -339,12 +340,23 @@ class LayerRecorder(paper.UncompiledMode):
             each_way = (sum(_bytes(each) for _, each in way) for way in (incoming, outgoing))
             return [self._collective("messages", max(each_way), cp)]
 
+        def send(x: Tensor, cp: ContextParallel, to: int, what: str) -> Any:
+            del to
+            self._collective(f"{what}_sent", _bytes(x), cp)
+            return collectives.done(x)  # it has been received when somebody asks
+
+        def receive(room: Tensor, cp: ContextParallel, source: int, what: str) -> Any:
+            del source
+            return self._collective(what, _bytes(room), cp)
+
         with ExitStack() as stack:
             stack.enter_context(paper.swapped(collectives, "_messages", messages))
             stack.enter_context(paper.swapped(collectives, "start_all_reduce", all_reduce))
             stack.enter_context(paper.swapped(collectives, "_all_gather", all_gather))
             stack.enter_context(paper.swapped(collectives, "_reduce_scatter", reduce_scatter))
             stack.enter_context(paper.swapped(collectives, "_all_to_all", all_to_all))
+            stack.enter_context(paper.swapped(collectives, "send", send))
+            stack.enter_context(paper.swapped(collectives, "receive", receive))
             yield
 
     def _collective(self, kind: str, size_bytes: int, ranks: collectives.Ranks) -> Any:
@@ -746,6 +758,11 @@ def _with_loss(shape: Shape, tp: TensorParallel, labels: TensorForm) -> dict[str
     return {"loss_fn": loss, "more": [labels], "category": "logits"}
 
 
+def _last_rank(shape: Shape) -> DetachedContextParallel:
+    """The last one that shares sequences, whose masks are as large as any's."""
+    return DetachedContextParallel(shape.context, shape.context - 1, method=shape.context_method)
+
+
 def record_request(request: LayerRequest) -> LayerRecord:
     """Build and record a layer of a model."""
     shape, device = request.shape, DEVICES[request.shape.device]
@@ -758,7 +775,7 @@ def record_request(request: LayerRequest) -> LayerRecord:
     beside: list[TensorForm] = []
     positions, places = ([whole], [whole, whole]) if shape.documents else ([], [])
     if isinstance(model, HubModel):
-        structure_of(model.config)  # of real tensors, if it is not there yet
+        mixers(model.config, shape.context)  # made and tried of real tensors, if it is not yet
         if model.balance is not None:
             beside = [TensorForm((_SUMS, model.balance.experts), "float32", 4, request.entered)]
     if request.kind == LOSS:
@@ -786,11 +803,10 @@ def record_request(request: LayerRequest) -> LayerRecord:
             pad_multiple=shape.vocab_multiple,
             split=split,
             entry=partial(partial, _built, request.frozen),
-            # The last of them, whose masks are as large as any's.
-            cp=DetachedContextParallel(shape.context, shape.context - 1, method=shape.context_method),
+            cp=_last_rank(shape),
             mlp_tiles=shape.mlp_tiles,
         )
-        layer = layers[index]()
+        layer = in_whole_rows(layers[index](), whole=request.hooked)
         inputs = [tokens, *positions] if kinds[0] == request.kind else stream
         try:
             how = {"divided": split, "hooked": request.hooked} | _with_loss(shape, tp, tokens)

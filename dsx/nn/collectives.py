@@ -23,6 +23,8 @@ On a context axis, whose ranks share a row in zigzag (:mod:`dsx.nn.context`), ea
 | :func:`start_messages` | from rank to rank (:mod:`dsx.nn.ring`) | the caller's |
 | :func:`sum_over_context` | all-reduce | times cp: all ranks go on alike |
 
+:func:`send` and :func:`receive` are plain calls, of which :mod:`dsx.hub.state_passing` is made.
+
 Shapes: B micro-batch, S sequence, H hidden.
 """
 
@@ -150,6 +152,18 @@ def _reduce_scatter(output: Tensor, x: Tensor, tp: Ranks) -> dist.Work | None:
 def _all_to_all(output: Tensor, x: Tensor, cp: ContextParallel) -> dist.Work | None:
     work: dist.Work | None = dist.all_to_all_single(output, x, group=cp.group, async_op=True)
     return work
+
+
+def send(x: Tensor, cp: ContextParallel, to: int, what: Literal["edge", "state"]) -> Any:
+    """Begin to send ``x``, contiguous, to a rank of the axis; ``what`` it is, estimates want to know."""
+    del what
+    return dist.isend(x, group=cp.group, group_dst=to)
+
+
+def receive(room: Tensor, cp: ContextParallel, source: int, what: Literal["edge", "state"]) -> Any:
+    """Begin to receive what a rank of the axis sends into ``room``, contiguous."""
+    del what
+    return dist.irecv(room, group=cp.group, group_src=source)
 
 
 class _CopyTo(torch.autograd.Function):

@@ -125,8 +125,20 @@ class _Pricing:
         computing = waiting = context = 0.0
         kernels = 0
         begun: dict[int, tuple[float, float, bool, bool]] = {}
+        states: set[int] = set()
+        handed: float | None = None  # when this rank got a state that the next one waits for
         for event, times in events:
             match event:
+                case ("begin", _, "edge_sent" | "state_sent" as kind, *_):
+                    if kind == "state_sent" and handed is not None:
+                        # All other ranks do the same in turn, and meanwhile this one waits.
+                        turn = (self._context.size - 1) * (computing - handed)
+                        waiting, context, handed = waiting + turn, context + turn, None
+                case ("begin", number, "edge" | "state" as kind, size, *_):
+                    apart = self._context.nodes(self._machine.network.cluster.gpus_per_node) > 1
+                    seconds = self._machine.network.transfer_seconds(size, leaves_node=apart)
+                    begun[number] = computing, seconds, True, False
+                    states |= {number} if kind == "state" else set()
                 case ("begin", number, kind, size, *axis):
                     group = self._context if axis else self._group
                     taken = self._machine.network.seconds(kind, size, group)
@@ -136,6 +148,7 @@ class _Pricing:
                     waits = self._machine.exposed if beside else self._machine.tensor_beside
                     seconds = waits(computing - start, collective)
                     waiting, context = waiting + seconds, context + seconds * shares_rows
+                    handed = computing if number in states else handed
                 case _:
                     seconds, count = self._operator(event)
                     computing, kernels = computing + times * seconds, kernels + times * count

@@ -25,13 +25,14 @@ import dsx
 import ranks
 from dsx.errors import ConfigError, DsxError, ModelError
 from dsx.hub.context import check_kernels
-from dsx.hub.context_probe import mixers, no_context
+from dsx.hub.context_probe import mixers, no_context, passes_states
 from dsx.hub.read import hub_model
+from dsx.hub.state_passing import pass_states
 from dsx.hub.tensor_plan import BlockPlan, apply_plan
 from dsx.models import families
 from dsx.models.spec import ContextMethod
-from dsx.models.transformers_settings import quiet_transformers
-from dsx.nn.context import ContextParallel
+from dsx.models.transformers_settings import quiet_transformers, torch_forms
+from dsx.nn.context import ContextParallel, DetachedContextParallel
 from dsx.nn.linear import ColumnParallelLinear, LocalLinear
 from dsx.nn.parallel import TensorParallel
 from dsx.verify.alone import probe
@@ -222,7 +223,7 @@ def takes_packs(family: str, **sizes: Any) -> bool:
 
 
 def cases_of(names: Sequence[str], **sizes: Any) -> list[Case]:
-    """All methods, a ring where the family may, and packs of documents where the family takes them and the loss is a sum over tokens."""
+    """All methods that the family takes, and its packs of documents where the loss is a sum over tokens."""
     return [
         (family, sizes, method, cuts)
         for family in names
@@ -247,6 +248,68 @@ def test_the_guide_counts_its_column() -> None:
     trained = [row["cp-pp"] for row in table.read(page).values()].count("ok")
     assert f"`dsx.parallel.context` {trained} families train" in page
     assert trained >= 125
+
+
+PASSING = (
+    "nemotron_h", "lfm2", "qwen3_next", "bamba", "olmo_hybrid", "granitemoehybrid", "qwen3_5_text",
+    "bailing_hybrid", "qwen3_5_moe_text", "lfm2_moe", "lfm3", "mamba2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "size"), often([*product(PASSING, [2]), ("qwen3_next", 4), ("bamba", 4)], 12)
+)
+def test_states_are_handed_from_rank_to_rank(family: str, size: int) -> None:
+    assert all(block.passing == block.paths for block in blocks_mixing(family))
+    packs = CUTS[: 1 if family in NOT_PACKED else 2]
+    require_equal(size, [(family, {}, "all_gather", cuts) for cuts in packs])
+
+
+def blocks_mixing(family: str) -> list[Any]:
+    found = [each for each in mixers(hub_model(content(family)).config, 2) if each.paths]
+    assert found
+    return found
+
+
+def test_what_takes_no_state_in_the_middle_of_a_row_sees_whole_rows() -> None:
+    assert {(*each.paths, *each.passing) for each in blocks_mixing("jamba")} == {("mamba",)}
+
+
+def test_mixers_that_lose_or_take_no_states_are_found_out() -> None:
+    block = random_model(tiny.tiny_config("bamba")).model.layers[0].eval()
+    x, forward = torch.randn(2, 32, block.mamba.in_proj.in_features), block.mamba.forward
+    with torch_forms():
+        assert passes_states(block.mamba, (x,), {})
+        block.mamba.forward = lambda x, cache_params=None: forward(x)
+        assert not passes_states(block.mamba, (x,), {})
+        assert not passes_states(block.feed_forward, (x,), {})
+
+
+def mixed(rank: int, world_size: int, trained: bool) -> list[bool]:
+    """A mixer of which nothing is trained, or its last linear alone, whose inputs take no gradient."""
+    torch.manual_seed(1)
+    mixer = random_model(tiny.tiny_config("bamba")).model.layers[0].mamba.requires_grad_(False)
+    mixer.out_proj.requires_grad_(trained)
+    cp, x = ContextParallel(world_size, rank), torch.randn(2, 32, mixer.in_proj.in_features)
+    wanted = mixer(x)
+    if trained:
+        wanted.sin().sum().backward()
+        gradient, mixer.out_proj.weight.grad = mixer.out_proj.weight.grad, None
+    pass_states(nn.ModuleDict({"mixer": mixer}), ["mixer"], cp)
+    for _ in range(2):  # shapes of states are known the second time
+        y = mixer(cp.cut(x))
+        assert y.requires_grad == trained
+    assert torch.allclose(y, cp.cut(wanted), atol=1e-5)
+    if trained:
+        y.sin().sum().backward()
+        dist.all_reduce(mixer.out_proj.weight.grad)
+        assert torch.allclose(mixer.out_proj.weight.grad, gradient, atol=1e-4)
+    return [True]
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_frozen_mixers_hand_states_on(trained: bool) -> None:
+    assert ranks.run(mixed, 2, trained) == [[True]] * 2
 
 
 @pytest.mark.slow

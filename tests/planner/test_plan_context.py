@@ -11,6 +11,7 @@ import dsx
 from dsx.checkpoint.claims import model_of
 from dsx.config.resolve import resolve
 from dsx.errors import ConfigError, DsxError
+from dsx.hub.read import hub_model
 from dsx.memory.layer_record import Shape
 from dsx.memory.record_cache import ModelRecords
 from dsx.models.params import layer_kinds
@@ -21,7 +22,7 @@ from dsx.planner import what_fits
 from dsx.planner.cluster import Group, preset
 from dsx.planner.costs import Efficiency, Network, Software
 from dsx.planner.inputs import PinnedChoices, plan_inputs, plan_search
-from dsx.planner.layer_times import Machine, layer_times
+from dsx.planner.layer_times import Machine, layer_times, recorded_flops
 from dsx.planner.layers import model_task
 from dsx.planner.layout import LONG, Candidate, Space, meshes, variants
 from dsx.planner.plan import Search
@@ -47,11 +48,11 @@ MACHINE = Machine(network=NETWORK, software=Software(), precision="bf16")
 
 def shape(**kwargs):
     sizes = {"tensor": 1, "sequence_parallel": False, "micro_batch": 2, "sequence_length": T, "width": WIDTH}
-    return Shape(model=MODEL, **sizes | kwargs)
+    return Shape(**{"model": MODEL} | sizes | kwargs)
 
 
-def block(found):
-    return ModelRecords(found).layer(FIRST, divided=False, hooked=False)
+def block(found, place=FIRST):
+    return ModelRecords(found).layer(place, divided=False, hooked=False)
 
 
 def shared(events):
@@ -313,3 +314,31 @@ def test_a_block_in_tiles_keeps_and_holds_less():
     )
     inner = 2 * T * WIDTH * 2 * CONFIG["intermediate_size"]  # gate and up of a micro-batch of two
     assert whole.kept_bytes - tiled.kept_bytes == inner + inner // 2
+
+
+@pytest.mark.parametrize("context", [2, 4])
+def test_mixers_that_hand_their_states_on_do_their_part_of_the_work_in_turn(context):
+    config = json.loads(tiny.tiny_config("bamba").to_json_string(use_diff=False))
+    model, rows, tokens, width = hub_model(config), 2, 4096, 4
+    sizes = {"model": model, "micro_batch": rows, "sequence_length": tokens, "width": width}
+    place = layer_kinds(model).index("Block")
+    whole, part = (block(shape(**sizes, context=ranks), place) for ranks in (1, context))
+    assert context * recorded_flops(part) == pytest.approx(recorded_flops(whole), rel=1e-3)
+
+    heads, size, state, groups = (
+        config[f"mamba_{name}"] for name in ("n_heads", "d_head", "d_state", "n_groups")
+    )
+    edge = (config["mamba_d_conv"] - 1) * (heads * size + 2 * groups * state) * rows * width
+    states = heads * size * state * rows * 4  # in float32
+    there = [("edge_sent", edge), ("edge", edge), ("state", states), ("state_sent", states)]
+    assert shared(part.forward) == there
+    assert shared(part.backward) == [*there[2:], *there[:2]]
+
+    priced = kernels._Pricing(MACHINE, 1, width, context).price(part.operators("forward"))
+    sent = sum(NETWORK.transfer_seconds(each, leaves_node=False) for each in (edge, states))
+    events = [event[0] for event, _ in part.operators("forward")]
+    after = [*part.operators("forward")][len(events) - events[::-1].index("wait") :]
+    turn = after[: next(at for at, (event, _) in enumerate(after) if event[0] == "begin")]
+    computing = sum(times * kernels._Pricing(MACHINE, 1, width)._operator(event)[0] for event, times in turn)
+    assert computing > 0.0
+    assert priced.context == pytest.approx(sent + (context - 1) * computing)
