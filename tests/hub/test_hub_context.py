@@ -32,7 +32,7 @@ from dsx.hub.tensor_plan import BlockPlan, apply_plan
 from dsx.models import families
 from dsx.models.spec import ContextMethod
 from dsx.models.transformers_settings import quiet_transformers, torch_forms
-from dsx.nn.context import ContextParallel, DetachedContextParallel
+from dsx.nn.context import ContextParallel
 from dsx.nn.linear import ColumnParallelLinear, LocalLinear
 from dsx.nn.parallel import TensorParallel
 from dsx.verify.alone import probe
