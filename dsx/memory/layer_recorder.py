@@ -62,12 +62,9 @@ _PRODUCTS = frozenset((_aten.mm, _aten.addmm, _aten.addmm_, _aten.bmm, _aten.bad
 """Of two matrices, which come last; what they are added to is only written."""
 
 _ATTENTION = {
-    _aten._scaled_dot_product_flash_attention: "sdpa",  # noqa: SLF001 (what torch dispatches to)
-    _aten._scaled_dot_product_efficient_attention: "sdpa",  # noqa: SLF001
-    _aten._scaled_dot_product_flash_attention_for_cpu: "sdpa",  # noqa: SLF001
-    _aten._scaled_dot_product_flash_attention_backward: "sdpa_backward",  # noqa: SLF001
-    _aten._scaled_dot_product_efficient_attention_backward: "sdpa_backward",  # noqa: SLF001
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: "sdpa_backward",  # noqa: SLF001
+    getattr(_aten, f"_scaled_dot_product_{kernel}_attention{rest}"): f"sdpa{way}"
+    for kernel, of in (("flash", ""), ("efficient", ""), ("flash", "_for_cpu"))
+    for way, rest in (("", of), ("_backward", f"{of}_backward"))
 }
 _CONVOLUTIONS = frozenset((_aten.convolution, _aten.convolution_backward))
 """Those of one filter for each channel, of which reading and writing is what takes time."""
@@ -214,7 +211,8 @@ class LayerRecorder(paper.UncompiledMode):
             self._attention(func, args, kwargs)
         else:
             given = args[1:] if packet in _OVERWRITES else args
-            read = [leaf for leaf in tree_leaves((given, _read(kwargs))) if isinstance(leaf, Tensor)]
+            named = [value for name, value in kwargs.items() if name != "out"]
+            read = [leaf for leaf in tree_leaves((given, named)) if isinstance(leaf, Tensor)]
             moved = sum(map(_stored_bytes, read)) + sum(map(_bytes, made))
             name = packet.__name__
             if packet in _LOOKS_UP:
@@ -239,8 +237,8 @@ class LayerRecorder(paper.UncompiledMode):
 
     def _attention(self, func: Any, args: Any, kwargs: Any) -> None:
         kind = _ATTENTION[func.overloadpacket]
-        names = [each.name for each in func._schema.arguments]  # noqa: SLF001 (no public one)
-        causal = (dict(zip(names, args, strict=False)) | kwargs).get("is_causal", False)
+        names = (each.name for each in func._schema.arguments)  # noqa: SLF001 (no public one)
+        causal = {**dict(zip(names, args, strict=False)), **kwargs}.get("is_causal", False)
         tensors = args[1:] if kind == "sdpa_backward" else args
         query, key = tensors[0], tensors[1]
         mask = kwargs.get("attn_mask", kwargs.get("attn_bias"))
@@ -249,8 +247,7 @@ class LayerRecorder(paper.UncompiledMode):
         dropout = next((each for each in tensors[3:] if isinstance(each, float)), 0.0)
         heads = query.shape[0] * query.shape[1]
         whole = () if mask is not None or causal else (True,)
-        shape = heads, query.shape[2], key.shape[2], query.shape[3]
-        self.emit(kind, *shape, mask is not None, dropout > 0.0, *whole)
+        self.emit(kind, heads, query.shape[2], *key.shape[2:], mask is not None, dropout > 0.0, *whole)
 
     def _add(self, tensor: Tensor, func: Any, replaced: int | str | None) -> None:
         storage = tensor.untyped_storage()
@@ -336,9 +333,9 @@ class LayerRecorder(paper.UncompiledMode):
             del output
             return self._collective("all_to_all", _bytes(x), cp)
 
-        def messages(incoming: Any, outgoing: Any, cp: ContextParallel) -> Any:
-            each_way = (sum(_bytes(each) for _, each in way) for way in (incoming, outgoing))
-            return [self._collective("messages", max(each_way), cp)]
+        def messages(*ways: Any) -> Any:
+            largest = max(sum(_bytes(each) for _, each in way) for way in ways[:2])
+            return [self._collective("messages", largest, ways[2])]
 
         def send(x: Tensor, cp: ContextParallel, to: int, what: str) -> Any:
             del to
@@ -379,10 +376,6 @@ class _Work:
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _read(options: Mapping[str, Any]) -> list[Any]:
-    return [value for name, value in options.items() if name != "out"]
 
 
 def _stored_bytes(tensor: Tensor) -> int:
