@@ -752,9 +752,8 @@ class DsxConfig(SchemaBlock):
     )
     mlp_tiles: Positive | Literal["auto"] = Field(
         default=1,
-        description="Parts of a rank's tokens for which a block's feed-forward is computed one after the "
-        "other, and again in backward, so that its inner activations are there for one part at a time. "
-        '"auto": as many as leave each part as many tokens as hidden states are wide.',
+        description="Parts of a rank's tokens that feed-forwards compute one after the other, and again in "
+        'backward, to hold less at a time. "auto": parts of as many tokens as hidden states are wide.',
     )
     compile: Literal["none", "blocks"] = Field(
         default="none",

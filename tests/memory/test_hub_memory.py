@@ -27,7 +27,7 @@ def test_so_is_that_of_ranks_that_share_sequences(number):
     require_alike({**case(number), "context": 2, "method": ("all_gather", "ulysses")[number % 2]})
 
 
-@pytest.mark.parametrize("number", (3, pytest.param(0, marks=pytest.mark.slow)))
+@pytest.mark.parametrize("number", [3, pytest.param(0, marks=pytest.mark.slow)])
 def test_so_is_that_of_feed_forwards_in_tiles(number):
     require_alike({**case(number), "tiles": 3})
 
