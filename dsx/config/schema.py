@@ -752,8 +752,7 @@ class DsxConfig(SchemaBlock):
     )
     mlp_tiles: Positive | Literal["auto"] = Field(
         default=1,
-        description="Parts of a rank's tokens that feed-forwards compute one after the other, and again in "
-        'backward, to hold less at a time. "auto": parts of as many tokens as hidden states are wide.',
+        description="Parts of a rank's tokens that feed-forwards compute in turn, and again in backward.",
     )
     compile: Literal["none", "blocks"] = Field(
         default="none",
