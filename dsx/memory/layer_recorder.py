@@ -316,44 +316,35 @@ class LayerRecorder(paper.UncompiledMode):
     def alone(self) -> Iterator[None]:
         """Inside the block, collectives of :mod:`dsx.nn.collectives` are noted instead of run."""
 
-        def all_reduce(x: Tensor, ranks: collectives.Ranks, op: str = "sum") -> collectives.Pending:
-            del op
+        def all_reduce(x: Tensor, ranks: collectives.Ranks, _: str = "sum") -> collectives.Pending:
             work = self._collective("all_reduce", _bytes(x), ranks) if ranks.size > 1 else None
             return collectives.Pending(x, work, lambda y: y)
 
-        def all_gather(output: Tensor, x: Tensor, ranks: collectives.Ranks) -> Any:
-            del x
+        def all_gather(output: Tensor, _: Tensor, ranks: collectives.Ranks) -> Any:
             return self._collective("all_gather", _bytes(output), ranks)
 
-        def reduce_scatter(output: Tensor, x: Tensor, ranks: collectives.Ranks) -> Any:
-            del output
+        def reduce_scatter(_: Tensor, x: Tensor, ranks: collectives.Ranks) -> Any:
             return self._collective("reduce_scatter", _bytes(x), ranks)
 
-        def all_to_all(output: Tensor, x: Tensor, cp: ContextParallel) -> Any:
-            del output
+        def all_to_all(_: Tensor, x: Tensor, cp: ContextParallel) -> Any:
             return self._collective("all_to_all", _bytes(x), cp)
 
         def messages(*ways: Any) -> Any:
             largest = max(sum(_bytes(each) for _, each in way) for way in ways[:2])
             return [self._collective("messages", largest, ways[2])]
 
-        def send(x: Tensor, cp: ContextParallel, to: int, what: str) -> Any:
-            del to
+        def send(x: Tensor, cp: ContextParallel, _: int, what: str) -> Any:
             self._collective(f"{what}_sent", _bytes(x), cp)
             return collectives.done(x)  # it has been received when somebody asks
 
-        def receive(room: Tensor, cp: ContextParallel, source: int, what: str) -> Any:
-            del source
+        def receive(room: Tensor, cp: ContextParallel, _: int, what: str) -> Any:
             return self._collective(what, _bytes(room), cp)
 
+        noted: dict[str, Any] = {"start_all_reduce": all_reduce, "_all_gather": all_gather}
+        noted |= {"_reduce_scatter": reduce_scatter, "_all_to_all": all_to_all}
         with ExitStack() as stack:
-            stack.enter_context(paper.swapped(collectives, "_messages", messages))
-            stack.enter_context(paper.swapped(collectives, "start_all_reduce", all_reduce))
-            stack.enter_context(paper.swapped(collectives, "_all_gather", all_gather))
-            stack.enter_context(paper.swapped(collectives, "_reduce_scatter", reduce_scatter))
-            stack.enter_context(paper.swapped(collectives, "_all_to_all", all_to_all))
-            stack.enter_context(paper.swapped(collectives, "send", send))
-            stack.enter_context(paper.swapped(collectives, "receive", receive))
+            for name, stand_in in (noted | {"send": send, "receive": receive, "_messages": messages}).items():
+                stack.enter_context(paper.swapped(collectives, name, stand_in))
             yield
 
     def _collective(self, kind: str, size_bytes: int, ranks: collectives.Ranks) -> Any:
@@ -751,11 +742,6 @@ def _with_loss(shape: Shape, tp: TensorParallel, labels: TensorForm) -> dict[str
     return {"loss_fn": loss, "more": [labels], "category": "logits"}
 
 
-def _last_rank(shape: Shape) -> DetachedContextParallel:
-    """The last one that shares sequences, whose masks are as large as any's."""
-    return DetachedContextParallel(shape.context, shape.context - 1, method=shape.context_method)
-
-
 def record_request(request: LayerRequest) -> LayerRecord:
     """Build and record a layer of a model."""
     shape, device = request.shape, DEVICES[request.shape.device]
@@ -768,7 +754,7 @@ def record_request(request: LayerRequest) -> LayerRecord:
     beside: list[TensorForm] = []
     positions, places = ([whole], [whole, whole]) if shape.documents else ([], [])
     if isinstance(model, HubModel):
-        mixers(model.config, shape.context)  # made and tried of real tensors, if it is not yet
+        mixers(model.config, shape.context)  # tried with real tensors, if not yet
         if model.balance is not None:
             beside = [TensorForm((_SUMS, model.balance.experts), "float32", 4, request.entered)]
     if request.kind == LOSS:
@@ -796,7 +782,7 @@ def record_request(request: LayerRequest) -> LayerRecord:
             pad_multiple=shape.vocab_multiple,
             split=split,
             entry=partial(partial, _built, request.frozen),
-            cp=_last_rank(shape),
+            cp=DetachedContextParallel.last(shape.context, shape.context_method),
             mlp_tiles=shape.mlp_tiles,
         )
         layer = in_whole_rows(layers[index](), whole=request.hooked)

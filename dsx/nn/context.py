@@ -84,6 +84,11 @@ class ContextParallel:
 class DetachedContextParallel(ContextParallel):
     """One context-parallel rank without its peers."""
 
+    @classmethod
+    def last(cls, size: int, method: ContextMethod) -> DetachedContextParallel:
+        """The last of ``size`` ranks, whose masks are as large as any's."""
+        return cls(size, size - 1, method=method)
+
     def __post_init__(self) -> None:
         """Do nothing, because there is no group to check."""
 
