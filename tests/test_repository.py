@@ -90,8 +90,14 @@ def test_what_needs_no_tensors_loads_nothing_heavy():
 MOST_MODULES = 149
 RECORDING = {
     "hub",
+    "hub.block_arguments",
+    "hub.context",
+    "hub.context_probe",
     "hub.model_structure",
     "hub.on_meta",
+    "hub.shrunk",
+    "hub.state_passing",
+    "hub.tensor_plan",
     "hub.values",
     "memory.module_gathers",
     "memory.device",
