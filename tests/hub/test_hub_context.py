@@ -234,7 +234,7 @@ def cases_of(names: Sequence[str], **sizes: Any) -> list[Case]:
     ]
 
 
-@pytest.mark.parametrize("names", often([SAMPLE[::2], SAMPLE[1::2]], 2))
+@pytest.mark.parametrize("names", [SAMPLE[::2], pytest.param(SAMPLE[1::2], marks=pytest.mark.slow)])
 def test_ranks_that_share_sequences_train_as_one(names: Sequence[str]) -> None:
     require_equal(2, cases_of(names))
 
