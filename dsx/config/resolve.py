@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from math import prod
+from math import lcm, prod
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -21,7 +21,7 @@ from dsx.config.wording import at, suggest
 from dsx.errors import ConfigError, ScheduleError
 from dsx.models.flops import WIDTHS, has_tiles
 from dsx.models.params import frozen_names, layer_kinds, param_specs, vocabulary_rows
-from dsx.models.spec import RETIRED, HubModel, Model
+from dsx.models.spec import RETIRED, ContextMethod, HubModel, Model, ModelSpec
 from dsx.parallel.islands import Islands
 from dsx.parallel.limits import LayoutRequest, possible, violations
 from dsx.parallel.mesh import AXES, Mesh
@@ -333,6 +333,7 @@ class Degrees:
     mesh: Mesh
     chunks: int
     schedule_name: str
+    context_method: ContextMethod
     notes: tuple[str, ...]
 
 
@@ -376,7 +377,24 @@ def resolve_degrees(dsx: DsxConfig, model: Model, *, num_layers: int, world_size
     raise_all("config", _refusals(found))  # what no "auto" was chosen by
     chunks = _chunks(dsx, found)
     name = _schedule(dsx, mesh.pp, chunks)
-    return Degrees(mesh=mesh, chunks=chunks, schedule_name=name, notes=tuple(_notes(dsx, mesh, chunks, name)))
+    decides = dsx.parallel.context_method == "auto" and mesh.cp > 1
+    method = sends_less(model, mesh) if decides else dsx.parallel.method
+    notes = tuple(_notes(dsx, mesh, chunks, name, method))
+    return Degrees(mesh=mesh, chunks=chunks, schedule_name=name, context_method=method, notes=notes)
+
+
+def sends_less(model: Model, mesh: Mesh) -> ContextMethod:
+    """The method of attention that sends less on a context axis; ``all_gather`` if none does.
+
+    Of N query and K key/value heads of a rank, for each token, element of a head and block: 2 K gathered, or
+    (2 N + 2 K') / cp exchanged, where K' are as many as give each rank equally many
+    (docs/guides/long_sequences.md). transformers' modules gather: their masks of windows and documents would
+    otherwise be whole squares.
+    """
+    if not isinstance(model, ModelSpec) or (model.num_heads // mesh.tp) % mesh.cp:
+        return "all_gather"
+    heads, pairs = model.num_heads // mesh.tp, max(1, model.num_kv_heads // mesh.tp)
+    return "ulysses" if 2 * (heads + lcm(pairs, mesh.cp)) < 2 * pairs * mesh.cp else "all_gather"
 
 
 _Deal: TypeAlias = tuple[tuple[int, ...], dict[str, int], tuple[str, ...], tuple[int, ...]]
@@ -476,10 +494,10 @@ def _profile_notes(dsx: DsxConfig, num_ranks: int) -> Iterator[str]:
         yield f"{at('dsx.profile', dsx.profile_source)}: one pipeline rank leaves nothing to choose"
 
 
-def _notes(dsx: DsxConfig, mesh: Mesh, chunks: int, name: str) -> Iterator[str]:
-    method = dsx.parallel.context_method
+def _notes(dsx: DsxConfig, mesh: Mesh, chunks: int, name: str, method: str) -> Iterator[str]:
+    asked = dsx.parallel.context_method
     for axis, wanted, got in (
-        *([("parallel.context_method", method, dsx.parallel.method)] if mesh.cp > 1 else ()),
+        *([("parallel.context_method", asked, method)] if mesh.cp > 1 else ()),
         ("parallel.tensor", dsx.parallel.tensor, mesh.tp),
         ("parallel.pipeline", dsx.parallel.pipeline, mesh.pp),
         ("parallel.chunks", dsx.parallel.chunks, chunks),
@@ -642,6 +660,9 @@ def _resolve(name: str, deepspeed: dict[str, Any], dsx: DsxConfig, world_size: i
     dsx, written = read_file(dsx)
     layers = layer_kinds(model.spec)
     degrees = resolve_degrees(dsx, model.spec, num_layers=len(layers), world_size=world_size)
+    if degrees.mesh.cp > 1:
+        parallel = dsx.parallel.model_copy(update={"context_method": degrees.context_method})
+        dsx = dsx.model_copy(update={"parallel": parallel})
     dsx, cut_notes = _as_cut(dsx, model.spec, degrees.mesh.tp)
     spec = replace(model.spec.for_tensor(degrees.mesh.tp), freeze=dsx.train.freeze)
     batch = resolve_batch(deepspeed, degrees.mesh.num_shares, degrees.mesh.cp)

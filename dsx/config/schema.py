@@ -372,10 +372,9 @@ class ParallelConfig(SchemaBlock):
     )
     context_method: Literal["auto"] | ContextMethod = Field(
         default="auto",
-        description='How attention sees whole sequences (context > 1): "all_gather" gives every rank all '
-        'keys and values, "ulysses" gives it whole sequences of some heads by all-to-alls, "ring" the '
-        'keys and values of one rank after the other while it computes. "auto": all_gather, which '
-        "divides no heads, works beside any tensor degree and drops scores of attention too.",
+        description='How attention sees whole sequences (context > 1): "all_gather" of keys and values, '
+        '"ulysses" (all-to-alls; some heads each), or a "ring" of keys and values, one rank after the other. '
+        '"auto": "ulysses" where dsx\'s own modules send less by it and heads divide, else "all_gather".',
     )
     tensor_plan: dict[str, str | None] = Field(
         default_factory=dict,
