@@ -197,14 +197,8 @@ class LayerRecorder(paper.UncompiledMode):
             return
         if packet in _PRODUCTS:
             left, right = args[-2:]
-            self.emit(
-                "mm",
-                left.shape[-2],
-                right.shape[-1],
-                left.shape[-1],
-                prod(left.shape[:-2]),
-                made[0].element_size(),
-            )
+            sizes = left.shape[-2], right.shape[-1], left.shape[-1], prod(left.shape[:-2])
+            self.emit("mm", *sizes, made[0].element_size())
         elif packet is _aten._grouped_mm:  # noqa: SLF001 (an operator)
             self._grouped(args[:2], made[0])
         elif packet in _ATTENTION:
@@ -495,19 +489,20 @@ class _LayerTracing:
         )
         buffers = 0 if self.owner is None else sum(map(_bytes, self.owner.buffers()))
         names = {id(parameter): name for name, parameter in named}
-        if hooked and self.owner is not None:
-            for parameter in self.owner.parameters():
+        if hooked:
+            for _, parameter in named:
                 # By these linears know ZeRO-3's parameters, DeepSpeed's linear in backward, too.
                 parameter.ds_id = parameter.ds_status = None  # type: ignore[attr-defined]
         with self.recorder, self.recorder.alone(), ExitStack() as hooks:
             if hooked and self.module is not None and self.owner is not None:
                 self._gathers = ModuleGathers(self.recorder, self.module, self.owner, names)
-            kept = self._warm_up()
+            warm = self._warm_up()
             for handle in self._watch(names):
                 hooks.callback(handle.remove)  # a tied module is recorded again with its next layer
             if self._gathers is not None:
                 self._gathers.begin()
             forward, backward = self._pass(None)
+            kept = tuple(self._settled(warm))
             second: tuple[Event, ...] | None = None
             uses: tuple[RecordedUse, ...] = ()
             if divided is not None:
@@ -529,10 +524,9 @@ class _LayerTracing:
             num_labels=len(self.forms) - self._first,
         )
 
-    def _warm_up(self) -> tuple[Kept, ...]:
-        """Run a forward without gradients; gives what it leaves behind."""
-        recorder = self.recorder
-        found: list[Event] = []
+    def _warm_up(self) -> list[tuple[int, Kept]]:
+        """Run a forward without gradients; gives what it leaves behind, by storage."""
+        recorder, found = self.recorder, list[Event]()
         recorder.events = found
         with torch.no_grad():
             inputs = [self.input(place) for place in range(len(self.forms))]
@@ -543,16 +537,23 @@ class _LayerTracing:
             gc.collect(1)  # an error that torch caught while it loaded itself holds frames and their tensors
         labels, owners = list(recorder.labels), self._owners()
         kept = []
-        for number in recorder.live:
+        for key, number in recorder._ids.items():  # noqa: SLF001 (by storage)
             if number in sizes:
                 size, label = sizes[number]
                 owner, remade = owners.get(number, (None, False))
                 name = f"kept by {type(self.layer if owner is None else owner).__name__}"
-                what = labels[label]._replace(name=name)
-                kept.append(Kept("" if owner is None else repr(owner), what, size, remade))
+                what, by = labels[label]._replace(name=name), "" if owner is None else repr(owner)
+                kept.append((key, Kept(by, what, size, remade)))
         recorder.events = None
         recorder.labels.clear()
-        return tuple(kept)
+        return kept
+
+    def _settled(self, kept: Sequence[tuple[int, Kept]]) -> Iterator[Kept]:
+        """What stays for good, and of what a pass replaced, as a state that was sent, what that leaves."""
+        left = iter([self.recorder.size_of(number) for number in self._stays])
+        for key, each in kept:
+            stays = each.owner or self.recorder._ids.get(key) == GATHERED  # noqa: SLF001 (by storage)
+            yield each if stays else each._replace(size_bytes=next(left, 0))
 
     def _owners(self) -> dict[int | str | None, tuple[Any, bool]]:
         """Objects that hold storages and are no modules of the layer, so that others may share them.
@@ -574,20 +575,17 @@ class _LayerTracing:
     def _watch(self, names: Mapping[int, str]) -> Iterator[Any]:
         """Note modules as they run, and gradients as they come; gives the handles of the hooks that do."""
         recorder = self.recorder
-        if self.owner is None:
-            return
-        for path, module in self.owner.named_modules():
+        for path, module in () if self.owner is None else self.owner.named_modules():
             yield module.register_forward_pre_hook(lambda *_, path=path: recorder.enter(path))
             yield module.register_forward_hook(lambda *_: recorder.leave(), always_call=True)
-        for parameter in self.owner.parameters():
+        for parameter in () if self.owner is None else self.owner.parameters():
             if not parameter.requires_grad:
                 continue
 
             def came(gradient: Tensor | None, name: str = names[id(parameter)]) -> None:
-                if gradient is None:
-                    return
-                recorder.emit("grad", name, recorder.id_of(gradient))
-                recorder._paused += 1  # noqa: SLF001 (until `taken`; what autograd copies is not the layer's)
+                if gradient is not None:
+                    recorder.emit("grad", name, recorder.id_of(gradient))
+                    recorder._paused += 1  # noqa: SLF001 (until `taken`; autograd's copies are no layer's)
 
             def taken(parameter: Tensor) -> None:
                 if parameter.grad is not None:
@@ -598,9 +596,8 @@ class _LayerTracing:
             yield parameter.register_post_accumulate_grad_hook(taken)
 
     def _pass(self, divided: WeightGradients | None) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
-        recorder = self.recorder
+        recorder, forward = self.recorder, list[Event]()
         recorder.restart()
-        forward: list[Event] = []
         recorder.events = forward
         end = self._forward()
         backward: list[Event] = []
@@ -613,8 +610,8 @@ class _LayerTracing:
             del end
         if self._gathers is not None:
             self._gathers.rest()
-        # What a layer holds of a micro-batch until the next one, such as a state, is among what it keeps;
-        # here it goes with the backward.
+        # What a layer holds of a micro-batch until the next one, such as a state, is among what it keeps,
+        # and goes with the backward here.
         left = [known for known in recorder.live if isinstance(known, int) and recorder.size_of(known)]
         self._stays = self._stays if divided is not None else left
         backward += [("-", number) for number in left if number in self._stays]
@@ -638,9 +635,8 @@ class _LayerTracing:
         value = self.call(inputs)
         outputs = value if isinstance(value, tuple) else (value,)
         if not all(isinstance(y, Tensor) for y in outputs):
-            raise TypeError(
-                f"it returns {type(value).__name__}, where stages exchange tensors and tuples of them"
-            )
+            what = type(value).__name__
+            raise TypeError(f"it returns {what}, where stages exchange tensors and tuples of them")
         self.outputs = tuple(
             TensorForm(
                 tuple(y.shape), str(y.dtype).removeprefix("torch."), y.element_size(), bool(y.requires_grad)
@@ -655,8 +651,7 @@ class _LayerTracing:
         if any(y.requires_grad for y in outputs):
             with recorder.paused():
                 end = _Exit.apply(self, *outputs)
-        del value, x, inputs
-        del outputs
+        del value, x, inputs, outputs
         return end
 
     def _weights(self, divided: WeightGradients, names: Mapping[int, str]) -> tuple[RecordedUse, ...]:
