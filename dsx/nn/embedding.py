@@ -72,7 +72,7 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, None, None]:
         (row_BS,) = ctx.saved_tensors
         start = partial(_start_table_gradient, rows=ctx.shape[0], padding=ctx.padding)
-        if ctx.split.active:
+        if ctx.split.takes(ctx.parameter):
             ctx.split.keep(ctx.parameter, ctx.shape, start, row_BS, dy)
             return None, None, None, None
         return None, start(row_BS, dy)(None), None, None

@@ -90,7 +90,8 @@ class _Linear(torch.autograd.Function):
         tp: TensorParallel | None = ctx.tp
         needs_x, needs_weight, needs_bias, *_, needs_shared = ctx.needs_input_grad
         dy_NO, rows = dy.reshape(-1, dy.shape[-1]), ctx.shape[0]
-        later = needs_weight and ctx.parameter is not None and ctx.split is not None and ctx.split.active
+        later = needs_weight and ctx.parameter is not None and ctx.split is not None
+        later = later and ctx.split.takes(ctx.parameter)
         if later:
             start = partial(_start_weight_gradient, tp=tp, reduced=ctx.reduced, num_valid=ctx.num_valid)
             ctx.split.keep(
@@ -131,7 +132,7 @@ class _Divided(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         dx = dy.matmul(weight) if needs_x else None
-        if not ctx.split.active:
+        if not ctx.split.takes(ctx.parameter):
             dweight = _alone(x, dy)(None) if needs_weight else None
             return dx, dweight, _summed(dy)(None) if needs_bias else None, None
         if needs_weight:

@@ -92,6 +92,14 @@ class WeightGradients:
         """Whether a backward that defers is running."""
         return self._key is not None
 
+    def takes(self, parameter: Tensor) -> bool:
+        """Whether a gradient is to be kept: one that DeepSpeed reduces with all of a leaf's comes at once.
+
+        It does so when the gradient of the leaf's input is there, and makes zeros of what has not come
+        (stage3.py, reduce_leaf_module_grads).
+        """
+        return self.active and not hasattr(parameter, "ds_z3_leaf_module")
+
     def has(self, key: Key) -> bool:
         """Whether anything is kept for ``key``."""
         return key in self._kept
@@ -266,7 +274,7 @@ class _Later(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        if not ctx.split.active:
+        if not ctx.split.takes(ctx.parameters[0]):
             return None, *gradients
         for parameter, shape, gradient, needed in zip(
             ctx.parameters, ctx.shapes, gradients, ctx.needs_input_grad[1:], strict=True

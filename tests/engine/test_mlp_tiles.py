@@ -77,8 +77,7 @@ CASES = [
     (model, layout)
     for layout in LAYOUTS
     for model in MODELS
-    # Whole experts inside of a leaf of ZeRO-3 do not train there yet.
-    if (model, layout) != ("qwen2_moe, shared expert", "pp 2 x dp 2, zero-bubble, ZeRO-3")
+
 ]
 
 

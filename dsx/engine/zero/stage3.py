@@ -42,6 +42,7 @@ from dsx.engine.zero.reduction import LeftToDeepSpeed
 from dsx.engine.zero.replica_check import GradientPart
 from dsx.errors import ConfigError, LayoutError
 from dsx.nn.embedding import TiedUse
+from dsx.nn.tiling import want_gradients
 from dsx.parallel.groups import Groups
 from dsx.schedules.gathers import ChunkHolds, GatherPlan, StepTrace
 from dsx.schedules.schedule import Schedule
@@ -399,6 +400,8 @@ class Stage3Adapter(ZeroAdapter):
         if self._device.type == "cpu" and not predivides and optimizer.all2all_process_group is None:
             setattr(optimizer, scatter, self._scattered)
         for module in self._engine.module.modules():
+            if z3_leaf_module(module):
+                want_gradients(module)
             if isinstance(module, TiedUse):
                 for parameter in module.tied_module.parameters():
                     deepspeed.zero.register_external_parameter(module, parameter)

@@ -1,0 +1,50 @@
+"""Modules whose gradients DeepSpeed reduces together at ZeRO-3, beside one process without ZeRO."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+import ranks
+from engine.test_mlp_tiles import micro_batches, settings
+
+SHARED, FIRST = "qwen2_moe, shared expert", {"adapter": {"rank": 4, "targets": ["up_proj", "down_proj"]}}
+CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "linears whose weight gradients would come later": (
+        4,
+        SHARED,
+        {"parallel": {"tensor": 1, "pipeline": 2}, "schedule": {"name": "zb_h1"}},
+    ),
+    "adapters of experts alone, whose input wants no gradient": (2, SHARED, FIRST),
+    "a compiled block whose input wants no gradient": (2, "llama", {"compile": "blocks", **FIRST}),
+}
+
+
+def trained(_rank: int, world_size: int, model: str, zero: int, more: dict[str, Any]) -> list[float]:
+    """Losses and norms of two steps, and an evaluation's loss."""
+    import dsx
+    from dsx.nn import compiled
+    from dsx.parallel.groups import make_groups
+
+    compiled.BACKEND = "aot_eager"
+    config = json.loads(json.dumps(settings(model, "dp 2, ZeRO-3", 1)))
+    config["zero_optimization"]["stage"] = zero
+    config["dsx"] |= more
+    run = dsx.load_config(config, world_size=world_size)
+    engine = dsx.initialize(model=dsx.recipe.build_model(run, make_groups(run.mesh)), config=run)[0]
+    seen: list[Any] = []
+    for step in range(2):
+        seen += [engine.train_batch(micro_batches(step)), engine.get_global_grad_norm()]
+    return [*map(float, seen), float(engine.eval_batch(micro_batches(9)))]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_leaves_train_as_one_process_does(case: str) -> None:
+    world_size, model, more = CASES[case]
+    alone = ranks.run(trained, 1, model, 0, {k: v for k, v in more.items() if k == "adapter"})[0]
+    assert alone[1] > 0
+    for found in ranks.run(trained, world_size, model, 3, more):
+        assert found == pytest.approx(alone, rel=1e-5)
