@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -40,29 +39,6 @@ def tile(module: nn.Module, tiles: int, split: WeightGradients | None) -> None:
     if tiles > 1:
         module.forward = _Tiled(module, module.forward, tiles, split)
         module._z3_leaf = True  # type: ignore[assignment]  # noqa: SLF001 (deepspeed/utils/z3_leaf_module.py)
-        want_gradients(module)
-
-
-def want_gradients(module: nn.Module) -> None:
-    """Have the input of a leaf of ZeRO-3 want a gradient if the module trains.
-
-    Else ZeRO-3 takes the module's backward for ended before it begins: torch calls the hook by which
-    DeepSpeed reduces a leaf's gradients once those of its outputs are there (torch/utils/hooks.py,
-    BackwardHook; stage3.py, reduce_leaf_module_grads).
-    """
-    module.register_forward_pre_hook(partial(uncompiled, _wanting), prepend=True)
-
-
-def _wanting(module: nn.Module, given: Any) -> Any:
-    """A module's arguments, of which the first one is hidden states, or a tuple that begins with them."""
-    if not given:
-        return None
-    x, *others = given
-    if isinstance(x, tuple):
-        return _wanting(module, x), *others
-    if isinstance(x, Tensor) and x.is_floating_point() and torch.is_grad_enabled() and not x.requires_grad:
-        x = x.detach().requires_grad_(any(each.requires_grad for each in module.parameters()))
-    return x, *others
 
 
 @dataclass(frozen=True)

@@ -73,12 +73,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         {"parallel": {"pipeline": 2}, "schedule": {"name": "zb_h1"}, "zero": 3},
     ),
 }
-CASES = [
-    (model, layout)
-    for layout in LAYOUTS
-    for model in MODELS
-
-]
+CASES = [(model, layout) for layout in LAYOUTS for model in MODELS]
 
 
 def micro_batches(step: int) -> Iterator[tuple[Tensor, Tensor]]:

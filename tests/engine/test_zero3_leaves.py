@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 import ranks
-from engine.test_mlp_tiles import micro_batches, settings
+from engine.test_mlp_tiles import TOKENS, micro_batches, settings
 
 SHARED, FIRST = "qwen2_moe, shared expert", {"adapter": {"rank": 4, "targets": ["up_proj", "down_proj"]}}
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
@@ -19,32 +21,40 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         {"parallel": {"tensor": 1, "pipeline": 2}, "schedule": {"name": "zb_h1"}},
     ),
     "adapters of experts alone, whose input wants no gradient": (2, SHARED, FIRST),
+    "compiled blocks of packs": (2, "llama", {"compile": "blocks"}),
     "a compiled block whose input wants no gradient": (2, "llama", {"compile": "blocks", **FIRST}),
 }
 
 
-def trained(_rank: int, world_size: int, model: str, zero: int, more: dict[str, Any]) -> list[float]:
+def packs(step: int, *, packed: bool) -> Iterator[Any]:
+    """Micro-batches, whose rows may be two documents each."""
+    for ids, labels in micro_batches(step):
+        positions = torch.cat([torch.arange(7), torch.arange(TOKENS - 7)]).expand(len(ids), -1)
+        yield ((ids, positions.contiguous()) if packed else ids), labels
+
+
+def trained(_rank: int, world_size: int, case: str, zero: int, more: dict[str, Any]) -> list[float]:
     """Losses and norms of two steps, and an evaluation's loss."""
     import dsx
     from dsx.nn import compiled
     from dsx.parallel.groups import make_groups
 
     compiled.BACKEND = "aot_eager"
-    config = json.loads(json.dumps(settings(model, "dp 2, ZeRO-3", 1)))
+    config = json.loads(json.dumps(settings(CASES[case][1], "dp 2, ZeRO-3", 1)))
     config["zero_optimization"]["stage"] = zero
     config["dsx"] |= more
     run = dsx.load_config(config, world_size=world_size)
     engine = dsx.initialize(model=dsx.recipe.build_model(run, make_groups(run.mesh)), config=run)[0]
-    seen: list[Any] = []
+    seen, given = list[Any](), partial(packs, packed="packs" in case)
     for step in range(2):
-        seen += [engine.train_batch(micro_batches(step)), engine.get_global_grad_norm()]
-    return [*map(float, seen), float(engine.eval_batch(micro_batches(9)))]
+        seen += [engine.train_batch(given(step)), engine.get_global_grad_norm()]
+    return [*map(float, seen), float(engine.eval_batch(given(9)))]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_leaves_train_as_one_process_does(case: str) -> None:
-    world_size, model, more = CASES[case]
-    alone = ranks.run(trained, 1, model, 0, {k: v for k, v in more.items() if k == "adapter"})[0]
+    world_size, _, more = CASES[case]
+    alone = ranks.run(trained, 1, case, 0, {k: v for k, v in more.items() if k == "adapter"})[0]
     assert alone[1] > 0
-    for found in ranks.run(trained, world_size, model, 3, more):
+    for found in ranks.run(trained, world_size, case, 3, more):
         assert found == pytest.approx(alone, rel=1e-5)

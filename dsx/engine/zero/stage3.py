@@ -20,6 +20,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import zip_longest
 from typing import Any, TypeAlias
 
@@ -42,7 +43,7 @@ from dsx.engine.zero.reduction import LeftToDeepSpeed
 from dsx.engine.zero.replica_check import GradientPart
 from dsx.errors import ConfigError, LayoutError
 from dsx.nn.embedding import TiedUse
-from dsx.nn.tiling import want_gradients
+from dsx.nn.parallel import uncompiled
 from dsx.parallel.groups import Groups
 from dsx.schedules.gathers import ChunkHolds, GatherPlan, StepTrace
 from dsx.schedules.schedule import Schedule
@@ -383,6 +384,34 @@ class _AfterBackward(torch.autograd.Function):
         return gradients[0], None, None, None
 
 
+def _reduce_with_input(leaf: nn.Module) -> None:
+    """Have the gradients of a leaf reduced once that of its hidden states has come.
+
+    DeepSpeed has torch tell it, for which a backward ends before it begins where no argument wants a
+    gradient: none does inside a tuple, nor in a first block behind a frozen embedding (torch/utils/hooks.py).
+    """
+    hooks: dict[int, Any] = leaf._backward_hooks  # noqa: SLF001 (DeepSpeed holds handles alone)
+    theirs = [key for key, hook in hooks.items() if hook.__name__ == "reduce_leaf_module_grads"]
+    for reduce in [hooks.pop(key) for key in theirs]:
+        done = partial(reduce, grad_input=None, grad_output=None)
+
+        def begun(given: Any, done: Callable[[nn.Module], None] = done) -> Any:
+            if isinstance(given, tuple) and given:
+                return begun(given[0], done), *given[1:]
+            if not torch.is_grad_enabled() or not torch.is_floating_point(given):
+                return given
+            x = given if given.requires_grad else given.detach().requires_grad_()
+            return _AfterBackward.apply(x, [1], leaf, done)
+
+        def before(_: nn.Module, given: Any, named: dict[str, Any]) -> Any:
+            if given:
+                return begun(given), named
+            name = next(iter(named))
+            return given, {**named, name: begun(named[name])}
+
+        leaf.register_forward_pre_hook(partial(uncompiled, before), with_kwargs=True)
+
+
 def _holder(stage: int) -> int:
     """Stands for a virtual stage among the ids of modules, which are not negative."""
     return -1 - stage
@@ -401,7 +430,7 @@ class Stage3Adapter(ZeroAdapter):
             setattr(optimizer, scatter, self._scattered)
         for module in self._engine.module.modules():
             if z3_leaf_module(module):
-                want_gradients(module)
+                _reduce_with_input(module)
             if isinstance(module, TiedUse):
                 for parameter in module.tied_module.parameters():
                     deepspeed.zero.register_external_parameter(module, parameter)
