@@ -135,6 +135,7 @@ class PerMicroBatch(dict[Any, Any]):
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors that live are the same memory."""
-    places = [each.untyped_storage()._cdata for each in (one, other)]  # noqa: SLF001 (fake ones have no address)
-    return places[0] == places[1] and one.shape == other.shape
+    """Whether two tensors that live are the same part of the same memory."""
+    memory = [each.untyped_storage()._cdata for each in (one, other)]  # noqa: SLF001 (fake ones have no address)
+    parts = [(each.storage_offset(), each.shape, each.stride()) for each in (one, other)]
+    return memory[0] == memory[1] and parts[0] == parts[1]

@@ -14,7 +14,7 @@ from dsx.hub.read import hub_model
 from dsx.models import families
 from dsx.models.spec import HubModel, Model
 from dsx.nn.attention import CausalMask
-from dsx.nn.documents import Places, Stream
+from dsx.nn.documents import PerMicroBatch, Places, Stream
 from dsx.nn.parallel import TensorParallel
 
 LENGTHS = (5, 1, 7, 3)
@@ -106,3 +106,10 @@ def test_what_crosses_a_boundary_is_read_as_it_was(sums: Tensor | None, numbered
     flat = stream.flat()
     assert isinstance(flat, Tensor) or all(isinstance(each, Tensor) for each in flat)
     assert Stream.of(flat, sums=sums is not None) == stream
+
+
+def test_micro_batches_that_are_cut_of_one_tensor_are_told_apart() -> None:
+    whole, kept = torch.arange(8).view(2, 4), PerMicroBatch()
+    sums = [kept.of(each, "sum", lambda each=each: int(each.sum())) for each in whole.split(1)]
+    assert sums == [6, 22]
+    assert kept.of(whole[1:].view(1, 4), "sum", lambda: 0) == 22, "a view, as hooks hand it on"
