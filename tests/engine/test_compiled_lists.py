@@ -86,6 +86,24 @@ def test_hooks_of_zero_3_stay_out_of_the_graphs_where_the_backward_is_divided() 
     assert made == pytest.approx(plain, rel=1e-6)
 
 
+def train_from_the_first(_rank: int, _world_size: int, compiles: bool) -> list[float]:
+    import dsx
+    from dsx.nn import compiled
+
+    compiled.BACKEND = "aot_eager"
+    layers = [LayerSpec(Mixer) for _ in range(2)]
+    model = dsx.PipelineModule(layers, num_stages=1, loss_fn=nn.functional.mse_loss, seed_layers=True)
+    config = CONFIG | {"zero_optimization": {"stage": 3}}
+    engine = dsx.initialize(model=model, config=config, compile_blocks=compiles)[0]
+    x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
+    return [float(engine.train_batch(iter([(each, -each) for each in x]))) for _ in range(4)]
+
+
+def test_a_first_layer_is_compiled_whose_inputs_need_no_gradient() -> None:
+    plain, made = (ranks.run(train_from_the_first, 2, compiles)[0] for compiles in (False, True))
+    assert made == pytest.approx(plain, rel=1e-6)
+
+
 class Words(nn.Module):
     """A head of one's own."""
 

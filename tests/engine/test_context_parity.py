@@ -113,6 +113,7 @@ MORE = [
     (Case(cp=2, tp=2, sequence_parallel=False, zero=2, **RING), True),
     (Case(cp=4, accumulation=2, **RING), False),
     (Case(cp=2, zero=1, compile="blocks", **RING), True),
+    (Case(cp=2, zero=3, accumulation=2, compile="blocks", family="mistral", **RING), True),
     (Case(cp=2, zero=1, family="lfm2-conv", **RING), False),
     *[(Case(cp=2, family=family, zero=1, **RING), True) for family in ("mistral", "qwen3", "gpt2")],
     *[(Case(cp=2, family=family, zero=1), packed) for family in oracle.CONFIGS if "-" not in family

@@ -125,6 +125,26 @@ def test_a_layer_of_several_tensors():
     assert None not in gradients[:2]
 
 
+class Sends(torch.nn.Module):
+    """Holds what it made last until it makes the next: of a backward half of what a forward makes."""
+
+    held: list[torch.Tensor]
+
+    def forward(self, x):
+        self.held = [x.detach() * 2]
+        y = x * 1
+        if y.requires_grad:
+            y.register_hook(lambda dy: self.held.__setitem__(0, dy[:2] * 2))
+        return y
+
+
+def test_what_a_micro_batch_replaces_is_counted_once():
+    with fake_build("meta"):
+        record = record_layer(Sends(), [TensorForm((4, 8), "float32", 4, differentiable=True)], device="meta")
+    assert [(each.owner, each.size_bytes) for each in record.kept] == [("", 2 * 8 * 4)]
+    assert [event[2] for event in record.forward if event[0] == "+"] == [4 * 8 * 4] * 2
+
+
 def test_what_fails_is_said_by_its_error_alone(caplog):
     """Torch would print its traceback beside."""
     form = TensorForm((4, 8), "float32", 4, differentiable=True)

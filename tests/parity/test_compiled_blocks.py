@@ -36,7 +36,9 @@ def _cases(**of_all: Any) -> list[Case]:
     ]
 
 
-CASES = _cases()
+FROZEN = Case(compile="blocks", zero=3, dp=2, freeze=("embed_tokens",))
+"""Whose first block is given what needs no gradient."""
+CASES = [*_cases(), FROZEN]
 FAMILIES = [
     Case(compile="blocks", implementation="transformers", family=family, **more)
     for family, more in (
@@ -87,7 +89,7 @@ def test_training_equals_one_process(case: Case, folders: dict[str, Path]) -> No
     every other one has a window.
     """
     made = ranks.run(train, case.world_size, case, folders[case.family], "aot_eager")
-    expected = oracle.train(case.family, rows=case.rows, steps=STEPS)
+    expected = oracle.train(case.family, rows=case.rows, steps=STEPS, freeze=case.freeze)
     assert made[0]["losses"] == pytest.approx(expected.losses, rel=1e-5)
     assert made[0]["norms"] == pytest.approx(expected.norms, rel=1e-5)
     for name, tensor in made[0]["first"].items():
