@@ -289,7 +289,7 @@ def test_the_annotated_json_is_a_config(tmp_path):
     shipped = dsx.load_config(ZERO3, world_size=8)
     assert config.mesh == shipped.mesh
     assert config.global_batch_size == shipped.global_batch_size
-    more = {"partition", "recompute", "zero", "profile", "profile_micro_batches"}
+    more = {"partition", "recompute", "zero", "profile", "profile_micro_batches", "mlp_tiles"}
     more |= {
         "compile",
         "loss",
