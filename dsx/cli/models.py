@@ -96,7 +96,8 @@ def _lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "", f"not 2: {found['not_cut']}"
     refused = found["no_context"]
     if methods := [method for method, why in refused.items() if why is None]:
-        yield "context", f"ranks may share sequences by {' and '.join(methods)}"
+        several = ", ".join(methods[:-1])
+        yield "context", f"ranks may share sequences by {' and '.join(filter(None, (several, methods[-1])))}"
         yield from (("", f"not {method}: {why}") for method, why in refused.items() if why)
         for path, each in found["mixing"].items():
             how = "hands its states on" if each["passes_states"] else "whole sequences on every rank"

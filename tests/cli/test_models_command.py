@@ -46,7 +46,8 @@ def test_one_model_is_tried_without_its_weights(dsx, tmp_path: Path) -> None:
     assert re.search(r"^heads +4, key/value heads 2$", out, re.MULTILINE)
     assert ": loss and every gradient are those of transformers" in out
     assert "sequence parallelism is right" in out
-    assert re.search(r"^context +ranks may share sequences by all_gather and ulysses$", out, re.MULTILINE)
+    methods = "all_gather, ulysses and ring"
+    assert re.search(rf"^context +ranks may share sequences by {methods}$", out, re.MULTILINE)
     code, out, _ = dsx(folder / "config.json", "--format", "json")
     found = json.loads(out)
     (gate,) = found["whole"]
