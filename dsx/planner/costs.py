@@ -186,7 +186,7 @@ class Efficiency:
         return cls(
             evidence=Evidence("H100 and H200", 0.12, 53, stands_in=cluster.generation != "H100"),
             adapters=Evidence("H100 with LoRA", 0.30, 6),
-            context=Evidence("H100 with ranks that share sequences", 0.12, 1),
+            context=Evidence("H100 with ranks that share sequences", 0.125, 1),
         )
 
 
