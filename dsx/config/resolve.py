@@ -391,7 +391,8 @@ def sends_less(model: Model, mesh: Mesh) -> ContextMethod:
     (docs/guides/long_sequences.md). transformers' modules gather: their masks of windows and documents would
     otherwise be whole squares.
     """
-    if not isinstance(model, ModelSpec) or (model.num_heads // mesh.tp) % mesh.cp:
+    asked = LayoutRequest(model=model, tensor=mesh.tp, context=mesh.cp)
+    if not isinstance(model, ModelSpec) or not possible(asked, "context_method", ["ulysses"]):
         return "all_gather"
     heads, pairs = model.num_heads // mesh.tp, max(1, model.num_kv_heads // mesh.tp)
     return "ulysses" if 2 * (heads + lcm(pairs, mesh.cp)) < 2 * pairs * mesh.cp else "all_gather"

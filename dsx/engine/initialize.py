@@ -320,7 +320,7 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
     mesh = model.groups.mesh
     require_engine_unpatched(mesh.pp, model.groups.pp_rank, 2 * mesh.pp + 1)
     settings = _left_to_clip(settings_of(config, args, mesh))
-    _require_chunks(config, model)
+    _require_parts(config, model)
     if not isinstance(config, RunConfig):  # whose ranks have compared it before they started
         _require_same_everywhere(settings.deepspeed, model)
     apply_block(settings.deepspeed.get("pipeline", {}), model, settings.zero_stage)
@@ -417,27 +417,24 @@ def _left_to_clip(settings: Settings) -> Settings:
     )
 
 
-def _require_chunks(config: Config | None, model: PipelineModule) -> None:
-    """Refuse a config's chunks of tokens where a loss, or layers, of the caller's own take all of them."""
-    _require_tiles(config, model)
-    wanted = config.dsx.loss.chunk_tokens if isinstance(config, RunConfig) else None
+def _require_parts(config: Config | None, model: PipelineModule) -> None:
+    """Refuse a config's chunks and tiles where a loss, or layers, of the caller's own take all tokens."""
+    if not isinstance(config, RunConfig):
+        return
+    wanted = config.dsx.loss.chunk_tokens
     if isinstance(wanted, int) and wanted and of_head(model.loss_fn) is None:
         raise ConfigError(
             at("dsx.loss.chunk_tokens", wanted),
             "the loss_fn of the PipelineModule is the caller's own, which takes whole logits",
             f"give loss_fn=dsx.nn.HeadLoss(..., chunk_tokens={wanted}), or remove the key",
         )
-
-
-def _require_tiles(config: Config | None, model: PipelineModule) -> None:
-    """Refuse a config's tiles where no layer was built with them."""
-    wanted = config.mlp_tiles if isinstance(config, RunConfig) else 1
     given = (each for spec in model.layer_specs for each in getattr(spec, "module_args", ()))
-    if wanted > 1 and not any(isinstance(each, Weights) and each.mlp_tiles == wanted for each in given):
+    tiles = {each.mlp_tiles for each in given if isinstance(each, Weights)}
+    if config.mlp_tiles > 1 and config.mlp_tiles not in tiles:
         raise ConfigError(
-            at("dsx.mlp_tiles", wanted),
+            at("dsx.mlp_tiles", config.mlp_tiles),
             "the layers of the PipelineModule are the caller's own, and none was built with it",
-            f"build them by dsx.models.families.layers(..., mlp_tiles={wanted}), or remove the key",
+            f"build them by dsx.models.families.layers(..., mlp_tiles={config.mlp_tiles}), or remove the key",
         )
 
 

@@ -281,9 +281,8 @@ def gather_around(
 
 
 def _made_whole(_module: nn.Module, given: Any, named: Any, *, cp: ContextParallel, gather: Any) -> Any:
-    return uncompiled(
-        whole_rows, given, named, cp, gather
-    )  # a graph cannot go on inside a walk over arguments
+    # A graph cannot go on inside a walk over arguments.
+    return uncompiled(whole_rows, given, named, cp, gather)
 
 
 def whole_rows(

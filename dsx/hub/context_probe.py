@@ -137,7 +137,8 @@ def _tried(
             if wider is None:
                 return told, {}
             around = wider
-        mixing[kind] = known.get(kind) or replace(around, passing=_passing(block, first, around))
+        if kind not in mixing or around != mixing[kind]:
+            mixing[kind] = replace(around, passing=_passing(block, first, around))
     return None, mixing
 
 

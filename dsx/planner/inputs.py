@@ -30,7 +30,7 @@ from dsx.models.flops import Precision, has_tiles
 from dsx.models.spec import ContextMethod, HubModel
 from dsx.planner.cluster import Cluster, gpu_memory
 from dsx.planner.costs import Efficiency
-from dsx.planner.layout import LONG, Candidate, Space, Task, meshes, variants
+from dsx.planner.layout import LONG, Candidate, Space, Task, meshes, unshared, variants
 from dsx.planner.plan import Looked, Plan, Ranked, Search, looks_away
 from dsx.planner.predicted import task_of
 from dsx.planner.step_time import Predictor
@@ -205,7 +205,7 @@ class ModelInputs(PlanInputs):
         super(ModelInputs, self).check(pinned)
         job_of(self.run, device=self.device)  # Refuses what no layout could mend.
         (degree,) = (pinned.context,) if pinned.context else self._contexts or (1,)
-        why = self._unshared if degree > 1 else None
+        why = unshared(self.run.model) if degree > 1 else None
         if why is not None:
             raise ConfigError(at("dsx.parallel.context", degree), f"{self.run.model.family}: {why}", "use 1")
 
@@ -214,17 +214,15 @@ class ModelInputs(PlanInputs):
         """Of transformers' modules only what they can do; :meth:`refuse` would find it one by one."""
         found, model = super(ModelInputs, self).decided, self.run.model
         contexts, method = self._contexts, self.parallel.context_method
-        found["context"] = (1,) if contexts is None and self._unshared is not None else contexts
+        found["context"] = (1,) if contexts is None and unshared(model) is not None else contexts
         if "mlp_tiles" in self.run.dsx.model_fields_set:
             found["mlp_tiles"] = (self.run.dsx.mlp_tiles,)
         elif self.run.sequence_length >= LONG and has_tiles(self.run.model):
             found["mlp_tiles"] = (1, "auto")
         if method != "auto":
             found["methods"] = (method,)
-        elif isinstance(model, HubModel) and found["context"] != (1,):
-            from dsx.hub.context_probe import no_context  # here: as below
-
-            methods = (each for each in get_args(ContextMethod) if no_context(model, 2, each) is None)
+        elif found["context"] != (1,):
+            methods = (each for each in get_args(ContextMethod) if unshared(model, each) is None)
             found["methods"] = tuple(methods) or ("all_gather",)
         if isinstance(model, HubModel):
             found["recompute"] = ("none", "full")
@@ -239,15 +237,6 @@ class ModelInputs(PlanInputs):
         if "context" not in self.parallel.model_fields_set:
             return None if self.run.sequence_length >= LONG else (1,)
         return None if degree == "auto" else (degree,)
-
-    @property
-    def _unshared(self) -> str | None:
-        """Why no ranks may share sequences of the model; None if they may."""
-        if not isinstance(self.run.model, HubModel):
-            return None
-        from dsx.hub.context_probe import no_context  # here: other models need no transformers
-
-        return no_context(self.run.model, 2, "all_gather")
 
     def task(self, rates: Calibration) -> Task:
         return task_of(self.run, rates.cluster, rates.efficiency)

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from dsx.errors import DsxError, LayoutError, ScheduleError
-from dsx.models.spec import HubModel
 from dsx.parallel.mesh import Mesh
 from dsx.planner.best_first import best_first
-from dsx.planner.layout import CHUNKS, Candidate, Space, Task, meshes, scheduled, variants
+from dsx.planner.layout import CHUNKS, Candidate, Space, Task, meshes, scheduled, unshared, variants
 from dsx.planner.step_time import Predictor, StepTime
 from dsx.terminal import amount
 
@@ -473,13 +472,8 @@ class Search:
     def _may_share(self) -> bool:
         """Whether ranks might share sequences, and none were tried."""
         layers = self.task.layers
-        if self.space.context != (1,) or layers.sequence_length is None:
-            return False
-        if not isinstance(layers.asked.model, HubModel):
-            return True
-        from dsx.hub.context_probe import no_context  # here: other models need no transformers
-
-        return no_context(layers.asked.model, 2, "all_gather") is None
+        open_axis = self.space.context == (1,) and layers.sequence_length is not None
+        return open_axis and unshared(layers.asked.model) is None
 
     def _nothing_fits(self) -> DsxError:
         nearest = self._nearest(list(self._large.values()))
