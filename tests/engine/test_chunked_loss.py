@@ -11,20 +11,12 @@ import torch
 from torch import Tensor
 
 import ranks
+from engine import plain_descent
+from engine.plain_descent import MICRO_BATCHES, ROWS, VOCABULARY
 from often import often
 
-TOKENS, ROWS, MICRO_BATCHES, CHUNK, VOCABULARY, RATE = 12, 2, 4, 7, 89, 1.0
+TOKENS, CHUNK, RATE = 12, 7, 1.0
 
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": None,
-}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, untied": ("dsx", {"model_type": "llama", "tie_word_embeddings": False}),
     "llama, tied": ("dsx", {"model_type": "llama", "tie_word_embeddings": True}),
@@ -75,35 +67,15 @@ def micro_batches(step: int) -> Iterator[tuple[Tensor, Tensor]]:
     """The last micro-batch trains a few tokens alone, so that whole chunks have none."""
     generator = torch.Generator().manual_seed(step)
     for number in range(MICRO_BATCHES):
-        ids = torch.randint(1, VOCABULARY, (ROWS, TOKENS + 1), generator=generator)
-        labels = ids[:, 1:].clone()
+        ids, labels = plain_descent.rows(generator, TOKENS)
         if number == MICRO_BATCHES - 1:
             labels[:, 3:] = -100
-        yield ids[:, :-1].contiguous(), labels
+        yield ids, labels
 
 
 def settings(model: str, layout: str, chunk: int | None) -> dict[str, Any]:
-    implementation, changed = MODELS[model]
-    block = {"schedule": {"name": "auto"}} | dict(LAYOUTS[layout][1])
-    zero = block.pop("zero", 0)
-    degrees = {"tensor": 1, "pipeline": 1, "chunks": "auto"} | block.pop("parallel", {})
-    config = {key: value for key, value in (SIZES | changed).items() if value != "none"}
-    return {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_accumulation_steps": MICRO_BATCHES,
-        "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": zero},
-        "zero_allow_untested_optimizer": True,
-        "optimizer": {"type": "SGD", "params": {"lr": RATE}},
-        "dsx": {
-            "model": {"config": config, "implementation": implementation},
-            "parallel": degrees,
-            "data": {"source": "own", "sequence_length": TOKENS},
-            "train": {"steps": 2, "output": "unused"},
-            "loss": {"chunk_tokens": chunk},
-            **block,
-        },
-    }
+    told = {"loss": {"chunk_tokens": chunk}}
+    return plain_descent.settings(MODELS[model], LAYOUTS[layout][1], tokens=TOKENS, rate=RATE, told=told)
 
 
 def both(_rank: int, world_size: int, model: str, layout: str) -> list[list[Tensor]]:
@@ -113,24 +85,16 @@ def both(_rank: int, world_size: int, model: str, layout: str) -> list[list[Tens
 def trained(world_size: int, model: str, layout: str, chunk: int | None) -> list[Tensor]:
     """Loss, norm and this rank's gradients, by a step of plain descent; the next step's; an evaluation's."""
     import dsx
-    from dsx.parallel.groups import make_groups
 
     config = dsx.load_config(json.loads(json.dumps(settings(model, layout, chunk))), world_size=world_size)
     assert config.loss_chunk == (chunk or 0)
-    groups = make_groups(config.mesh, sequence_parallel=config.dsx.parallel.sequence_parallel)
-    engine = dsx.initialize(model=dsx.recipe.build_model(config, groups), config=config)[0]
+    engine = plain_descent.engine_of(config)
     heads: list[Any] = []
     for module in engine.module.modules():
         if type(module).__name__.endswith(("Head", "TiedUse")):
             module.register_forward_hook(lambda _, args, out: heads.append(out))
 
-    def weights() -> list[Tensor]:
-        return [getattr(p, "ds_tensor", p).detach().clone() for p in engine.module.parameters()]
-
-    before = weights()
-    seen: list[Any] = [engine.train_batch(micro_batches(0)), engine.get_global_grad_norm()]
-    seen += [(one - other) / RATE for one, other in zip(before, weights(), strict=True)]
-    seen += [engine.train_batch(micro_batches(1)), engine.get_global_grad_norm()]
+    seen = plain_descent.two_steps(engine, micro_batches, RATE)
     dims = {(out[0] if isinstance(out, tuple) else out).dim() for out in heads}
     assert dims <= ({3} if chunk is None else {0})
     seen.append(engine.eval_batch(micro_batches(9)))

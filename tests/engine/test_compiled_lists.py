@@ -59,22 +59,20 @@ def test_repeated_modules_are_compiled(zero: int) -> None:
     assert made[0] == pytest.approx(plain[0], rel=1e-6)
 
 
-def train_in_parts(_rank: int, _world_size: int, compiles: bool) -> list[float]:
+PARTS = {"num_stages": 2, "num_chunks": 2, "schedule": "zbv", "partition_method": "uniform"}
+
+
+def train_mixers(
+    _rank: int, _world_size: int, compiles: bool, count: int, how: dict[str, Any]
+) -> list[float]:
     import dsx
     from dsx.nn import compiled
 
     compiled.BACKEND = "aot_eager"
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     warnings.filterwarnings("error", ".*runs as it is")
-    model = dsx.PipelineModule(
-        [LayerSpec(Mixer) for _ in range(12)],
-        num_stages=2,
-        num_chunks=2,
-        schedule="zbv",
-        loss_fn=nn.functional.mse_loss,
-        seed_layers=True,
-        partition_method="uniform",
-    )
+    layers = [LayerSpec(Mixer) for _ in range(count)]
+    model = dsx.PipelineModule(layers, loss_fn=nn.functional.mse_loss, seed_layers=True, **how)
     config = CONFIG | {"zero_optimization": {"stage": 3}}
     engine = dsx.initialize(model=model, config=config, compile_blocks=compiles)[0]
     x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
@@ -82,25 +80,14 @@ def train_in_parts(_rank: int, _world_size: int, compiles: bool) -> list[float]:
 
 
 def test_hooks_of_zero_3_stay_out_of_the_graphs_where_the_backward_is_divided() -> None:
-    plain, made = (ranks.run(train_in_parts, 2, compiles)[0] for compiles in (False, True))
+    plain, made = (ranks.run(train_mixers, 2, compiles, 12, PARTS)[0] for compiles in (False, True))
     assert made == pytest.approx(plain, rel=1e-6)
 
 
-def train_from_the_first(_rank: int, _world_size: int, compiles: bool) -> list[float]:
-    import dsx
-    from dsx.nn import compiled
-
-    compiled.BACKEND = "aot_eager"
-    layers = [LayerSpec(Mixer) for _ in range(2)]
-    model = dsx.PipelineModule(layers, num_stages=1, loss_fn=nn.functional.mse_loss, seed_layers=True)
-    config = CONFIG | {"zero_optimization": {"stage": 3}}
-    engine = dsx.initialize(model=model, config=config, compile_blocks=compiles)[0]
-    x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
-    return [float(engine.train_batch(iter([(each, -each) for each in x]))) for _ in range(4)]
-
-
 def test_a_first_layer_is_compiled_whose_inputs_need_no_gradient() -> None:
-    plain, made = (ranks.run(train_from_the_first, 2, compiles)[0] for compiles in (False, True))
+    plain, made = (
+        ranks.run(train_mixers, 2, compiles, 2, {"num_stages": 1})[0] for compiles in (False, True)
+    )
     assert made == pytest.approx(plain, rel=1e-6)
 
 

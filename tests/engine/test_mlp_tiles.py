@@ -11,20 +11,11 @@ import torch
 from torch import Tensor
 
 import ranks
+from engine import plain_descent
 from often import often
 
-TOKENS, ROWS, MICRO_BATCHES, TILES, VOCABULARY, RATE = 24, 2, 4, 5, 89, 8.0
+TOKENS, TILES, RATE = 24, 5, 8.0
 
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": None,
-}
 EXPERTS = {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("dsx", {"model_type": "llama", "mlp_bias": True}, {}),
@@ -78,37 +69,14 @@ CASES = [(model, layout) for layout in LAYOUTS for model in MODELS]
 
 def micro_batches(step: int) -> Iterator[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(step)
-    for _ in range(MICRO_BATCHES):
-        ids = torch.randint(1, VOCABULARY, (ROWS, TOKENS + 1), generator=generator)
-        yield ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    for _ in range(plain_descent.MICRO_BATCHES):
+        yield plain_descent.rows(generator, TOKENS)
 
 
-def settings(model: str, layout: str, tiles: int, **more: Any) -> dict[str, Any]:
-    implementation, changed, told = MODELS[model]
-    block = {"schedule": {"name": "auto"}} | dict(LAYOUTS[layout][1])
-    zero = block.pop("zero", 0)
-    degrees = {"tensor": 1, "pipeline": 1, "chunks": "auto"} | block.pop("parallel", {})
-    config = {key: value for key, value in (SIZES | changed).items() if value != "none"}
-    told = dict(told)
-    freeze = {"freeze": told.pop("freeze")} if "freeze" in told else {}
-    return {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_accumulation_steps": MICRO_BATCHES,
-        "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": zero},
-        "zero_allow_untested_optimizer": True,
-        "optimizer": {"type": "SGD", "params": {"lr": RATE}},
-        "dsx": {
-            "model": {"config": config, "implementation": implementation},
-            "parallel": degrees,
-            "data": {"source": "own", "sequence_length": TOKENS},
-            "train": {"steps": 2, "output": "unused"} | freeze,
-            "mlp_tiles": tiles,
-            **told,
-            **block,
-        },
-        **more,
-    }
+def settings(model: str, layout: str, tiles: int) -> dict[str, Any]:
+    *made, told = MODELS[model]
+    told = {**told, "mlp_tiles": tiles}
+    return plain_descent.settings((made[0], made[1]), LAYOUTS[layout][1], tokens=TOKENS, rate=RATE, told=told)
 
 
 def both(_rank: int, world_size: int, model: str, layout: str) -> list[list[Tensor]]:
@@ -119,22 +87,12 @@ def trained(world_size: int, model: str, layout: str, tiles: int) -> list[Tensor
     """Loss, norm and this rank's gradients, by a step of plain descent; the next step's; an evaluation's."""
     import dsx
     from dsx.nn.tiling import _Tiled
-    from dsx.parallel.groups import make_groups
 
     config = dsx.load_config(json.loads(json.dumps(settings(model, layout, tiles))), world_size=world_size)
-    groups = make_groups(config.mesh, sequence_parallel=config.dsx.parallel.sequence_parallel)
-    engine = dsx.initialize(model=dsx.recipe.build_model(config, groups), config=config)[0]
+    engine = plain_descent.engine_of(config)
     made = sum(isinstance(each.forward, _Tiled) for each in engine.module.modules())
     assert bool(made) == (tiles > 1)
-
-    def weights() -> list[Tensor]:
-        return [getattr(p, "ds_tensor", p).detach().clone() for p in engine.module.parameters()]
-
-    before = weights()
-    seen: list[Any] = [engine.train_batch(micro_batches(0)), engine.get_global_grad_norm()]
-    seen += [(one - other) / RATE for one, other in zip(before, weights(), strict=True)]
-    seen += [engine.train_batch(micro_batches(1)), engine.get_global_grad_norm()]
-    seen.append(engine.eval_batch(micro_batches(9)))
+    seen = [*plain_descent.two_steps(engine, micro_batches, RATE), engine.eval_batch(micro_batches(9))]
     return [torch.as_tensor(each).detach() for each in seen]
 
 

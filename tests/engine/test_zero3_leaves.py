@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import ranks
+from engine.plain_descent import engine_of
 from engine.test_mlp_tiles import TOKENS, micro_batches, settings
 
 SHARED, FIRST = "qwen2_moe, shared expert", {"adapter": {"rank": 4, "targets": ["up_proj", "down_proj"]}}
@@ -37,14 +38,13 @@ def trained(_rank: int, world_size: int, case: str, zero: int, more: dict[str, A
     """Losses and norms of two steps, and an evaluation's loss."""
     import dsx
     from dsx.nn import compiled
-    from dsx.parallel.groups import make_groups
 
     compiled.BACKEND = "aot_eager"
     config = json.loads(json.dumps(settings(CASES[case][1], "dp 2, ZeRO-3", 1)))
     config["zero_optimization"]["stage"] = zero
     config["dsx"] |= more
     run = dsx.load_config(config, world_size=world_size)
-    engine = dsx.initialize(model=dsx.recipe.build_model(run, make_groups(run.mesh)), config=run)[0]
+    engine = engine_of(run)
     seen, given = list[Any](), partial(packs, packed="packs" in case)
     for step in range(2):
         seen += [engine.train_batch(given(step)), engine.get_global_grad_norm()]
