@@ -4,7 +4,7 @@
 
 Every engine starts from the same weights and trains on the same rows, two a step, with torch's fused AdamW
 and clipping. Those with the axis share each row, one after the other: dsx's own modules and transformers'
-under dsx by ``context_method`` all_gather and ulysses, transformers' in a loop under DDP around
+under dsx by each ``context_method``, transformers' in a loop under DDP around
 torch.distributed.tensor.experimental.context_parallel, its ring by both of its rotations, and under
 DeepSpeed's UlyssesSPAttentionHF at ZeRO-0. Without the axis: dsx with data parallelism 2, a row each, and
 transformers' in a loop in one process, both rows. torch's table of kernels for its ring has those of CUDA
@@ -20,20 +20,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
-from bench_tokens import ADAMW, CLIPPING, Step, launched, numbers, ratio, timed
+from bench_tokens import ADAMW, CLIPPING, Step, numbers, ratio, report, timed
 from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as templates
+
+from dsx.models.spec import ContextMethod
 
 RANKS, ROWS, HEADS, VOCABULARY = 2, 2, 8, 4096
 SIZES = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "vocab_size": VOCABULARY}
@@ -46,15 +47,9 @@ def main() -> None:
     if arguments.worker is not None:
         work(arguments)
         return
-    print(f"load before {os.getloadavg()[0]:.1f}, torch {torch.__version__}, {' '.join(sys.argv[1:])}")
-    reports = []
-    for length in arguments.lengths:
-        for heads in arguments.kv_heads:
-            own = [f"--lengths={length}", f"--kv-heads={heads}"]
-            reports.append(launched(__file__, RANKS, own))
-            print(f"\n{as_text(reports[-1])}", flush=True)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(reports, indent=2) + "\n")
+    runs = product(arguments.lengths, arguments.kv_heads)
+    told = ((RANKS, [f"--lengths={length}", f"--kv-heads={heads}"]) for length, heads in runs)
+    report(__file__, told, as_text, arguments.json)
 
 
 def _arguments() -> argparse.Namespace:
@@ -86,7 +81,7 @@ def work(arguments: argparse.Namespace) -> None:
         rows = _rows(length)
         engines: dict[str, Callable[[], Step]] = {ALONE: partial(_alone, folder, rows)}
         for modules, end in (("dsx", ""), ("transformers", ", transformers' modules")):
-            for method in ("all_gather", "ulysses"):
+            for method in get_args(ContextMethod):
                 engines[f"dsx, {method}{end}"] = partial(_dsx, folder, shared, rows, method, modules)
         for rotation in ("allgather", "alltoall"):
             engines[f"torch, {rotation}"] = partial(_torch, folder, rows, rotation, "sdpa")
@@ -331,7 +326,7 @@ def as_text(report: dict[str, Any]) -> str:
 
 def _best(spent: dict[str, list[float]], name: str) -> float:
     """The time of dsx's own modules over an engine's, by the method that is faster beside it."""
-    ours = [f"dsx, {method}" for method in ("all_gather", "ulysses")]
+    ours = [f"dsx, {method}" for method in get_args(ContextMethod)]
     return min((ratio(spent[each], spent[name]) for each in ours if each in spent), default=float("nan"))
 
 

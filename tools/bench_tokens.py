@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +48,9 @@ def main() -> None:
     if arguments.worker is not None:
         work(arguments)
         return
-    print(f"load before {os.getloadavg()[0]:.1f}, torch {torch.__version__}, {' '.join(sys.argv[1:])}")
-    reports = []
-    for ranks in arguments.ranks:
-        for zero in arguments.zero:
-            reports.append(launched(__file__, ranks, [f"--ranks={ranks}", f"--zero={zero}"]))
-            print(f"\n{as_text(reports[-1])}", flush=True)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(reports, indent=2) + "\n")
+    runs = product(arguments.ranks, arguments.zero)
+    told = ((ranks, [f"--ranks={ranks}", f"--zero={zero}"]) for ranks, zero in runs)
+    report(__file__, told, as_text, arguments.json)
 
 
 def numbers(text: str) -> list[int]:
@@ -77,6 +73,22 @@ def _arguments() -> argparse.Namespace:
     add("--json", type=Path, metavar="FILE", help="write every figure there")
     add("--worker", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
+
+
+def report(
+    program: str,
+    runs: Iterable[tuple[int, list[str]]],
+    as_text: Callable[[dict[str, Any]], str],
+    file: Path | None,
+) -> None:
+    """Start a benchmark's runs, each by its ranks and arguments; print their figures, and write them."""
+    print(f"load before {os.getloadavg()[0]:.1f}, torch {torch.__version__}, {' '.join(sys.argv[1:])}")
+    reports = []
+    for ranks, own in runs:
+        reports.append(launched(program, ranks, own))
+        print(f"\n{as_text(reports[-1])}", flush=True)
+    if file is not None:
+        file.write_text(json.dumps(reports, indent=2) + "\n")
 
 
 def launched(program: str, ranks: int, own: list[str]) -> dict[str, Any]:
