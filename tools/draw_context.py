@@ -3,7 +3,7 @@
     python tools/draw_context.py parts|methods FILE.svg|FILE.png
 
 What they show is asked of the code that trains: a rank's chunks of :class:`dsx.nn.ContextParallel`, and who
-attends to whom of :class:`dsx.nn.attention.CausalMask`.
+attends to whom of :class:`dsx.nn.attention.CausalMask`, and what a ring sends of :class:`dsx.nn.ring.Ring`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dsx.cli.picture import picture_of
 from dsx.nn.attention import CausalMask
 from dsx.nn.context import DetachedContextParallel
 from dsx.nn.documents import Places
+from dsx.nn.ring import Ring
 from dsx.schedules.timeline import FAINT, FONT, GRID, INK
 
 RANKS, TOKENS, CELL, HEADS = 4, 32, 9, 4
@@ -48,6 +49,13 @@ def allowed(window: int = 0, documents: Sequence[int] = ()) -> Tensor:
     if mask is None:
         return torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
     return mask.view(TOKENS, TOKENS) == 0
+
+
+def sent(to: int, of: int) -> list[int]:
+    """The tokens whose keys one rank sends to another in a ring, under a causal mask."""
+    cp, mask = _rank(to), CausalMask()
+    ring = Ring(cp, TOKENS, mask.sights(cp, TOKENS, None), lambda call: mask.between(None, (), call))
+    return [at for stretch in ring.sent(to, of) for at in stretch]
 
 
 class Drawing:
@@ -126,15 +134,18 @@ def parts() -> Drawing:
 def methods() -> Drawing:
     """What rank 1 of 4 has of queries and of keys: tokens across, heads down."""
     own = owners()
-    drawing = Drawing(980, 330)
+    drawing = Drawing(1295, 330)
     drawing.text(30, 34, "What rank 1 of 4 has: tokens across, 4 heads down", size=20)
     drawing.legend(30, 60)
     one = [COLOURS[rank] if rank == 1 else GRID for rank in own]
     whole = [COLOURS[rank] for rank in own]
+    came = sent(1, 0)
+    step = [COLOURS[rank] if rank == 1 or at in came else GRID for at, rank in enumerate(own)]
     kinds: tuple[tuple[str, Callable[[int], Sequence[str]], Callable[[int], Sequence[str]]], ...] = (
         ("elsewhere in a layer", lambda _: one, lambda _: one),
         ("attention, all_gather", lambda _: one, lambda _: whole),
         ("attention, ulysses", *[lambda head: whole if head == 1 else [GRID] * TOKENS] * 2),
+        ("attention, ring, step 2 of 4", lambda _: one, lambda _: step),
     )
     for column, (title, queries, keys) in enumerate(kinds):
         x = 30 + column * 315
