@@ -19,7 +19,8 @@ from dsx.config.schema import MEASURE, DsxConfig, OuterConfig, ZeroConfig
 from dsx.config.sources import FIX_OF_RETIRED, read_model
 from dsx.config.wording import at, suggest
 from dsx.errors import ConfigError, ScheduleError
-from dsx.models.flops import WIDTHS, has_tiles
+from dsx.hub.allowed import has_tiles, unshared
+from dsx.models.flops import WIDTHS
 from dsx.models.params import frozen_names, layer_kinds, param_specs, vocabulary_rows
 from dsx.models.spec import RETIRED, ContextMethod, HubModel, Model, ModelSpec
 from dsx.parallel.islands import Islands
@@ -210,12 +211,10 @@ def check_own_modules(facts: Facts) -> Iterator[ConfigError]:
             "use 1",
         )
     if isinstance(facts.model, HubModel) and facts.mesh.cp > 1:
-        from dsx.hub.context_probe import no_context  # here: other models need no transformers
-
-        why = no_context(facts.model, facts.mesh.cp, facts.dsx.parallel.method)
+        why = unshared(facts.model, facts.mesh.cp, facts.dsx.parallel.method)
         if why is not None:
             key, fix = at("dsx.parallel.context", facts.mesh.cp), "use 1"
-            if no_context(facts.model, facts.mesh.cp, "all_gather") is None:
+            if unshared(facts.model) is None:
                 key, fix = at("dsx.parallel.context_method", facts.dsx.parallel.method), 'use "all_gather"'
             yield ConfigError(key, f"{facts.model.family}: {why}", fix)
 

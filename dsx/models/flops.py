@@ -117,15 +117,6 @@ def tiles_of(wanted: MlpTiles, model: Model, tokens: int) -> int:
     return max(1, -(-tokens // model.hidden_size)) if wanted == "auto" else wanted
 
 
-def has_tiles(model: Model) -> bool:
-    """Whether blocks of a model have feed-forwards that may be computed for some tokens at a time."""
-    if not isinstance(model, HubModel):
-        return True
-    from dsx.hub.feed_forward import feed_forwards  # here: dsx's own families need nothing of transformers
-
-    return any(feed_forwards(model.config))
-
-
 # Slices and slower namesakes of a listed device.
 _UNLIKE = frozenset({"MIG", "LAPTOP", "D", "TI"})
 

@@ -21,16 +21,17 @@ from dsx.config.schema import OuterConfig, ParallelConfig
 from dsx.config.sources import find_model
 from dsx.config.wording import at, either, item_without_secrets
 from dsx.errors import ConfigError, DsxError
+from dsx.hub.allowed import has_tiles, unshared
 from dsx.memory.estimate import Job, estimate
 from dsx.memory.islands import IslandSettings
 from dsx.memory.job import job_of
 from dsx.memory.layer_record import DeviceKind
 from dsx.memory.ledger import AboveError
-from dsx.models.flops import Precision, has_tiles
+from dsx.models.flops import Precision
 from dsx.models.spec import ContextMethod, HubModel
 from dsx.planner.cluster import Cluster, gpu_memory
 from dsx.planner.costs import Efficiency
-from dsx.planner.layout import LONG, Candidate, Space, Task, meshes, unshared, variants
+from dsx.planner.layout import LONG, Candidate, Space, Task, meshes, variants
 from dsx.planner.plan import Looked, Plan, Ranked, Search, looks_away
 from dsx.planner.predicted import task_of
 from dsx.planner.step_time import Predictor
@@ -222,7 +223,7 @@ class ModelInputs(PlanInputs):
         if method != "auto":
             found["methods"] = (method,)
         elif found["context"] != (1,):
-            methods = (each for each in get_args(ContextMethod) if unshared(model, each) is None)
+            methods = (each for each in get_args(ContextMethod) if unshared(model, method=each) is None)
             found["methods"] = tuple(methods) or ("all_gather",)
         if isinstance(model, HubModel):
             found["recompute"] = ("none", "full")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Literal
 
+from dsx.hub.allowed import unshared
 from dsx.memory.layer_record import LayerRecord, LayerRequest, Shape
 from dsx.memory.record_cache import ModelRecords, alone, recorded_for_many
 from dsx.models.flops import WIDTHS, auto_chunk, flops_per_token, tiles_of
@@ -136,6 +137,10 @@ class ModelLayers(PlannedLayers):
         ran = (records.layer(at, divided=True, hooked=False).forward for at in blocks)
         found += [] if all(any(event[0] == "sdpa" for event in events) for events in ran) else [_UNFUSED]
         return tuple(found)
+
+    @property
+    def unshared(self) -> str | None:
+        return unshared(self.model)
 
     def flops(self, samples: int) -> float:
         return samples * self.sequence_length * flops_per_token(self.model, self.sequence_length)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from dsx.errors import LayoutError
 from dsx.models.flops import WIDTHS
-from dsx.models.spec import ContextMethod, HubModel, MlpTiles, Model, Recompute
+from dsx.models.spec import ContextMethod, HubModel, MlpTiles, Recompute
 from dsx.parallel.limits import LayoutRequest, divisors, possible, violations
 from dsx.parallel.mesh import Mesh
 from dsx.schedules.builders import NAMES
@@ -82,6 +82,11 @@ class PlannedLayers(ABC):
     @abstractmethod
     def boundary_bytes(self, layout: Candidate) -> int:
         """The largest whole message between stages."""
+
+    @property
+    def unshared(self) -> str | None:
+        """Why no ranks may share their sequences; None if they may."""
+        return None if self.sequence_length else "samples are not known to be sequences"
 
     @abstractmethod
     def flops(self, samples: int) -> float:
@@ -367,15 +372,6 @@ def _degrees(asked: LayoutRequest, key: str, wanted: tuple[int, ...] | None) -> 
         for each in violations(replace(asked, **field)):
             raise LayoutError(f"{key} = {degree}", each.why, f"use one of {_some(legal)}")
     return legal if wanted is None else list(wanted)
-
-
-def unshared(model: Model | None, method: ContextMethod = "all_gather") -> str | None:
-    """Why no ranks may share sequences of a model by a method of attention; None if some may."""
-    if not isinstance(model, HubModel):
-        return None
-    from dsx.hub.context_probe import no_context  # here: other models need no transformers
-
-    return no_context(model, 2, method)
 
 
 def _some(numbers: list[int]) -> str:

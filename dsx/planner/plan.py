@@ -9,7 +9,7 @@ from math import inf
 from dsx.errors import DsxError, LayoutError, ScheduleError
 from dsx.parallel.mesh import Mesh
 from dsx.planner.best_first import best_first
-from dsx.planner.layout import CHUNKS, Candidate, Space, Task, meshes, scheduled, unshared, variants
+from dsx.planner.layout import CHUNKS, Candidate, Space, Task, meshes, scheduled, variants
 from dsx.planner.step_time import Predictor, StepTime
 from dsx.terminal import amount
 
@@ -471,9 +471,7 @@ class Search:
     @property
     def _may_share(self) -> bool:
         """Whether ranks might share sequences, and none were tried."""
-        layers = self.task.layers
-        open_axis = self.space.context == (1,) and layers.sequence_length is not None
-        return open_axis and unshared(layers.asked.model) is None
+        return self.space.context == (1,) and self.task.layers.unshared is None
 
     def _nothing_fits(self) -> DsxError:
         nearest = self._nearest(list(self._large.values()))

@@ -14,7 +14,7 @@ from dsx.config.batch import ACCUMULATION, MICRO, TRAIN
 from dsx.config.resolve import resolve
 from dsx.config.run import RunConfig
 from dsx.errors import DsxError, LayoutError
-from dsx.models.flops import has_tiles
+from dsx.hub.allowed import has_tiles
 from dsx.parallel.limits import LayoutRequest, violations
 from dsx.parallel.mesh import AXES, Mesh
 from dsx.planner.best_first import best_first
