@@ -183,6 +183,12 @@ def check_profile(facts: Facts) -> Iterator[ConfigError]:
             f"dsx.parallel.context = {facts.mesh.cp}, and layers are measured on whole sequences",
             "leave it out, or use context 1",
         )
+    if dsx.recompute == "offload" and dsx.profile_source is not None:
+        yield ConfigError(
+            at("dsx.profile", dsx.profile_source),
+            'dsx.recompute = "offload", and layers are measured one by one: nothing hides a copy there',
+            'leave it out, or use recompute "full"',
+        )
     for key, value, is_set in (
         ("dsx.recompute", dsx.recompute, dsx.recompute == "auto"),
         ("dsx.schedule.activation_gib", cap, cap is not None),

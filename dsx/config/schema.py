@@ -746,8 +746,8 @@ class DsxConfig(SchemaBlock):
     )
     recompute: Recompute | Literal["auto"] = Field(
         default="none",
-        description="What backward computes again: none, selective (attention core), full (blocks). "
-        '"auto" needs a profile.',
+        description="What backward computes again: none, selective (attention core), full (blocks), offload "
+        '(blocks, whose inputs wait on the host). "auto" needs a profile.',
     )
     mlp_tiles: Positive | Literal["auto"] = Field(
         default=1,

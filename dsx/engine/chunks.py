@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from dsx.errors import ModelError
 from dsx.nn.embedding import TiedUse
 from dsx.nn.loss import of_head
+from dsx.nn.offload import HostCopies
 
 
 def checkpoint_non_reentrant(function: Callable[..., Any], *inputs: Any) -> Any:
@@ -195,6 +196,12 @@ class Chunks(nn.Module):
                     (index, layer if isinstance(layer, nn.Module) else torch.compile(layer, *args, **keys))
                 )
             self._stages[stage] = tuple(compiled)
+
+    def offloaded(self, stage: int) -> tuple[HostCopies | None, int, bool]:
+        """What takes inputs of a stage's layers to the host, of how many, and whether of the first."""
+        hosts = [getattr(layer, "host", None) for _, layer in self._stages[stage]]
+        found = [host for host in hosts if isinstance(host, HostCopies)]
+        return (found[0], len(found), found[0] is hosts[0]) if found else (None, 0, False)
 
     def trains(self, stage: int) -> bool:
         return any(parameter.requires_grad for parameter in self.used_parameters()[stage])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from dsx.engine.rank_progress import RankProgress
 from dsx.errors import ModelError
 from dsx.nn.split import WeightGradients
 from dsx.parallel.groups import Groups
+from dsx.schedules.host_copies import host_plan
 from dsx.schedules.receives import Channel, ReceivePlan
 from dsx.schedules.schedule import BACKWARDS, Action, Kind, Op, Schedule
 
@@ -167,6 +168,8 @@ class StepRun:
         # The planned moments keep a GPU from waiting in a circle; where a posted receive holds nothing up,
         # earlier ones spare a sender the wait for its receiver. Shapes must be known.
         self._eager = batches.device.type == "cpu" and not signatures.dynamic
+        offloads = mode.training and any(stages.offloaded(stage)[0] for stage in set(self._ends))
+        self._host = host_plan(schedule, groups.pp_rank) if offloads else None
         self.losses: list[torch.Tensor] = []
         self.kept_outputs: list[Any] = []
 
@@ -195,6 +198,8 @@ class StepRun:
             for inbox in varying:
                 inbox.post_announced()
             self._hooks.before_action(position)
+            for stage, micro_batch in self._host.returns.get(position, ()) if self._host else ():
+                self._fetch(stage, micro_batch)
             with nullcontext() if self._around is None else self._around(action):
                 steps[action.op](action)
             if self._ends.get(action.stage) == position:
@@ -272,12 +277,13 @@ class StepRun:
         # Read in any case, so that all ranks that share an iterator move it on alike.
         labels = self._batches.labels(action.micro_batch) if is_last else ()
         inputs = self._inputs[key] if mode.training else self._inputs.pop(key)
-        output = self._calls.forward(
-            _writable(inputs),
-            action.stage,
-            labels if mode.compute_loss else (),
-            with_outputs=mode.keep_outputs,
-        )
+        with self._offloading(action):
+            output = self._calls.forward(
+                _writable(inputs),
+                action.stage,
+                labels if mode.compute_loss else (),
+                with_outputs=mode.keep_outputs,
+            )
         if is_last:
             output = self._finish(action.micro_batch, output)
         else:
@@ -301,6 +307,29 @@ class StepRun:
                 return
         if mode.training or not (is_last or local):
             self._outputs[key] = output
+
+    @contextmanager
+    def _offloading(self, action: Action) -> Iterator[None]:
+        """Inside, blocks' inputs go to the host; the stage's own is then free where a block is its first."""
+        stage, key = action.stage, (action.stage, action.micro_batch)
+        host, blocks, begins = self._stages.offloaded(stage)
+        if host is None or self._host is None:
+            yield
+            return
+        leave = self._host.leave(stage, blocks)
+        with host.forward(key, leave):
+            yield
+        if begins and leave and stage and self._mode.release_outputs:
+            # With a stage before it on this rank, that one's output is the same memory.
+            for value in (self._inputs[key], self._outputs.get((stage - 1, action.micro_batch))):
+                if value is not None:
+                    _let_go(_tensors(value)[0])
+
+    def _fetch(self, stage: int, micro_batch: int) -> None:
+        """Begin to bring back what a stage's last block kept on the host."""
+        host, _, _ = self._stages.offloaded(stage)
+        if host is not None:
+            host.fetch((stage, micro_batch))
 
     def _finish(self, micro_batch: int, output: Any) -> Any:
         """Note the result of the last stage: the loss, or its outputs if there is none."""
@@ -331,9 +360,7 @@ class StepRun:
         if self._mode.release_outputs and training:
             for tensor in _tensors(output):
                 if tensor.grad_fn is not None:
-                    # Only the graph is needed from here on: see _Seed. The shape stays, the storage goes.
-                    gone = torch.empty((), dtype=tensor.dtype, device=tensor.device)
-                    tensor.data = gone.expand(tensor.shape)
+                    _let_go(tensor)
 
     def _receive_gradient(self, action: Action) -> None:
         key = (action.stage, action.micro_batch)
@@ -396,6 +423,12 @@ class StepRun:
 
 def _tensors(value: Any) -> Tensors:
     return value if isinstance(value, tuple) else (value,)
+
+
+def _let_go(tensor: torch.Tensor) -> None:
+    """Free a tensor of which only the graph is needed from here on: see _Seed. The shape stays."""
+    gone = torch.empty((), dtype=tensor.dtype, device=tensor.device)
+    tensor.data = gone.expand(tensor.shape)
 
 
 def _wants_gradient(item: Any) -> bool:

@@ -6,6 +6,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -25,7 +26,7 @@ from dsx.hub.state_passing import pass_states
 from dsx.hub.tensor_plan import apply_plan, set_dropouts, sum_gradients
 from dsx.models.spec import HubModel, Recompute
 from dsx.nn import collectives
-from dsx.nn.block import recomputed
+from dsx.nn.block import again
 from dsx.nn.context import ContextParallel
 from dsx.nn.documents import Given, Places, Stream, carried, hidden_of
 from dsx.nn.embedding import looked_up, own_rows
@@ -167,6 +168,7 @@ class HubBlock(nn.Module):
         structure = structure_of(model.config)
         self.block = copied(structure.list_of_blocks[number])
         self._number, self._arguments, self._recompute = number, arguments, recompute
+        self.host = weights.host
         self._times = (weights.tp.size if weights.tp.sequence else 1) * weights.cp.size
         self._alone = around.alone
         if not self._alone:
@@ -188,9 +190,10 @@ class HubBlock(nn.Module):
         x, sums, places = Stream.of(given, sums=self._balance is not None)
         length, training = x.shape[1] * self._times, self.training
         told = {"training": training, "whole": self._alone}
-        run = partial(self._run, self._arguments.call(self._number, x, length, places, **told))
-        if self._recompute == "full":
-            run = partial(recomputed, run, random=training)
+        call = self._arguments.call(self._number, x, length, places, **told)
+        # Where the hidden states leave, whoever computes the block again must not hold them.
+        once = partial(self._run, call if self.host is None else replace(call, hidden=x.new_empty(0)))
+        run = again(self._recompute, self.host, once, random=training)
         return Stream(*run(x, sums), places).flat()
 
     @property

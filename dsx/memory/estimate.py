@@ -298,6 +298,7 @@ def _rank(
         states=states,
         hooks=states.coordinator if isinstance(states, Stage3) else None,
         divided=any(action.op is Op.BACKWARD_WEIGHT for action in job.schedule.rows[pp_rank]),
+        unified=job.device == "cpu",
     )
     walk = Walk(
         schedule=job.schedule,

@@ -297,7 +297,7 @@ def job_of(config: RunConfig, *, device: DeviceKind = "cuda", capacity_bytes: in
         raise ConfigError(
             at("dsx.recompute", recompute),
             "what is computed again is chosen when the layers have been measured, at the start of a run",
-            'use "none", "selective" or "full" for the estimate',
+            'use "none", "selective", "full" or "offload" for the estimate',
         )
     each = config.reduces_micro_batches
     require_learned(config.deepspeed, reduces_micro_batches=each)

@@ -78,6 +78,11 @@ class ListRecords:
     ties: Mapping[int, int] = field(default_factory=dict)
     remakes: bool = False
 
+    def offloads(self, index: int) -> bool:
+        """None do: what is computed again of such a list is the list's own."""
+        del index
+        return False
+
     def layer(self, index: int, *, divided: bool, hooked: bool) -> LayerRecord:
         """The record of a layer; it was made for the run's schedule and ZeRO stage."""
         del divided, hooked

@@ -33,6 +33,9 @@ class LayerRecords(Protocol):
     def remakes(self) -> bool:
         """Whether backwards recompute the rotary tables and masks that layers make of positions."""
 
+    def offloads(self, index: int) -> bool:
+        """Whether a layer is one of those whose inputs go to the host."""
+
     def layer(self, index: int, *, divided: bool, hooked: bool) -> LayerRecord:
         """The record of a layer of the layer list."""
 
@@ -60,6 +63,10 @@ class ModelRecords:
     def remakes(self) -> bool:
         """With any recomputation."""
         return self.shape.recompute != "none"
+
+    def offloads(self, index: int) -> bool:
+        """Blocks do, where the run says so."""
+        return self.shape.recompute == "offload" and self._kinds[index] == "Block"
 
     def layer(self, index: int, *, divided: bool, hooked: bool) -> LayerRecord:
         kind = self._kinds[index]
@@ -128,9 +135,12 @@ class ModelRecords:
 def alone(shape: Shape, index: int) -> Shape:
     """The same of a model with one block, that of layer ``index`` if it is one.
 
-    What a ModelSpec says block by block, it says as a tuple of that length.
+    What a ModelSpec says block by block, it says as a tuple of that length. Whether its input goes to the
+    host meanwhile is nothing that a block knows (:mod:`dsx.memory.walk`).
     """
     kinds = layer_kinds(shape.model)
+    if shape.recompute == "offload":
+        shape = replace(shape, recompute="full")
     # A chunk of more tokens than there are is all of them.
     chunk = min(shape.loss_chunk, shape.micro_batch * shape.length)
     shape = replace(shape, loss_chunk=chunk if kinds[index] == "Head" else 0)

@@ -15,6 +15,7 @@ from dsx.memory.ledger import Label, Leaf, Ledger, Message, Replay, Storage, Ten
 from dsx.memory.record_cache import LayerRecords
 from dsx.memory.states import States
 from dsx.parallel.stages import StageMap
+from dsx.schedules.host_copies import HostPlan, host_plan
 from dsx.schedules.receives import Channel, ReceivePlan, receive_plan
 from dsx.schedules.schedule import BACKWARDS, TRANSFERS, Action, Kind, Op, Schedule
 
@@ -31,6 +32,8 @@ class Hooks(Protocol):
 
 _TOKEN = Label("activations", "token", "4", "nn/split.py delivering")
 _COPY = Label("activations", "copy of the input's gradient", "as the input", "torch accumulate_grad.h")
+_AWAY = Label("activations", "block's input, on the host", "as the input", "nn/offload.py leave")
+_BACK = Label("activations", "block's input, back from the host", "as the input", "nn/offload.py come")
 
 
 @dataclass(slots=True)
@@ -54,6 +57,7 @@ class RecordedLayer:
         leaves: Its parameters by their names in the record.
         hooks: ZeRO-3's; None if parameters are always whole.
         last: Whether it is the model's last layer, whose outputs are the logits, or the loss.
+        offloads: Whether its input may go to the host.
     """
 
     def __init__(
@@ -64,7 +68,9 @@ class RecordedLayer:
         hooks: Hooks | None,
         *,
         last: bool = False,
+        offloads: bool = False,
     ) -> None:
+        self.offloads, self._is_away = offloads, False
         self.record, self.leaves, self._ledger, self._hooks = record, leaves, ledger, hooks
         ends = last and not record.num_labels
         self._logits = frozenset(record.output_ids) if ends else frozenset[int | str]()
@@ -75,6 +81,21 @@ class RecordedLayer:
         for place, storage in enumerate(inputs):
             self._held[f"x{place}"] = storage.hold()
         return self._replay(self.record.memory("forward"))
+
+    def leave(self) -> int:
+        """Let go of the input, which is on the host by now: bytes, 0 if the layer does not keep it."""
+        kept = self._held.pop("x0", None)
+        self._is_away = kept is not None
+        if kept is None:
+            return 0
+        kept.drop()
+        return self.record.inputs[0].size_bytes
+
+    def come(self) -> None:
+        """Have the input again, unless it is there."""
+        if self._is_away:
+            self._is_away = False
+            self._held["x0"] = Storage(self._ledger, _BACK, self.record.inputs[0].size_bytes).hold()
 
     def backward(
         self, gradients: Sequence[Storage | None], phase: str, shared: _Shared, *, copies: bool
@@ -198,16 +219,40 @@ class RecordedChunk:
     Args:
         layers: The layers in order, followed by the loss after the model's last layer.
         saves: Whether backward has saved what the layers share that is made of a micro-batch's positions.
+        unified: Whether the device is the host, a run on CPUs: what has left lies beside what stays.
+
+    Attributes:
+        away: Sizes of what lies on the host.
     """
 
     def __init__(
-        self, ledger: Ledger, layers: Sequence[RecordedLayer], hooks: Hooks | None, *, saves: bool
+        self,
+        ledger: Ledger,
+        layers: Sequence[RecordedLayer],
+        hooks: Hooks | None,
+        *,
+        saves: bool,
+        unified: bool = False,
     ) -> None:
         self._ledger, self.layers, self._hooks, self._saves = ledger, layers, hooks, saves
         self._made: Message = []
+        self._unified = unified
+        self._copies: dict[RecordedLayer, Storage] = {}
+        self.away: list[int] = []
 
-    def forward(self, inputs: Message, labels: Message) -> Message:
-        """The outputs. The inputs stay the caller's; so do the labels, which go to who computes the loss."""
+    @property
+    def blocks(self) -> int:
+        """Layers whose inputs may go to the host."""
+        return sum(layer.offloads for layer in self.layers)
+
+    def forward(self, inputs: Message, labels: Message, leave: int = 0) -> Message:
+        """The outputs. The inputs stay the caller's; so do the labels, which go to who computes the loss.
+
+        Args:
+            inputs: The stage's.
+            labels: Of the loss.
+            leave: Of how many blocks, the first ones, the inputs go to the host.
+        """
         if self._hooks is not None:
             self._hooks.fetch((), forward=True)
         if self._saves:
@@ -216,12 +261,26 @@ class RecordedChunk:
         value = [storage.hold() for storage in inputs]
         for layer in self.layers:
             given = value + labels if layer.record.num_labels else value
+            leaves = layer.offloads and leave > 0
+            if leaves and self._unified:
+                size = layer.record.inputs[0].size_bytes
+                self._copies[layer] = Storage(self._ledger, _AWAY, size).hold()
             outputs = layer.forward(given)
+            if leaves:
+                self._leave(layer)
+                leave -= 1
             dropped(value)
             value = outputs
         if self._hooks is not None:
             self._hooks.release((), forward=True)
         return value
+
+    def _leave(self, layer: RecordedLayer) -> None:
+        size = layer.leave()
+        if size:
+            self.away.append(size)
+        elif layer in self._copies:  # which nothing that goes back asks for
+            self._copies.pop(layer).drop()
 
     def backward(self, gradients: Message, *, first: bool, divided: bool) -> Message:
         """Gradients of the inputs that want one.
@@ -244,7 +303,11 @@ class RecordedChunk:
             layer = self.layers[place]
             due = iter(found)
             wanted = [next(due, None) if form.differentiable else None for form in layer.record.outputs]
+            for near in (layer, *self.layers[place - 1 : place]) if layer.offloads else ():
+                near.come()
             found = layer.backward(wanted, phase, shared, copies=not place)
+            if layer in self._copies:
+                self._copies.pop(layer).drop()
         dropped(self._made)
         if self._hooks is not None and not first:
             self._hooks.release((), forward=False)
@@ -318,6 +381,7 @@ class RankLayers:
     Attributes:
         hooks: ZeRO-3's; None if parameters are always whole.
         divided: Whether backwards of this rank are split.
+        unified: Whether the device is the host, a run on CPUs.
     """
 
     records: LayerRecords
@@ -325,6 +389,7 @@ class RankLayers:
     states: States
     hooks: Hooks | None
     divided: bool
+    unified: bool = False
     _known: dict[int, LayerRecord] = field(default_factory=dict)
     _own: dict[int, dict[str, Leaf]] = field(default_factory=dict)
 
@@ -332,13 +397,21 @@ class RankLayers:
         ledger, indices = self.states.ledger, self.stages.layers(stage)
         last = self.stages.num_layers - 1
         layers = [
-            RecordedLayer(ledger, self.record(index), self._leaves(index), self.hooks, last=index == last)
+            RecordedLayer(
+                ledger,
+                self.record(index),
+                self._leaves(index),
+                self.hooks,
+                last=index == last,
+                offloads=self.records.offloads(index),
+            )
             for index in indices
         ]
         loss = self.records.loss() if last in indices else None
         if loss is not None:
             layers.append(RecordedLayer(ledger, loss, {}, self.hooks))
-        return RecordedChunk(ledger, layers, self.hooks, saves=not self.records.remakes)
+        saves = not self.records.remakes
+        return RecordedChunk(ledger, layers, self.hooks, saves=saves, unified=self.unified)
 
     def record(self, index: int) -> LayerRecord:
         """The record of a layer of the layer list, this rank's or not."""
@@ -358,6 +431,10 @@ class RankLayers:
 
     def inputs(self, stage: int) -> Sequence[TensorForm]:
         return self.record(self.stages.layers(stage)[0]).stream
+
+    def offloads(self, stage: int) -> bool:
+        """Whether blocks of a virtual stage send their inputs to the host."""
+        return any(map(self.records.offloads, self.stages.layers(stage)))
 
     def goes_back(self, stage: int) -> bool:
         """Whether a virtual stage runs backwards: not below everything that is trained."""
@@ -409,6 +486,9 @@ class Walk:
         self.final = next((place for place in reversed(places) if self.backs[self.row[place].stage]), -1)
         self.checked: set[tuple[str, int]] = set()
         self.ends = {action.stage: place for place, action in enumerate(self.row)}
+        offloads = any(layers.offloads(stage) for stage in self.ends)
+        self.host = host_plan(schedule, rank) if offloads else HostPlan(frozenset(), {})
+        self._away: dict[int, list[int]] = {}
         self._reset()
 
     def _reset(self) -> None:
@@ -447,10 +527,12 @@ class Walk:
         for place, action in enumerate(self.row):
             self._post_planned(place)
             self.states.before_action(place)
+            self._come(place)
             if self.replay is None or action.micro_batch in self.replay.walked:
                 self._walk(does[action.op], action, place)
             else:
                 self._again(self.replay, action)
+            self._moved(action)
             if self.ends[action.stage] == place:
                 self.states.chunk_done(action.stage)
             note(action)
@@ -500,6 +582,26 @@ class Walk:
             does(action, place)
             replay.note(action, self.ledger.since(mark))
         dropped(self.sent)
+
+    def _come(self, place: int) -> None:
+        """Have again what stages' last blocks kept on the host and what comes back now."""
+        for stage, micro_batch in self.host.returns.get(place, ()):
+            if self.replay is None or micro_batch in self.replay.walked:
+                chunk = self.chunks.get((stage, micro_batch))
+                blocks = [] if chunk is None else [layer for layer in chunk.layers if layer.offloads]
+                for layer in blocks[-1:]:
+                    layer.come()
+            elif self._away.get(stage):
+                self.ledger.take(_BACK, self.ledger.rounded(self._away[stage][-1]))
+
+    def _moved(self, action: Action) -> None:
+        """Count what a micro-batch has on the host of a GPU, in page-locked memory, in powers of two."""
+        sizes = () if self.layers.unified else self._away.get(action.stage, ())
+        size = sum(1 << (each - 1).bit_length() for each in sizes)
+        if size and action.op is Op.FORWARD:
+            self.states.host.ledger.take(_AWAY, size)
+        elif size and action.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
+            self.states.host.ledger.give(_AWAY, size)
 
     def _again(self, replay: Replay, action: Action) -> None:
         """Repeat an action without its tensors. A delta returns what it receives."""
@@ -584,8 +686,13 @@ class Walk:
         is_last = action.stage == self.last
         labels = self._made("labels", "activations", source, self.layers.labels() if is_last else ())
         chunk = self.chunks[key] = self.layers.chunk(action.stage)
-        output = chunk.forward(self.inputs[key], labels)
+        leave = self.host.leave(action.stage, chunk.blocks)
+        output = chunk.forward(self.inputs[key], labels, leave)
         dropped(labels)
+        self._away[action.stage] = chunk.away
+        if leave and action.stage and chunk.layers[0].offloads and self.releases:
+            self._let_go(self.inputs[key])
+            self._let_go(self.outputs.get((action.stage - 1, action.micro_batch), []))
         if is_last:
             self.losses += [storage.hold() for storage in output]
             if self.replay is not None:
@@ -601,6 +708,13 @@ class Walk:
             dropped(output)
         else:
             self.outputs[key] = output
+
+    def _let_go(self, message: Message) -> None:
+        """Of what a stage was given, whose first block's input is on the host (executor.py _offloading)."""
+        if message:
+            width = self.layers.inputs(1)[0].width
+            message[0].drop()
+            message[0] = self._new(_GONE, width)
 
     def _send_output(self, action: Action, _: int) -> None:
         """Free the output's memory but for one element, because only its graph is needed from here on."""

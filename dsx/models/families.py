@@ -18,6 +18,7 @@ from dsx.nn.context import WHOLE, ContextParallel
 from dsx.nn.embedding import Head, WordEmbedding, as_head
 from dsx.nn.loss import HeadLoss, TokenMean
 from dsx.nn.norm import FinalNorm
+from dsx.nn.offload import HostCopies
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.parameters import Weights
 from dsx.nn.split import WeightGradients
@@ -56,7 +57,8 @@ def layers(
         dtype: Of the parameters.
         device: Of the parameters.
         seed: Of the initial weights.
-        recompute: What each block computes again in backward: "none", "selective" or "full".
+        recompute: What each block computes again in backward: "none", "selective" or "full"; "offload" keeps
+            what "full" does on the host.
         pad_multiple: Each rank's vocabulary rows are rounded up to a multiple of this.
         split: Takes weight gradients while it defers, for schedules that split the backward.
         entry: Makes the entries; None for DeepSpeed's ``LayerSpec`` and ``TiedLayerSpec``.
@@ -65,6 +67,7 @@ def layers(
     """
     entry, tied = entry or _layer_spec, model.tied_embeddings
     held: dict[int, dict[str, ParamSpec]] = defaultdict(dict)
+    host = HostCopies() if recompute == "offload" else None
     for spec in param_specs(model, pad_multiple=pad_multiple):
         held[spec.layer][spec.name.split(".", 1)[1]] = spec
 
@@ -80,6 +83,7 @@ def layers(
             adapter=adapter,
             cp=cp,
             mlp_tiles=mlp_tiles,
+            host=host,
         )
 
     if isinstance(model, HubModel):

@@ -15,7 +15,7 @@ RETIRED: Final = ("gpt2", "gpt_neox", "gemma2")
 """Families of which an earlier dsx had modules of its own."""
 """A family with built-in models. Those that dsx has no modules of are made of transformers'."""
 
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "full", "offload"]
 
 MlpTiles = int | Literal["auto"]
 """Parts of a rank's tokens that feed-forwards compute one after the other, as ``dsx.mlp_tiles`` has it."""

@@ -23,6 +23,7 @@ from dsx.nn.attention import Attention, CausalMask, RopeAndMask, Rotary
 from dsx.nn.documents import Given, Places, Stream
 from dsx.nn.linear import ColumnParallelLinear, RowParallelLinear
 from dsx.nn.norm import model_norm
+from dsx.nn.offload import HostCopies
 from dsx.nn.parameters import Weights
 from dsx.nn.tiling import tile
 
@@ -95,6 +96,22 @@ class Mlp(nn.Module):
         return y
 
 
+def again(
+    recompute: Recompute, host: HostCopies | None, function: Callable[..., T], *, random: bool
+) -> Callable[..., T]:
+    """A block's ``function``, of which backward keeps what ``recompute`` says.
+
+    Args:
+        recompute: "full" and "offload" keep the inputs alone, "offload" the first of them on the ``host``.
+        host: Takes it there.
+        function: Of tensors, and of what is no tensor.
+        random: Whether it draws numbers.
+    """
+    if recompute == "offload" and host is not None:
+        return partial(host.recomputed, function, random=random)
+    return partial(recomputed, function, random=random) if recompute == "full" else function
+
+
 def recomputed(function: Callable[..., T], *inputs: Tensor | Places | None, random: bool) -> T:
     """What ``function`` gives, of which backward keeps the inputs alone; ``random``: it draws numbers."""
     if not torch.is_grad_enabled():
@@ -109,7 +126,7 @@ class Block(nn.Module):
     Args:
         rotary: Rotates queries and keys.
         recompute: What to compute again in backward: nothing, the attention core ("selective"), or the whole
-            block, of which only the input is then kept ("full").
+            block, of which only the input is then kept, on the device ("full") or on the host ("offload").
         mask: Limits what a token attends to; None for all tokens before it.
     """
 
@@ -124,7 +141,7 @@ class Block(nn.Module):
         mask: CausalMask | None = None,
     ) -> None:
         super().__init__()
-        self.recompute = recompute
+        self.recompute, self.host = recompute, weights.host
         self.norm_1 = model_norm(model, weights)
         self.attention = Attention(model, weights, rotary, mask, recompute_core=recompute == "selective")
         self.norm_2 = model_norm(model, weights)
@@ -135,9 +152,8 @@ class Block(nn.Module):
 
     def forward(self, given: Given) -> Given:
         """[B, s, H] to the same, with places beside it if they come along."""
-        stream, run = Stream.of(given), self._run
-        if self.recompute == "full":
-            run = partial(recomputed, run, random=self.random and self.training)
+        stream = Stream.of(given)
+        run = again(self.recompute, self.host, self._run, random=self.random and self.training)
         return stream.then(run(stream.hidden, stream.places))
 
     def _run(self, x_BsH: Tensor, places: Places | None) -> Tensor:

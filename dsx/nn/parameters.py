@@ -32,6 +32,7 @@ from dsx.models.param import PRECISIONS, Box, Init, ParamSpec
 from dsx.models.spec import Adapter
 from dsx.nn.context import WHOLE, ContextParallel
 from dsx.nn.dropout import draw_seed, seeded
+from dsx.nn.offload import HostCopies
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.split import WeightGradients
 from dsx.parallel.mesh import Coordinates
@@ -250,6 +251,7 @@ class Weights:
         adapter: The model's adapter, if it has one.
         cp: The ranks that share a sequence.
         mlp_tiles: Parts of a sequence that a block's feed-forward computes one after the other.
+        host: Takes the inputs of recomputed blocks to the host; None leaves them on the device.
     """
 
     specs: dict[str, ParamSpec]
@@ -261,6 +263,7 @@ class Weights:
     adapter: Adapter | None = None
     cp: ContextParallel = WHOLE
     mlp_tiles: int = 1
+    host: HostCopies | None = None
 
     @property
     def form(self) -> dict[str, Any]:

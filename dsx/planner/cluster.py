@@ -21,6 +21,8 @@ from dsx.models.flops import Precision, peak_flops
 from dsx.terminal import amount
 
 _GIB = 1 << 30
+_GIGA = 1e9
+_PCIE_4 = 32  # GB/s of 16 lanes, each way
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class Cluster:
             stays in a site.
         generation: Whose shares of nominal rates are reached (:class:`~dsx.planner.costs.Efficiency`).
         is_host: Whether the "GPUs" are CPU processes, where nothing runs beside a rank's computation.
+        host_bytes_per_second: Nominal rate, each way, between a GPU and its host's memory.
         reserved_bytes: What device context, communication libraries and the allocator's gaps take of a GPU's
             memory. An allowance, not a measurement.
         failures: How its nodes fail, if somebody has said so.
@@ -70,6 +73,7 @@ class Cluster:
     nodes: int | None = None
     memory_bytes: int
     memory_bytes_per_second: float
+    host_bytes_per_second: float = _PCIE_4 * _GIGA
     flops: Mapping[Precision, float]
     inside: Link
     between: Link
@@ -87,6 +91,7 @@ class Cluster:
             "nodes": 1 if self.nodes is None else self.nodes,
             "memory_bytes": self.memory_bytes,
             "memory_bytes_per_second": self.memory_bytes_per_second,
+            "host_bytes_per_second": self.host_bytes_per_second,
             "inside.bytes_per_second": self.inside.bytes_per_second,
             "between.bytes_per_second": self.between.bytes_per_second,
             "sites": self.sites,
@@ -247,8 +252,6 @@ def gpu_memory(gib: float, cluster: Cluster | None = None) -> GpuMemory:
     return GpuMemory(memory_bytes, reserved)
 
 
-_GIGA = 1e9
-
 PositiveNumber = Annotated[float, Field(gt=0)]
 
 
@@ -351,6 +354,11 @@ class ClusterConfig(SchemaBlock):
     )
     memory_gigabytes_per_second: PositiveNumber | None = Field(
         default=None, description="Nominal rate of a GPU's memory, in 10**9 bytes a second: 1 TB/s is 1000."
+    )
+    host_gigabytes_per_second: PositiveNumber | None = Field(
+        default=None,
+        description="Nominal rate, each way, between a GPU and its host's memory. Left out: 32, that of 16 "
+        "lanes of PCI Express 4.",
     )
     teraflops: dict[Precision, PositiveNumber] | None = Field(
         default=None, description='Dense peak of a GPU (1 PFLOP/s is 1000), e.g. {"bf16": 989.4}.'
@@ -474,6 +482,7 @@ def _cluster(file: str, name: str, config: ClusterConfig) -> Cluster:
         nodes=config.nodes,
         memory_bytes=memory_bytes,
         memory_bytes_per_second=(config.memory_gigabytes_per_second or 0) * _GIGA,
+        host_bytes_per_second=(config.host_gigabytes_per_second or _PCIE_4) * _GIGA,
         flops=flops,
         inside=config.inside.link,
         between=config.between.link,

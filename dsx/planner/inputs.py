@@ -28,7 +28,7 @@ from dsx.memory.job import job_of
 from dsx.memory.layer_record import DeviceKind
 from dsx.memory.ledger import AboveError
 from dsx.models.flops import Precision
-from dsx.models.spec import ContextMethod, HubModel
+from dsx.models.spec import ContextMethod, HubModel, Recompute
 from dsx.planner.cluster import Cluster, gpu_memory
 from dsx.planner.costs import Efficiency
 from dsx.planner.layout import LONG, Candidate, Space, Task, meshes, variants
@@ -225,8 +225,11 @@ class ModelInputs(PlanInputs):
         elif found["context"] != (1,):
             methods = (each for each in get_args(ContextMethod) if unshared(model, method=each) is None)
             found["methods"] = tuple(methods) or ("all_gather",)
+        long = self.run.sequence_length >= LONG and not self.cluster.is_host
+        modes = get_args(Recompute)[: None if long else -1]  # the last is "offload"
+        found["recompute"] = modes
         if isinstance(model, HubModel):
-            found["recompute"] = ("none", "full")
+            found["recompute"] = tuple(each for each in modes if each != "selective")
             if model.no_gathering is not None:
                 found["zero_stages"] = tuple(stage for stage in found["zero_stages"] if stage < 3)
         return found

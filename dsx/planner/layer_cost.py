@@ -11,7 +11,7 @@ from dsx.schedules.simulate import Costs
 
 PARTS = (
     *("again_seconds", "forward_wait", "again_wait", "backward_wait", "input_wait", "weight_wait"),
-    "context_wait",
+    *("context_wait", "host_wait"),
 )
 """Seconds of a :class:`LayerCost` that are a part of others, 0 where nobody tells them apart."""
 
@@ -33,6 +33,8 @@ class LayerCost:
         weight_wait: The same of its second part.
         context_wait: Of the waits of a forward, of what is done again, and of a backward in one part or two:
             that for the ranks that share a sequence.
+        host_wait: Of the waits of a forward, and of a backward in one part or two: that for copies to the
+            host and back.
         kept_bytes: Activations kept from the forward to the backward.
         pending_bytes: What is kept between the two parts of a divided backward.
         working_bytes: What the backward computes again and holds at once, beyond ``kept_bytes``.
@@ -50,6 +52,7 @@ class LayerCost:
     input_wait: float = 0.0
     weight_wait: float = 0.0
     context_wait: float = 0.0
+    host_wait: float = 0.0
     kept_bytes: int = 0
     pending_bytes: int = 0
     working_bytes: int = 0

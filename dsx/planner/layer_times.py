@@ -73,6 +73,13 @@ class Machine:
         """Seconds of reading or writing so many bytes."""
         return num_bytes / (self.network.cluster.memory_bytes_per_second * self.network.efficiency.memory)
 
+    def to_host(self, num_bytes: float) -> float:
+        """Seconds of a copy between the device and page-locked memory, or within that of a CPU."""
+        network = self.network
+        if network.cluster.is_host:
+            return self.traffic(2 * num_bytes)
+        return num_bytes / (network.cluster.host_bytes_per_second * network.efficiency.link)
+
     @property
     def hides(self) -> bool:
         """Whether communication runs beside computing."""
@@ -232,7 +239,10 @@ def layer_times(machine: Machine, shape: Shape) -> tuple[LayerCost, ...]:
         if id(record) not in known:
             whole = plain.layer(index, divided=True, hooked=False)
             untiled = once.layer(index, divided=True, hooked=False)
-            known[id(record)] = _layer_time(machine, pricing, record, whole, untiled)
+            cost = _layer_time(machine, pricing, record, whole, untiled)
+            if records.offloads(index):
+                cost = _with_copies(cost, machine, record.inputs[0].size_bytes)
+            known[id(record)] = cost
         found.append(known[id(record)])
     end = _end_time(machine, pricing, shape, last)
     if shape.loss_chunk:
@@ -321,6 +331,25 @@ def _layer_time(
         input_wait=first.waiting,
         weight_wait=second.waiting,
         context_wait=forward.context + max(whole.context, again.context),
+    )
+
+
+def _with_copies(cost: LayerCost, machine: Machine, size: int) -> LayerCost:
+    """With what a layer waits for the copy of its input to the host, and of the one before back."""
+    copy = machine.to_host(size)
+    forward, backward, first = (
+        max(0.0, copy - seconds) if machine.hides else copy
+        for seconds in (cost.forward_seconds, cost.backward_seconds, cost.backward_input_seconds)
+    )
+    return replace(
+        cost,
+        forward_seconds=cost.forward_seconds + forward,
+        backward_seconds=cost.backward_seconds + backward,
+        backward_input_seconds=cost.backward_input_seconds + first,
+        forward_wait=cost.forward_wait + forward,
+        backward_wait=cost.backward_wait + backward,
+        input_wait=cost.input_wait + first,
+        host_wait=forward + backward,
     )
 
 

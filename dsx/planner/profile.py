@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import groupby
 from math import isfinite
-from typing import Any, Self, get_args
+from typing import Any, Self
 
 from dsx.errors import ConfigError
 from dsx.models.spec import HubModel, Model, Recompute
@@ -17,8 +17,8 @@ from dsx.planner.layer_cost import PARTS, LayerCost
 VERSION = 1
 """Of the JSON format."""
 
-RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
-"""Every mode, the one that computes least again first."""
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+"""Every mode that is measured, the one that computes least again first."""
 
 _MOST_LAYERS = 100_000
 _ANEW = 'measure anew (dsx.profile = "measure")'

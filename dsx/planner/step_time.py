@@ -266,6 +266,7 @@ class StepTime:
         recompute: Forward done again, without its communication.
         tensor: Tensor-parallel communication that somebody waits for.
         context: The same of ranks that share sequences: keys and values, or heads.
+        host: Copies of activations to the host and back that computing does not hide.
         transfers: Pipeline transfers that a rank cannot compute beside; others show as bubble.
         gathers: ZeRO-3's gathers, and reductions after each micro-batch, where they are longer than what they
             run beside.
@@ -287,6 +288,7 @@ class StepTime:
     parameters: float
     bubble_over_ideal: float
     context: float = 0.0
+    host: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -298,6 +300,7 @@ class StepTime:
             "recompute": self.recompute,
             "tensor-parallel communication": self.tensor,
             **({"context communication": self.context} if self.context else {}),
+            **({"copies to the host": self.host} if self.host else {}),
             "transfers": self.transfers,
             "ZeRO gathers": self.gathers,
             "bubble": self.bubble,
@@ -454,6 +457,7 @@ class Predictor:
             parameters=parameters,
             bubble_over_ideal=ran.bubble,
             context=mean.context,
+            host=mean.host,
         )
 
     def _jam(self, layout: Candidate, stages: StageMap, ran: PipelineTime, count: int) -> float:
@@ -554,6 +558,7 @@ class _Mean:
     recompute: float
     tensor: float
     context: float
+    host: float
     transfers: float
     gathers: float
 
@@ -566,11 +571,12 @@ class _Mean:
         each = pipeline.num_micro_batches / ranks
         compute = each * total.computing_seconds
         recompute, context = each * total.again_seconds, each * total.context_wait
-        tensor = each * waits - context
+        host = each * total.host_wait
+        tensor = each * waits - context - host
         wire = Wire(predictor.task, layout)
         crossings = sum(a != b for a, b in pairwise(map(stages.rank_of, range(stages.num_stages))))
         transfers = each * 2 * crossings * wire.action
-        rest = sum(ran.busy_seconds) / ranks - compute - recompute - tensor - context - transfers
+        rest = sum(ran.busy_seconds) / ranks - compute - recompute - tensor - context - host - transfers
         # What is left are gathers, or Python where actions are too short to hide it.
         gathers = rest if layout.zero_stage >= 2 else 0.0
         return cls(
@@ -578,6 +584,7 @@ class _Mean:
             recompute=recompute,
             tensor=tensor,
             context=context,
+            host=host,
             transfers=transfers,
             gathers=gathers,
         )

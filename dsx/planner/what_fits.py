@@ -154,7 +154,7 @@ def _savings(config: RunConfig) -> Iterator[Saving]:
 
 def _computed_again(config: RunConfig) -> Iterator[Saving]:
     """What backward may compute again in place of keeping it."""
-    block, order = config.dsx, ("none", "selective", "full")
+    block, order = config.dsx, ("none", "selective", "full", "offload")
     for level in order[order.index(block.recompute) + 1 :] if block.recompute in order else ():
         yield Saving(words=f"recompute {level}", fields={"recompute": level})
     if block.mlp_tiles == 1 and config.sequence_length >= LONG and has_tiles(config.model):

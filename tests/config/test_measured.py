@@ -89,6 +89,12 @@ def test_what_means_nothing_without_a_profile(edits, said):
     assert 'dsx.profile to "measure"' in refused.value.fix
 
 
+def test_copies_to_the_host_are_nothing_to_measure():
+    with pytest.raises(ConfigError, match="nothing hides a copy") as refused:
+        run_of(MEASURE | {"dsx.recompute": "offload"})
+    assert refused.value.where.startswith('dsx.profile = "measure"')
+
+
 def test_until_then_a_rule_of_thumb_holds():
     run, thumb = run_of(MEASURE | {"dsx.partition.method": "time"}), run_of(PIPELINE)
     assert (run.stage_map, run.program) == (thumb.stage_map, thumb.program)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 from transformers.masking_utils import sliding_window_causal_mask_function
 
 import dsx.nn
@@ -49,20 +50,21 @@ def places(rank: int, tensor: int, sequence: bool, method: Any) -> tuple[Context
 def train(
     rank: int, world_size: int, name: str, how: dict[str, Any], state: Any, *batch: Tensor
 ) -> tuple[Any, ...]:
-    """One forward and backward: this rank's logits, the summed loss and gradients by dsx name."""
+    """One forward and backward: logits, the summed loss, gradients by dsx name, and this rank's FLOPs."""
     del world_size
     ids, labels, *positions = batch
     cp, tp = places(rank, how.get("tensor", 1), how.get("sequence", False), how["method"])
     attention._BLOCK = how.get("block", attention._BLOCK)  # as long rows have many
     model = tiny_models.Model(name, tp, cp=cp, recompute=how.get("recompute", "none")).load(state)
-    logits = model((cp.cut(ids), *positions) if positions else cp.cut(ids))
-    loss = model.loss_fn(logits, cp.cut(labels), num_tokens=(labels != -100).sum())
-    loss.backward()
+    with FlopCounterMode(display=False) as work:
+        logits = model((cp.cut(ids), *positions) if positions else cp.cut(ids))
+        loss = model.loss_fn(logits, cp.cut(labels), num_tokens=(labels != -100).sum())
+        loss.backward()
     loss = collectives.all_reduce(loss.detach(), cp)
     grads = {}
     for parameter in model.parameters():
         grads[parameter.dsx_spec.name] = parameter.dsx_spec, collectives.all_reduce(parameter.grad, cp)
-    return cp.indices(LENGTH), logits.detach(), loss, grads
+    return cp.indices(LENGTH), logits.detach(), loss, grads, work.get_total_flops()
 
 
 CASES: list[tuple[str, int, dict[str, Any]]] = [
@@ -120,6 +122,9 @@ def test_equal_to_transformers(name: str, size: int, how: dict[str, Any]) -> Non
     results = ranks.run(train, size, name, how, hf.state_dict(), ids, labels, *positions)
 
     vocab, tensor = hf.config.vocab_size, how.get("tensor", 1)
+    work = [each[-1] for each in results]
+    if not positions and "window" not in name and name != "mistral":
+        assert 0 < max(work) <= 1.02 * min(work), "ranks of the axis wait for each other"
     for first in range(0, size, tensor):
         parts = results[first : first + tensor]
         logits = torch.cat([part[1] for part in parts], -1)[..., :vocab]
@@ -127,7 +132,7 @@ def test_equal_to_transformers(name: str, size: int, how: dict[str, Any]) -> Non
     grads: dict[str, Tensor] = {}
     for dsx_name, (spec, _) in results[0][3].items():
         grads |= split(spec, merge(spec, [part[3][dsx_name][1] for part in results[:tensor]]))
-    for _, _, loss, _ in results:
+    for _, _, loss, *_ in results:
         torch.testing.assert_close(loss, hf_loss, atol=1e-6, rtol=1e-6)
     for key, p in hf.named_parameters():
         torch.testing.assert_close(

@@ -15,7 +15,7 @@ from dsx.hub.read import hub_model
 from dsx.memory.layer_record import Shape
 from dsx.memory.record_cache import ModelRecords
 from dsx.models.params import layer_kinds
-from dsx.models.spec import ContextMethod
+from dsx.models.spec import ContextMethod, Recompute
 from dsx.parallel.mesh import Mesh
 from dsx.planner import layer_times as kernels
 from dsx.planner import what_fits
@@ -313,6 +313,35 @@ def test_tiles_are_taken_where_nothing_fits_without():
         times.append(best.time)
     assert times[0].seconds < times[1].seconds < 1.3 * times[0].seconds
     assert times[0].recompute < times[1].recompute
+
+
+def test_inputs_go_to_the_host_where_nothing_fits_without(tmp_path):
+    cap = 1 << 45
+    one = {"tensor": (1,), "pipeline": (1,), "context": (2,), "zero_stages": (1,)}
+    search = degrees(tmp_path / "long.json")[-1]
+    assert search.space.recompute == get_args(Recompute)
+    assert "offload" not in degrees(tmp_path / "short.json", length=LONG // 2)[-1].space.recompute
+    space = Space.of(2, **one, micro_batches=(1,), recompute=search.space.recompute)
+    memory = lambda layout: 1 if layout.recompute == "offload" else cap + 1  # noqa: E731
+    (best,) = Search(task=task(), space=space, memory=memory, cap_bytes=cap).run(1).best
+    assert best.layout.settings["dsx.recompute"] == "offload"
+
+
+def test_copies_that_a_block_does_not_hide_are_waited_for():
+    found = {"context": 4, "micro_batch": 1}
+    stays, away = (layer_times(MACHINE, shape(**found, recompute=how))[FIRST] for how in ("full", "offload"))
+    assert away == stays, "a block of so many tokens computes for longer than its input is under way"
+    slow = replace(NETWORK, cluster=replace(NETWORK.cluster, host_bytes_per_second=1e6))
+    waits = layer_times(replace(MACHINE, network=slow), shape(**found, recompute="offload"))[FIRST]
+    copy = T // 4 * N * D * WIDTH / (1e6 * NETWORK.efficiency.link)
+    assert waits.forward_seconds == pytest.approx(copy)
+    assert waits.backward_seconds == pytest.approx(copy)
+    assert waits.host_wait == pytest.approx(2 * copy - stays.forward_seconds - stays.backward_seconds)
+    predictor = Predictor(task(batch=4))
+    predictor.task = replace(predictor.task, machine=replace(MACHINE, network=slow))
+    step = predictor.predict(Candidate(mesh=Mesh.over(4, cp=4), recompute="offload"))
+    assert step.parts()["copies to the host"] == pytest.approx(4 * 4 * waits.host_wait, rel=0.01)
+    assert sum(step.parts().values()) == pytest.approx(step.seconds)
 
 
 def test_a_block_in_tiles_keeps_and_holds_less():
