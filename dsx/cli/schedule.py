@@ -289,6 +289,10 @@ def schedule(
         float | None,
         typer.Option(help="search: actions to time, in millions, of some seconds each. Default: 10.", min=0),
     ] = None,
+    offload: Annotated[
+        bool,
+        typer.Option("--offload", help="Mark in pictures where inputs come back (dsx.recompute=offload)."),
+    ] = False,
     style: Annotated[
         _Style | None,
         drawn(
@@ -310,6 +314,9 @@ def schedule(
     searching = {"--times": times, "--most-live": most_live, "--effort": effort}
     building = {"--group-size": group_size, "--warmup": warmup}
     _check_size(name, stages, chunks, micro_batches)
+    if offload and (name in ("auto", "search") or profile is not None or kind not in _PICTURES):
+        fix = f"give a schedule or a CSV file, and --style {', '.join(_PICTURES)}; or leave it out"
+        raise ConfigError("--offload", f"nothing of {kind} of {name} is drawn with it", fix)
     for option, value in (building if name == "search" else searching).items():
         if value is not None:
             fix = "leave it out" if name == "search" else "use dsx schedule search, or leave it out"
@@ -344,7 +351,7 @@ def schedule(
         else:
             options = Options(group_size=group_size, warmup_per_rank=warmup, costs=costs)
             built = _build(name, stages, chunks, micro_batches, options)
-    deliver(_render(built, costs, kind, to_file=output is not None), output)
+    deliver(_render(built, costs, kind, to_file=output is not None, offloads=offload), output)
 
 
 def _build(
@@ -369,7 +376,13 @@ def _read(path: Path, given: tuple[int | None, ...]) -> Schedule:
 
 
 def _render(
-    built: Schedule, costs: Costs, style: str, *, to_file: bool, unit: str = "forwards"
+    built: Schedule,
+    costs: Costs,
+    style: str,
+    *,
+    to_file: bool,
+    unit: str = "forwards",
+    offloads: bool = False,
 ) -> str | bytes:
     timeline = simulate(built, costs)
     if style == "csv":
@@ -384,8 +397,8 @@ def _render(
         from dsx.schedules import timeline as pictures
 
         if style == "html":
-            return pictures.html(built, timeline, unit=unit)
-        return picture_of(pictures.svg(built, timeline, unit=unit), style)
+            return pictures.html(built, timeline, unit=unit, offloads=offloads)
+        return picture_of(pictures.svg(built, timeline, unit=unit, offloads=offloads), style)
     from dsx.schedules.tables import schedule_table
 
     width = NARROWEST if to_file else columns()

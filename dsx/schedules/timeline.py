@@ -11,11 +11,12 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from colorsys import hls_to_rgb
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from importlib.resources import files
 from typing import Any
 
+from dsx.schedules.host_copies import host_plan
 from dsx.schedules.schedule import TRANSFERS, Action, Op, Schedule
 from dsx.schedules.simulate import Dependencies, Span, Timeline, peak_activations
 from dsx.schedules.trace import Comparison, Executed, computation
@@ -73,7 +74,14 @@ _SMALLEST_TEXT, _LARGEST_TEXT = 6.0, 16.0
 _MILLISECONDS = 1e3
 
 
-def svg(schedule: Schedule, timeline: Timeline, *, unit: str = "s", title: str | None = None) -> str:
+def svg(
+    schedule: Schedule,
+    timeline: Timeline,
+    *,
+    unit: str = "s",
+    title: str | None = None,
+    offloads: bool = False,
+) -> str:
     """Draw ``timeline`` of ``schedule`` as an SVG document.
 
     Args:
@@ -81,7 +89,12 @@ def svg(schedule: Schedule, timeline: Timeline, *, unit: str = "s", title: str |
         timeline: When it ran, simulated or measured.
         unit: What one unit of the timeline's time is called: ``s``, or ``forwards`` when a forward costs 1.
         title: Headline; by default the schedule's name and size.
+        offloads: Whether blocks' inputs go to the host: marks where the last one of a stage comes back.
     """
+    comes: dict[Action, str] = {}
+    for rank, row in enumerate(schedule.rows if offloads else ()):
+        for place, keys in host_plan(schedule, rank).returns.items():
+            comes[row[place]] = ", ".join(f"{m} of stage {stage}" for stage, m in keys)
     return _draw(
         _Picture(
             schedule=schedule,
@@ -92,13 +105,21 @@ def svg(schedule: Schedule, timeline: Timeline, *, unit: str = "s", title: str |
             bubble=f"bubble {100 * timeline.bubble:.3g}% of the ideal time",
             facts=f"step: {_step(schedule, timeline, unit)}; {_peak(schedule)}",
             unit=unit,
+            comes=comes,
         )
     )
 
 
-def html(schedule: Schedule, timeline: Timeline, *, unit: str = "s", title: str | None = None) -> str:
+def html(
+    schedule: Schedule,
+    timeline: Timeline,
+    *,
+    unit: str = "s",
+    title: str | None = None,
+    offloads: bool = False,
+) -> str:
     """As :func:`svg`, in a self-contained page, where pointing at an action follows its micro-batch."""
-    picture = svg(schedule, timeline, unit=unit, title=title)
+    picture = svg(schedule, timeline, unit=unit, title=title, offloads=offloads)
     return page(title or _title(schedule), picture)
 
 
@@ -164,6 +185,8 @@ class _Picture:
     unit: str
     tips: Mapping[Action, str] | None = None
     """What pointing at an action says; by default when it runs."""
+    comes: Mapping[Action, str] = field(default_factory=dict)
+    """What begins to come back from the host when an action begins."""
 
     @property
     def seconds(self) -> float:
@@ -236,7 +259,7 @@ def _draw(picture: _Picture) -> str:
             *_heading(frame, picture),
             *_axis(frame, picture),
             *(line for lane in picture.lanes for line in _row(frame, picture, lane)),
-            *_legend(frame, picture.schedule),
+            *_legend(frame, picture.schedule, comes=bool(picture.comes)),
         )
     )
     size = f'width="{frame.width * frame.zoom:.0f}" height="{frame.height * frame.zoom:.0f}"'
@@ -395,12 +418,17 @@ def _box(frame: _Frame, picture: _Picture, lane: _Lane, span: Span) -> str:
         text = f'<text x="{x + width / 2:.2f}" y="{lane.y + lane.height / 2 + size * 0.36:.1f}" '
         text += f'font-size="{size:.1f}">{number}</text>'
     tip = f"{action}: {start:.6g} to {end:.6g}" if picture.tips is None else picture.tips[action]
+    mark = ""
+    if action in picture.comes:
+        tip += f"; from the host comes the last input of {picture.comes[action]}"
+        foot = f'x="{x + 3:.2f}" y="{lane.y + lane.height - 7:.1f}" width="{min(10.0, width / 2):.2f}"'
+        mark = f'<rect {foot} height="4" fill="#ffffff" style="fill:#ffffff"/>'
     apart, chunk = min(1.0, width / 10), picture.schedule.chunk_of(action.stage)
     return (
         f'<g class="{action.op}{chunk}" data-m="{number}"><title>{escape(tip)}</title>'
         f'<rect x="{x:.2f}" y="{lane.y:.1f}" width="{width - apart:.2f}" height="{lane.height:.0f}" '
         f'rx="{2.5 * apart:.2g}"/>'
-        f"{text}</g>"
+        f"{text}{mark}</g>"
     )
 
 
@@ -428,7 +456,7 @@ def _defs(schedule: Schedule) -> Iterator[str]:
 _MOST_SHADES = 3
 
 
-def _legend(frame: _Frame, schedule: Schedule) -> Iterator[str]:
+def _legend(frame: _Frame, schedule: Schedule, *, comes: bool) -> Iterator[str]:
     x, y = frame.left, frame.bottom + 66.0
     last = schedule.num_chunks - 1
     shown = sorted({last * part // _MOST_SHADES for part in range(_MOST_SHADES + 1)})
@@ -444,6 +472,7 @@ def _legend(frame: _Frame, schedule: Schedule) -> Iterator[str]:
     yield f'<text x="{x + 26:.0f}" y="{y:.0f}" font-size="15" fill="{INK}">idle</text>'
     notes = [f"dark to light: chunk 0 to {last}"] if last else []
     notes += ["number: micro-batch"] if frame.numbered else []
+    notes += ["white foot: a last input begins to come from the host"] * comes
     words, x = "; ".join(notes), x + 82
     if x + 15 * _PLAIN * len(words) > frame.width - 8:  # no room beside the colours
         x, y = frame.left, y + 26
