@@ -194,8 +194,12 @@ SHOWN = {
 }
 
 
+PASTED = sorted({name for name in GUIDES if lines(name)} - {*AFTER_THE_README, "methods.md"})
+SLOWEST = {"islands.md", "own_model.md"}
+
+
 @pytest.mark.parametrize(
-    "guide", sorted({name for name in GUIDES if lines(name)} - {*AFTER_THE_README, "methods.md"})
+    "guide", [pytest.param(each, marks=pytest.mark.slow) if each in SLOWEST else each for each in PASTED]
 )
 def test_a_guide_pasted_into_a_fresh_shell(guide, project, tmp_path):
     """Every block ends well, and gives what the guide says of it."""

@@ -81,6 +81,7 @@ def test_recompute_draws_the_same_dropout(base: Path) -> None:
     assert losses_of(case, base, range(3)) == pytest.approx(again, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_in_another_layout_and_the_base_keeps_its_bits(
     base: Path, tmp_path: Path
 ) -> None:

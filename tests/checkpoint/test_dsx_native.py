@@ -78,6 +78,7 @@ PAIRED = [
 """Every ordered pair of them changes something else: 90 conversions."""
 
 
+@pytest.mark.slow
 def test_every_pair_of_layouts_gives_what_the_layout_itself_gives(tmp_path):
     layouts = [made.layout("qwen2", **paired) for paired in PAIRED]
     source = made.plain(tmp_path / "source", layouts[0].params, made.BF16)

@@ -146,6 +146,7 @@ def test_commands(dsx, apart, tmp_path):
     assert (code, "1.attention.qkv.kv_weight" in out) == (0, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     often(

@@ -97,7 +97,7 @@ def runs(tmp_path_factory):
             ("gpt2", {"pp": 2, "dp": 2, "zero": 1}, "uniform", False),
             ("gpt2", {"pp": 2, "dp": 2, "zero": 1}, "parameters", True),
         ],
-        2,
+        3,
     ),
 )
 def test_a_run_goes_on_in_a_stock_pipeline(dsx, runs, tmp_path, family, after, partition, universal):

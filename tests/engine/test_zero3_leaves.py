@@ -13,6 +13,7 @@ import torch
 import ranks
 from engine.plain_descent import engine_of
 from engine.test_mlp_tiles import TOKENS, micro_batches, settings
+from often import often
 
 SHARED, FIRST = "qwen2_moe, shared expert", {"adapter": {"rank": 4, "targets": ["up_proj", "down_proj"]}}
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
@@ -51,7 +52,7 @@ def trained(_rank: int, world_size: int, case: str, zero: int, more: dict[str, A
     return [*map(float, seen), float(engine.eval_batch(given(9)))]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", often(CASES, 3))
 def test_leaves_train_as_one_process_does(case: str) -> None:
     world_size, _, more = CASES[case]
     alone = ranks.run(trained, 1, case, 0, {k: v for k, v in more.items() if k == "adapter"})[0]

@@ -18,6 +18,7 @@ from dsx.hub.model_structure import hf_config_of, structure_of
 from dsx.hub.read import hub_model
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.parameters import Weights
+from often import often
 
 SAMPLE: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "tp2": [
@@ -41,7 +42,7 @@ SAMPLE: dict[str, list[tuple[str, dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", SAMPLE)
+@pytest.mark.parametrize("layout", often(SAMPLE, 2))
 def test_options_train_like_transformers(layout: str) -> None:
     cases = [Case(family, str(changes), changes, layout) for family, changes in SAMPLE[layout]]
     for case, outcome in crew.outcomes(cases):

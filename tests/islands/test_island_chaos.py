@@ -295,7 +295,7 @@ SCENARIOS: list[Scenario] = [
 
 @pytest.mark.parametrize(
     ("seed", "scenario"),
-    often(enumerate(SCENARIOS), 10),
+    often(enumerate(SCENARIOS), 20),
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
 def test_others_train_on(tmp_path: Path, seed: int, scenario: Scenario) -> None:

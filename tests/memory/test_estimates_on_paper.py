@@ -185,7 +185,7 @@ def test_what_is_frozen_takes_its_weights_alone(name: str) -> None:
     assert steady < estimate(job_of(whole, device="cpu"), rank).steady_bytes
 
 
-@pytest.mark.parametrize("name", often(OFFLOADED, 2))
+@pytest.mark.parametrize("name", often(OFFLOADED, 3))
 def test_blocks_inputs_on_the_host_leave_what_is_estimated(name: str) -> None:
     rank, pipeline, device, sets = OFFLOADED[name]
     sets = [*common(pipeline), "gradient_accumulation_steps=6", *sets]

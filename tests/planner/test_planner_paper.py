@@ -17,6 +17,7 @@ def error(run, software=None):
     return run.teraflops(step) / run.published - 1
 
 
+@pytest.mark.slow
 def test_seven_rows_that_nothing_is_fitted_to():
     errors = [abs(error(row)) for row in ROWS if row.name not in CALIBRATED_ON]
     assert len(errors) == 7

@@ -149,6 +149,7 @@ def test_layouts_agree(whole: Ended, output: Path, tmp_path: Path, axis: str) ->
         assert series(tmp_path, name) == pytest.approx(series(output, name), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_ctrl_c_and_the_same_command_again(whole: Ended, output: Path, tmp_path: Path) -> None:
     settings = SMALL | {"dsx.train.output": tmp_path, "dsx.train.save_every": 2}
     with started("dsx", "gpt_3d.py", ZERO3, settings | {"dsx.train.steps": 1000}) as running:

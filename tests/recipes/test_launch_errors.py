@@ -96,6 +96,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "settings", "said"),
     often(
@@ -145,6 +146,7 @@ def test_folder_without_a_tokenizer(model: Path) -> None:
     assert f'dsx.data.tokenizer = "auto" (--set): {model} has weights but no tokenizer' in message
 
 
+@pytest.mark.slow
 def test_folder_that_lacks_a_tensor(model: Path) -> None:
     file = model / "model.safetensors"
     tensors = load_file(file)

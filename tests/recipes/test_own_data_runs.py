@@ -22,6 +22,7 @@ SETTINGS = SMALL | {
 }
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_exactly_in_another_layout_and_exports(tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     pipeline = SETTINGS | {"dsx.parallel.pipeline": 2}

@@ -58,6 +58,7 @@ def test_links_are_slow(pace):
     assert all_of_it >= (size - 131072) * 8 / 40e6 + 2 * pace.delay_ms / 1000
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_islands_send_less(tmp_path):
     """By more than `every`: each of two ranks sends half of gradients and weights, and in int8 a quarter."""

@@ -37,6 +37,7 @@ def cases(out: Path, section: str) -> dict[str, dict]:
     return json.loads((out / f"{section}.json").read_text())["cases"]
 
 
+@pytest.mark.slow
 def test_every_section_has_figures_and_nothing_failed(day):
     assert {path.name for path in day.iterdir()} == FILES
     for case in gpu_day.all_cases(dry=True):
