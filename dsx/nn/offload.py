@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -39,7 +40,8 @@ class HostCopies:
         self._before: _Kept | None = None
         self._leaving: _Kept | None = None
         self._left: int | None = None
-        self._last: dict[Key, _Kept] = {}
+        # Of what nothing goes backward of nobody else holds anything, and it is not to be fetched.
+        self._last = WeakValueDictionary[Key, _Kept]()
         self._streams: dict[torch.device, tuple[Any, Any]] = {}
 
     @contextmanager
@@ -133,6 +135,11 @@ class _Kept:
         self._host: Tensor | None = None
         self._done: Any = None
         self._version = x._version  # noqa: SLF001 (no public one)
+
+    def __del__(self) -> None:
+        """Dropped with a copy under way: the device is not to use the memory of either end before its end."""
+        if self._done is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._done)
 
     @property
     def is_away(self) -> bool:

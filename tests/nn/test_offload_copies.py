@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,3 +72,37 @@ def test_without_a_stage_around_them_all_leave_and_come_when_they_are_asked_for(
     assert float(leaf.grad.abs().max()) > 0
     with torch.no_grad():
         assert copies.recomputed(lambda y: y, leaf, random=False) is leaf
+
+
+def test_what_nothing_goes_backward_of_is_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    monkeypatch.setattr(_Kept, "come", lambda kept: log.append("come"))
+    copies = HostCopies()
+    weights = [torch.randn(4) for _ in range(BLOCKS)]
+    with copies.forward((0, 0), BLOCKS):
+        y, _ = run(copies, torch.randn(2, 3, 4), weights, [])
+    copies.fetch((0, 0))
+    assert not y.requires_grad
+    assert not log
+
+
+def test_a_step_that_ends_early_leaves_nothing_to_the_next() -> None:
+    copies = HostCopies()
+    weights = [torch.randn(4, requires_grad=True) for _ in range(BLOCKS)]
+    with copies.forward((0, 0), BLOCKS):
+        made = run(copies, torch.randn(2, 3, 4), weights, [])
+    assert len(copies._last) == 1
+    del made
+    assert not copies._last
+
+
+def test_a_copy_that_nobody_waits_for_is_waited_for_when_its_ends_are_let_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits: list[str] = []
+    stream = SimpleNamespace(wait_event=waits.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: stream)
+    kept = _Kept(torch.randn(2, 3, 4), None, (None, None))
+    kept._done = "the copy's end"
+    del kept
+    assert waits == ["the copy's end"]
