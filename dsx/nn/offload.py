@@ -107,9 +107,9 @@ class HostCopies:
 
     def _settle(self) -> None:
         """Let go of what has been copied. Its memory is used again by what the device does from now on."""
-        if self._leaving is not None:
-            self._leaving.gone()
-            self._leaving = None
+        leaving, self._leaving = self._leaving, None
+        if leaving is not None:
+            leaving.gone()
 
     def _ways(self, device: torch.device) -> tuple[Any, Any]:
         """The streams of copies to the host and back; None where copies are made at once."""
