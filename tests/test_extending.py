@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pytest
 from safetensors import safe_open
 
 from fresh_shell import blocks, clone
@@ -127,6 +128,7 @@ def test_a_family(tmp_path):
     assert copy.dsx(*estimate.split()[1:]).startswith("stablelm, 872k parameters on 4 ranks")
 
 
+@pytest.mark.slow
 def test_a_schedule(tmp_path):
     """It is drawn, proved and trains to the losses of every other one."""
     copy = extended("A schedule", tmp_path)

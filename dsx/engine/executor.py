@@ -168,8 +168,10 @@ class StepRun:
         # The planned moments keep a GPU from waiting in a circle; where a posted receive holds nothing up,
         # earlier ones spare a sender the wait for its receiver. Shapes must be known.
         self._eager = batches.device.type == "cpu" and not signatures.dynamic
-        offloads = mode.training and any(stages.offloaded(stage)[0] for stage in set(self._ends))
-        self._host = host_plan(schedule, groups.pp_rank) if offloads else None
+        hosts = [host for stage in set(self._ends) if (host := stages.offloaded(stage)[0]) is not None]
+        self._host = host_plan(schedule, groups.pp_rank) if hosts else None
+        for host in hosts:
+            host.begin()
         self.losses: list[torch.Tensor] = []
         self.kept_outputs: list[Any] = []
 

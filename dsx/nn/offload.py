@@ -43,6 +43,13 @@ class HostCopies:
         # Of what nothing goes backward of nobody else holds anything, and it is not to be fetched.
         self._last = WeakValueDictionary[Key, _Kept]()
         self._streams: dict[torch.device, tuple[Any, Any]] = {}
+        self._coming: set[_Kept] = set()
+
+    def begin(self) -> None:
+        """At the begin of a step: let go of what one that an error ended was about to fetch."""
+        for kept in self._coming:
+            kept.wait()
+        self._coming.clear()
 
     @contextmanager
     def forward(self, key: Key, leave: int) -> Iterator[None]:
@@ -56,6 +63,8 @@ class HostCopies:
             self._settle()
             self._note(key)
         finally:
+            if self._leaving is not None:  # an error came before the next block
+                self._leaving.wait()
             self._before = self._leaving = self._left = None
 
     def _note(self, key: Key) -> None:
@@ -96,7 +105,7 @@ class HostCopies:
             return saved
         self._settle()
         stays = self._left is not None and self._left <= 0
-        kept = _Kept(saved, self._before if goes_on else None, self._ways(saved.device))
+        kept = _Kept(saved, self._before if goes_on else None, self._ways(saved.device), self._coming)
         if not stays:
             kept.leave()
             self._leaving = kept
@@ -127,19 +136,22 @@ class _Kept:
         x: The input.
         before: That of the block before it, whose backward is next.
         ways: The streams to the host and back.
+        coming: Has those on their way back, so that none goes while its memory is written to.
     """
 
-    def __init__(self, x: Tensor, before: _Kept | None, ways: tuple[Any, Any]) -> None:
+    def __init__(self, x: Tensor, before: _Kept | None, ways: tuple[Any, Any], coming: set[_Kept]) -> None:
+        self._coming = coming
         self._there: Tensor | None = x
         self._before, self._ways, self._device = before, ways, x.device
         self._host: Tensor | None = None
         self._done: Any = None
         self._version = x._version  # noqa: SLF001 (no public one)
 
-    def __del__(self) -> None:
-        """Dropped with a copy under way: the device is not to use the memory of either end before its end."""
+    def wait(self) -> None:
+        """Have the device do what comes next after the copy that is under way, if one is."""
         if self._done is not None:
             torch.cuda.current_stream(self._device).wait_event(self._done)
+            self._done = None
 
     @property
     def is_away(self) -> bool:
@@ -165,15 +177,15 @@ class _Kept:
         x = self._there
         if x is None:  # a backward has come before anything else
             return
-        if self._done is not None:
-            torch.cuda.current_stream(x.device).wait_event(self._done)
-            if x._version != self._version:  # noqa: SLF001
-                raise ModelError(
-                    "the input of a block",
-                    "it was written to while it was copied to the host",
-                    'use dsx.recompute "full" for this model',
-                )
-        self._there = self._done = None
+        if self._done is not None and x._version != self._version:  # noqa: SLF001
+            self.wait()
+            raise ModelError(
+                "the input of a block",
+                "it was written to while it was copied to the host",
+                'use dsx.recompute "full" for this model',
+            )
+        self.wait()
+        self._there = None
 
     def come(self) -> None:
         """Begin the copy to the device, unless it is there or on its way."""
@@ -189,15 +201,15 @@ class _Kept:
         with torch.cuda.stream(way):
             x.copy_(self._host, non_blocking=True)
             self._done = way.record_event()
+        self._coming.add(self)
 
     def take(self) -> Tensor:
         """The input, for its backward; that of the block before it begins to come."""
         self.come()
         x = self._there
         assert x is not None
-        if self._done is not None:
-            torch.cuda.current_stream(x.device).wait_event(self._done)
-            self._done = None
+        self.wait()
+        self._coming.discard(self)
         if self._host is not None:
             self._there = None  # with the backward the caller's alone
         if self._before is not None:

@@ -96,13 +96,14 @@ def test_a_step_that_ends_early_leaves_nothing_to_the_next() -> None:
     assert not copies._last
 
 
-def test_a_copy_that_nobody_waits_for_is_waited_for_when_its_ends_are_let_go(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_copy_that_an_error_left_under_way_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[str] = []
     stream = SimpleNamespace(wait_event=waits.append)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: stream)
-    kept = _Kept(torch.randn(2, 3, 4), None, (None, None))
+    copies = HostCopies()
+    kept = _Kept(torch.randn(2, 3, 4), None, (None, None), copies._coming)
     kept._done = "the copy's end"
-    del kept
+    copies._coming.add(kept)
+    copies.begin()
+    copies.begin()
     assert waits == ["the copy's end"]

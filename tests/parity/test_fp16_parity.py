@@ -74,6 +74,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 def test_layouts_agree() -> None:
     results = dict(zip(LAYOUTS, ranks.run(all_of_ours, 2, list(LAYOUTS.values()))[0], strict=True))
     known = results["zero1"]

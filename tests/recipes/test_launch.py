@@ -138,6 +138,7 @@ def test_three_steps_and_three_more(whole: Ended, output: Path, tmp_path: Path) 
     assert history(runs[0]) + history(runs[1]) == by_step(records(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", often(["tensor", "pipeline"], 2))
 def test_layouts_agree(whole: Ended, output: Path, tmp_path: Path, axis: str) -> None:
     """Fresh weights, the order of the data and the batch do not depend on the layout, so the run does not."""

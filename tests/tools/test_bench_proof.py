@@ -7,8 +7,10 @@ import os
 import random
 
 import bench_proof
+import pytest
 
 
+@pytest.mark.slow
 def test_draws_are_proved_and_counted(capsys, monkeypatch) -> None:
     monkeypatch.setenv("HOME", os.environ["HOME"])  # restored: the tool takes another
     chance = random.Random(3)

@@ -78,6 +78,7 @@ def test_each_engine_of_the_speed_section_is_the_one_that_its_case_names(monkeyp
         assert asked.pop() == ("ours" if engine.startswith("dsx") else "stock")
 
 
+@pytest.mark.slow
 def test_the_report_has_every_figure_beside_its_peer(day):
     text = (day / "report.md").read_text()
     mine, theirs = (cases(day, "speed")[f"tiny: {engine}"] for engine in ("dsx", "Hugging Face + DeepSpeed"))
@@ -88,6 +89,7 @@ def test_the_report_has_every_figure_beside_its_peer(day):
     assert "0 of them failed, 0 are left" in text
 
 
+@pytest.mark.slow
 def test_what_is_done_is_not_done_again(day, tmp_path):
     """Nor from a copy, as from a machine that is gone."""
     before = {path.name: path.read_text() for path in day.glob("*.json")}

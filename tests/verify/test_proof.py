@@ -504,6 +504,7 @@ def _fixes(_rank: int, world_size: int, planted: list[tuple[dict[str, Any], str]
     return found
 
 
+@pytest.mark.slow
 def test_the_way_out_is_what_a_small_model_trains_right_with(tmp_path: Path) -> None:
     llama = {"family": "llama", "preset": "tiny"}
     hybrid = {"config": json.loads(tiny_config("qwen3_next").to_json_string(use_diff=False))}

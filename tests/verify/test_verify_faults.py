@@ -190,7 +190,7 @@ def verdicts(
     }
 
 
-@pytest.mark.parametrize(("layout", "fault", "cause", "tensor", "steps"), often(CASES, 6), ids=str)
+@pytest.mark.parametrize(("layout", "fault", "cause", "tensor", "steps"), often(CASES, 12), ids=str)
 def test_each_mistake_is_named(
     verdicts: Any, layout: str, fault: str, cause: str | None, tensor: str, steps: int
 ) -> None:
