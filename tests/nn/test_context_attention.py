@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 from transformers.masking_utils import sliding_window_causal_mask_function
 
 import dsx.nn
@@ -47,6 +47,16 @@ def places(rank: int, tensor: int, sequence: bool, method: Any) -> tuple[Context
     return cp, TensorParallel(tensor, rank % tensor, blocks[rank // tensor], sequence)
 
 
+_KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+ATTENTION: dict[Any, Any] = {
+    _KERNEL: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda dy, q, k, v, *_, **__: sdpa_backward_flop_count(dy, q, k, v)
+    ),
+}
+"""Formulas of torch's for the kernels of a CPU, of which its table has none."""
+
+
 def train(
     rank: int, world_size: int, name: str, how: dict[str, Any], state: Any, *batch: Tensor
 ) -> tuple[Any, ...]:
@@ -56,7 +66,7 @@ def train(
     cp, tp = places(rank, how.get("tensor", 1), how.get("sequence", False), how["method"])
     attention._BLOCK = how.get("block", attention._BLOCK)  # as long rows have many
     model = tiny_models.Model(name, tp, cp=cp, recompute=how.get("recompute", "none")).load(state)
-    with FlopCounterMode(display=False) as work:
+    with FlopCounterMode(display=False, custom_mapping=ATTENTION) as work:
         logits = model((cp.cut(ids), *positions) if positions else cp.cut(ids))
         loss = model.loss_fn(logits, cp.cut(labels), num_tokens=(labels != -100).sum())
         loss.backward()
@@ -64,6 +74,7 @@ def train(
     grads = {}
     for parameter in model.parameters():
         grads[parameter.dsx_spec.name] = parameter.dsx_spec, collectives.all_reduce(parameter.grad, cp)
+    assert work.get_flop_counts()["Global"].keys() >= ATTENTION.keys()
     return cp.indices(LENGTH), logits.detach(), loss, grads, work.get_total_flops()
 
 
