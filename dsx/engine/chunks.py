@@ -148,6 +148,7 @@ class Chunks(nn.Module):
         self.running: int | None = None
         self._reseed = reseed
         self._forwards = dict.fromkeys(self._stages, 0)
+        self._offloaded = {stage: _hosts(layers) for stage, layers in self._stages.items()}
         tied = set(map(id, tied_modules.values()))
         for layers in self._stages.values():
             for index, layer in layers:
@@ -199,9 +200,7 @@ class Chunks(nn.Module):
 
     def offloaded(self, stage: int) -> tuple[HostCopies | None, int, bool]:
         """What takes inputs of a stage's layers to the host, of how many, and whether of the first."""
-        hosts = [getattr(layer, "host", None) for _, layer in self._stages[stage]]
-        found = [host for host in hosts if isinstance(host, HostCopies)]
-        return (found[0], len(found), found[0] is hosts[0]) if found else (None, 0, False)
+        return self._offloaded[stage]
 
     def trains(self, stage: int) -> bool:
         return any(parameter.requires_grad for parameter in self.used_parameters()[stage])
@@ -260,6 +259,12 @@ class Chunks(nn.Module):
             return value
 
         return call
+
+
+def _hosts(layers: Sequence[tuple[int, Callable[..., Any]]]) -> tuple[HostCopies | None, int, bool]:
+    hosts = [getattr(layer, "host", None) for _, layer in layers]
+    found = [host for host in hosts if isinstance(host, HostCopies)]
+    return (found[0], len(found), found[0] is hosts[0]) if found else (None, 0, False)
 
 
 def _with_gradient(inputs: tuple[Any, ...]) -> tuple[Any, ...]:

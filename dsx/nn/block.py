@@ -102,14 +102,14 @@ def again(
     """A block's ``function``, of which backward keeps what ``recompute`` says.
 
     Args:
-        recompute: "full" and "offload" keep the inputs alone, "offload" the first of them on the ``host``.
-        host: Takes it there.
+        recompute: "full" and "offload" keep the inputs alone.
+        host: Takes the first of them to the host; None leaves it on the device.
         function: Of tensors, and of what is no tensor.
         random: Whether it draws numbers.
     """
-    if recompute == "offload" and host is not None:
-        return partial(host.recomputed, function, random=random)
-    return partial(recomputed, function, random=random) if recompute == "full" else function
+    if recompute not in ("full", "offload"):
+        return function
+    return partial(recomputed if host is None else host.recomputed, function, random=random)
 
 
 def recomputed(function: Callable[..., T], *inputs: Tensor | Places | None, random: bool) -> T:

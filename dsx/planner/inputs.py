@@ -34,6 +34,7 @@ from dsx.planner.costs import Efficiency
 from dsx.planner.layout import LONG, Candidate, Space, Task, meshes, variants
 from dsx.planner.plan import Looked, Plan, Ranked, Search, looks_away
 from dsx.planner.predicted import task_of
+from dsx.planner.profile import RECOMPUTE
 from dsx.planner.step_time import Predictor
 
 
@@ -226,8 +227,7 @@ class ModelInputs(PlanInputs):
             methods = (each for each in get_args(ContextMethod) if unshared(model, method=each) is None)
             found["methods"] = tuple(methods) or ("all_gather",)
         long = self.run.sequence_length >= LONG and not self.cluster.is_host
-        modes = get_args(Recompute)[: None if long else -1]  # the last is "offload"
-        found["recompute"] = modes
+        found["recompute"] = modes = get_args(Recompute) if long else RECOMPUTE
         if isinstance(model, HubModel):
             found["recompute"] = tuple(each for each in modes if each != "selective")
             if model.no_gathering is not None:

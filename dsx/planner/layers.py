@@ -108,15 +108,15 @@ class ModelLayers(PlannedLayers):
         Where parameters are frozen, what the block keeps that keeps least.
         """
         shape = self.shape(layout)
-        if shape.recompute != "offload" and (self.model.adapter is not None or self.model.freeze):
+        if shape.recompute == "offload":  # The input is on the host, and the output is the next one's.
+            return 0
+        if self.model.adapter is not None or self.model.freeze:
             records = ModelRecords(shape, many=True)
             blocks = (at for at, kind in enumerate(layer_kinds(shape.model)) if kind == "Block")
             return min(records.layer(at, divided=True, hooked=False).kept_bytes for at in blocks)
         block = layer_kinds(shape.model).index("Block")
         if not isinstance(shape.model, HubModel):
             shape = replace(shape, model=replace(shape.model, windows=()))
-        if shape.recompute == "offload":  # The input is on the host, and the output is the next one's.
-            return 0
         short = alone(shape, block)
         # The record that the times are taken from, so that none is made for this alone.
         return recorded_for_many(LayerRequest(shape=short, kind="Block", divided=True)).kept_bytes

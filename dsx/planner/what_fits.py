@@ -8,13 +8,14 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations, islice
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from dsx.config.batch import ACCUMULATION, MICRO, TRAIN
 from dsx.config.resolve import resolve
 from dsx.config.run import RunConfig
 from dsx.errors import DsxError, LayoutError
 from dsx.hub.allowed import has_tiles
+from dsx.models.spec import Recompute
 from dsx.parallel.limits import LayoutRequest, violations
 from dsx.parallel.mesh import AXES, Mesh
 from dsx.planner.best_first import best_first
@@ -154,7 +155,7 @@ def _savings(config: RunConfig) -> Iterator[Saving]:
 
 def _computed_again(config: RunConfig) -> Iterator[Saving]:
     """What backward may compute again in place of keeping it."""
-    block, order = config.dsx, ("none", "selective", "full", "offload")
+    block, order = config.dsx, get_args(Recompute)
     for level in order[order.index(block.recompute) + 1 :] if block.recompute in order else ():
         yield Saving(words=f"recompute {level}", fields={"recompute": level})
     if block.mlp_tiles == 1 and config.sequence_length >= LONG and has_tiles(config.model):
