@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, product
 from math import prod
 
 from dsx.checkpoint.catalog import Entry, Piece
@@ -154,21 +154,18 @@ def local_parts(spec: ParamSpec, at: Coordinates, start: int, stop: int) -> tupl
     The local tensor is what the axes leave on the rank, its fused blocks one after another and padding last
     along the split dim.
     """
-    dim = spec.split
-    spans = () if dim is None else tuple(box[dim] for box in spec.boxes(at))
-    return cut_parts(spec.local_shape(at), dim, spans, start, stop)
+    return cut_parts(spec.local_shape(at), spec.cuts(at), start, stop)
 
 
 def cut_parts(
-    shape: Sequence[int], dim: int | None, spans: Sequence[tuple[int, int]], start: int, stop: int
+    shape: Sequence[int], cuts: Mapping[int, Sequence[tuple[int, int]]], start: int, stop: int
 ) -> tuple[Part, ...]:
     """Elements ``start`` to ``stop`` of a flattened local tensor, as boxes of the logical tensor.
 
     Args:
         shape: Of the local tensor.
-        dim: Dim that is cut; None if the local tensor is the logical one.
-        spans: What the local tensor has along ``dim``: (start, stop) of each block, in its order. Rows past
-            them are padding, which has no part.
+        cuts: For each dim that is cut, what the local tensor has along it: (start, stop) of each block, in
+            its order. Rows past them are padding, which has no part.
         start: First element.
         stop: The element after the last.
 
@@ -178,28 +175,29 @@ def cut_parts(
     strides = contiguous(shape)
     parts = []
     for local in interval_boxes(shape, start, stop):
-        for corner_local, box in _globals(dim, spans, local):
-            flat = sum(at * step for at, step in zip(corner_local, strides, strict=True))
-            corner = tuple(low for low, _ in box)
-            parts.append(Part(corner, tuple(high - low for low, high in box), strides, flat))
+        reached = (_reached(cuts.get(dim), span) for dim, span in enumerate(local))
+        for stretches in product(*reached):
+            flat = sum(at * step for (at, _), step in zip(stretches, strides, strict=True))
+            box = tuple(span for _, span in stretches)
+            parts.append(
+                Part(tuple(low for low, _ in box), tuple(high - low for low, high in box), strides, flat)
+            )
     return tuple(sorted(parts, key=lambda part: part.flat))
 
 
-def _globals(
-    dim: int | None, spans: Sequence[tuple[int, int]], local: Box
-) -> Iterator[tuple[tuple[int, ...], Box]]:
-    """Local corner and global box of every block of the cut dim that a local box reaches into."""
-    if dim is None:
-        yield tuple(low for low, _ in local), local
-        return
-    base = 0
-    for low, high in spans:
-        shift = low - base
-        start, stop = max(local[dim][0], base), min(local[dim][1], base + high - low)
-        base += high - low
+def _reached(
+    blocks: Sequence[tuple[int, int]] | None, local: tuple[int, int]
+) -> list[tuple[int, tuple[int, int]]]:
+    """The global stretches that a local one reaches into along a dim, each with its first local index."""
+    if blocks is None:
+        return [(local[0], local)]
+    base, found = 0, []
+    for low, high in blocks:
+        start, stop = max(local[0], base), min(local[1], base + high - low)
         if start < stop:
-            corner = (*(at for at, _ in local[:dim]), start, *(at for at, _ in local[dim + 1 :]))
-            yield corner, (*local[:dim], (start + shift, stop + shift), *local[dim + 1 :])
+            found.append((start, (start + low - base, stop + low - base)))
+        base += high - low
+    return found
 
 
 class PieceIndex:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from math import lcm, prod
+from math import gcd, lcm, prod
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -104,6 +104,7 @@ _KEYS = {
     "pipeline": "dsx.parallel.pipeline",
     "context": "dsx.parallel.context",
     "context_method": "dsx.parallel.context_method",
+    "expert": "dsx.parallel.expert",
     "chunks": "dsx.parallel.chunks",
     "reduce": "dsx.zero.reduce",
     "keep_gathered_bytes": "dsx.zero.keep_gathered_bytes",
@@ -342,10 +343,10 @@ class Degrees:
     notes: tuple[str, ...]
 
 
-def left_to_plans() -> ConfigError:
-    """What is wrong with a context degree of "auto" in a run."""
+def left_to_plans(key: str) -> ConfigError:
+    """What is wrong with a degree of "auto" that only plans choose, in a run."""
     return ConfigError(
-        at("dsx.parallel.context", "auto"),
+        at(f"dsx.parallel.{key}", "auto"),
         "a plan chooses it, and a run needs a number",
         "use a number, or the config that `dsx plan CONFIG --output FILE` writes",
     )
@@ -362,14 +363,16 @@ def resolve_degrees(dsx: DsxConfig, model: Model, *, num_layers: int, world_size
     whole list: embedding, blocks, norm, head.
     """
     tensor, pipeline, context = dsx.parallel.tensor, dsx.parallel.pipeline, dsx.parallel.context
-    if context == "auto":
-        raise left_to_plans()
+    expert = dsx.parallel.expert
+    if context == "auto" or expert == "auto":
+        raise left_to_plans("context" if context == "auto" else "expert")
     asked = LayoutRequest(
         ranks=world_size,
         tensor=None if tensor == "auto" else tensor,
         pipeline=None if pipeline == "auto" else pipeline,
         context=context,
         context_method=dsx.parallel.method,
+        expert=expert,
         model=model,
         layers=num_layers,
         layers_are="layers (blocks, embeddings, norm and head)",
@@ -413,7 +416,8 @@ def _mesh(dsx: DsxConfig, asked: LayoutRequest) -> Mesh:
         "layers": lambda degree: _pipeline_fits(dsx, asked, degree),
         "features": lambda degree: _tensor_fits(asked, degree),
     }
-    axes = {axis.name: axis for axis in sorted(AXES, key=lambda axis: not axis.replicates)}
+    ranked = (axis for axis in AXES if not axis.overlaid)
+    axes = {axis.name: axis for axis in sorted(ranked, key=lambda axis: not axis.replicates)}
 
     def dealt(deal: _Deal) -> list[_Deal] | None:
         passed, degrees, turns, factors = deal
@@ -431,12 +435,15 @@ def _mesh(dsx: DsxConfig, asked: LayoutRequest) -> Mesh:
         ]
 
     fixed = {name: getattr(asked, axis.title) for name, axis in axes.items()}
-    degrees = {name: degree or 1 for name, degree in fixed.items()}
+    shared = asked.expert // gcd(asked.expert, asked.context)  # of which data has at least as many ranks
+    degrees = {
+        name: degree or (shared if axes[name].divides == "samples" else 1) for name, degree in fixed.items()
+    }
     turns = tuple(name for name, degree in fixed.items() if degree is None)
     factors = tuple(reversed(_prime_factors((asked.ranks or 1) // prod(degrees.values()))))
     start: _Deal = ((), degrees, turns, factors)
     _, degrees, _, _ = next(best_first([start], cost=lambda deal: deal[0], grow=dealt))
-    return Mesh.of(**degrees)
+    return Mesh.of(**degrees, ep=asked.expert)
 
 
 def _tensor_fits(asked: LayoutRequest, tp: int) -> bool:

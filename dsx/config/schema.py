@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from dsx.config.schema_block import Degree, MistakeError, Positive, SchemaBlock, Seed
-from dsx.models.spec import ContextMethod, PresetFamily, Recompute
+from dsx.config.schema_block import MistakeError, Positive, SchemaBlock, Seed
+from dsx.config.schema_parallel import ParallelConfig
+from dsx.models.spec import PresetFamily, Recompute
 from dsx.parallel.islands import wrong_meeting
 from dsx.schedules.builders import ScheduleName
 
@@ -335,57 +336,6 @@ class ModelConfig(SchemaBlock):
             said = "none of them is given" if not given else f"{' and '.join(given)} are given"
             raise ValueError(f"exactly one of preset, config and path is needed; {said}")
         return self
-
-
-class ParallelConfig(SchemaBlock):
-    """Degrees of parallelism; data parallelism takes the ranks that tensor x pipeline x context leave.
-
-    The prime factors of world size / fixed degrees go to the "auto" degrees in turn, largest first: to data,
-    then pipeline, then tensor, skipping an axis that cannot legally take one.
-    """
-
-    tensor: Degree = Field(
-        default="auto",
-        description="Ranks that share each layer. Divides attention heads and MLP width, and key/value heads "
-        'unless it is a multiple of them. "auto" divides them all, and takes its turn after data and '
-        "pipeline, up to 8 (one node's fast links).",
-    )
-    pipeline: Degree = Field(
-        default="auto",
-        description="Ranks that the layers are spread over; with chunks at most one stage per layer. "
-        '"auto" takes its turn after data and keeps a block for every stage.',
-    )
-    chunks: Degree = Field(
-        default="auto",
-        description='Virtual stages per pipeline rank (interleaving). "auto": 2 when the schedule allows it '
-        "and every stage gets a block, else 1. Without a pipeline always 1.",
-    )
-    sequence_parallel: bool = Field(
-        default=True,
-        description="Shard activations between tensor-parallel layers along the sequence (tensor > 1).",
-    )
-    context: Degree = Field(
-        default=1,
-        description="Ranks that every sequence is cut over, each of which holds the activations of its part "
-        'alone. Sequences divide into 2 chunks per rank; ZeRO partitions over data x context. "auto" is for '
-        "`dsx plan`, which then tries all; a run needs a number.",
-    )
-    context_method: Literal["auto"] | ContextMethod = Field(
-        default="auto",
-        description='How attention sees whole sequences (context > 1): "all_gather" of keys and values, '
-        '"ulysses" (all-to-alls; some heads each), or a "ring" of keys and values, one rank after the other. '
-        '"auto": "ulysses" where dsx\'s own modules send less by it and heads divide, else "all_gather".',
-    )
-    tensor_plan: dict[str, str | None] = Field(
-        default_factory=dict,
-        description="Changes of a transformers family's tensor plan, in transformers' words: a style by "
-        'pattern of names, e.g. {"model.layers.*.mlp.up_proj": "colwise"}; null leaves a module whole.',
-    )
-
-    @property
-    def method(self) -> ContextMethod:
-        """``context_method``, with what "auto" becomes."""
-        return "all_gather" if self.context_method == "auto" else self.context_method
 
 
 class ScheduleConfig(SchemaBlock):

@@ -35,7 +35,7 @@ def resolve_run(
 
     try:
         _, block = load(config)
-        left = [left_to_plans()] if block.parallel.context == "auto" else []
+        left = [left_to_plans(key) for key in ("context", "expert") if getattr(block.parallel, key) == "auto"]
         raise_all("dsx", [*missing(block.data), *_output(block.train.output), *left])
         if world_size is None:
             return None, []

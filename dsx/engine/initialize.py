@@ -42,6 +42,7 @@ from dsx.engine.pipeline_module import PipelineModule
 from dsx.engine.settings import Config, Settings, settings_of
 from dsx.engine.stock_module import clips_by_itself, require_engine_unpatched
 from dsx.engine.zero import given_optimizer_kept, require_supported
+from dsx.engine.zero.experts import experts_apart
 from dsx.engine.zero.loss_scale import require_precision
 from dsx.errors import ConfigError, ModelError
 from dsx.launch.entry import AGREED
@@ -346,6 +347,7 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
         Waiting("making the engine", quiet=model.groups.mute) as waiting,
         builds_said(waiting),
         given_optimizer_kept(),
+        experts_apart(model.groups, model.chunks),
         _uncollected(),
         _named(settings.deepspeed),
     ):

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from dsx.engine.chunks import Tie
 from dsx.engine.pipeline_module import PipelineModule
+from dsx.engine.zero.experts import of_experts
 from dsx.errors import ConfigError, DsxError, ModelError
 from dsx.launch.entry import AGREED
 
@@ -32,7 +33,7 @@ def prepare(
     """Parameters (or groups of them) and optimizer for ``deepspeed.initialize``.
 
     A collective call over all ranks. ZeRO-1 and 2 cut each group as one flat tensor, and so need
-    :func:`split_tied`, which changes an optimizer's own groups in place. A rank with nothing to train gets
+    :func:`split_groups`, which changes an optimizer's own groups in place. A rank with nothing to train gets
     :data:`SPARE`, as DeepSpeed allows no empty optimizer and all ranks take part in the collectives of its
     step. A callable is given what the caller gave, as in stock DeepSpeed.
 
@@ -59,7 +60,7 @@ def prepare(
         return given, lambda _: _settled(model, _made(make, given, spare), flat, spare, None)
     if spare is not None:
         groups[0]["params"] = [*groups[0]["params"], spare]
-    return split_tied(groups, model.ties) if flat else groups, None
+    return (split_groups(groups, model.ties) if flat else groups), None
 
 
 def _made(give: Callable[..., Any], given: list[Any], spare: nn.Parameter | None) -> Any:
@@ -88,7 +89,7 @@ def _settled(
             return torch.optim.AdamW([spare], lr=0.0)
         groups[0]["params"] = [*groups[0]["params"], spare]
     before = [[id(p) for p in group["params"]] for group in groups]
-    parts = split_tied(groups, model.ties) if flat else groups
+    parts = split_groups(groups, model.ties) if flat else groups
     parts = [group for group in parts if group["params"]]  # as DeepSpeed does
     changed = [[id(p) for p in group["params"]] for group in parts] != before
     if lr_scheduler is not None and not callable(lr_scheduler):
@@ -146,18 +147,19 @@ def as_groups(parameters: Iterable[Any]) -> list[Group]:
     return groups
 
 
-def split_tied(groups: Sequence[Group], ties: Sequence[Tie]) -> list[Group]:
-    """Groups in which each tied weight that spans pipeline ranks stands alone.
+def split_groups(groups: Sequence[Group], ties: Sequence[Tie]) -> list[Group]:
+    """Groups in which each tied weight that spans pipeline ranks stands alone, and experts among themselves.
 
-    ZeRO cuts a group as one flat tensor; a tied weight that is alone is cut alike on every rank that holds
-    it. Groups without anything to train, which ZeRO cannot cut, are left out.
+    ZeRO cuts a group as one flat tensor, over the same ranks. A tied weight that is alone is cut alike on
+    every rank that holds it; experts are cut over fewer ranks than all else. Groups without anything to
+    train, which ZeRO cannot cut, are left out.
     """
     keys = {id(p): tie.key for tie in ties for p in tie.parameters if p.requires_grad}
     result = []
     for group in groups:
-        parts: dict[str | None, list[nn.Parameter]] = {None: []}
+        parts: dict[str | bool, list[nn.Parameter]] = {False: [], True: []}  # whether it is of experts; ties
         for parameter in group["params"]:
-            parts.setdefault(keys.get(id(parameter)), []).append(parameter)
+            parts.setdefault(keys.get(id(parameter), of_experts(parameter)), []).append(parameter)
         trained = [part for part in parts.values() if any(p.requires_grad for p in part)]
         # The first is the group itself, which an optimizer may know by more ways than its list of groups.
         halves = [group, *({**group} for _ in trained[1:])]
@@ -172,8 +174,8 @@ def _require_unchanged(model: PipelineModule, lr_scheduler: Any, *, changed: boo
     if _pipeline_ranks_where(model, changed):
         error = ConfigError(
             f"lr_scheduler = {type(lr_scheduler).__name__}(optimizer)",
-            "it follows the optimizer's parameter groups, which are split because of tied weights, or are "
-            "left out where a pipeline rank has nothing of them to train",
+            "it follows the optimizer's parameter groups, which are split because of tied weights, or "
+            "experts, or are left out where a pipeline rank has nothing of them to train",
             "pass a callable: lr_scheduler=lambda optimizer: ...",
         )
         error.add_note(AGREED)

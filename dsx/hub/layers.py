@@ -18,6 +18,7 @@ from dsx.hub.balance import Routers, fresh_sums, sums_of
 from dsx.hub.block_arguments import BlockArguments
 from dsx.hub.context import ContextAttention, Gathered, ShapesAlone, gather_around, put_context
 from dsx.hub.context_probe import mixers
+from dsx.hub.experts import share_experts
 from dsx.hub.feed_forward import feed_forwards
 from dsx.hub.model_structure import BlockCall, structure_of
 from dsx.hub.on_meta import copied
@@ -46,7 +47,7 @@ def settled(module: nn.Module, model: HubModel, weights: Weights, summed: set[st
     """
     for path, parameter in list(module.named_parameters()):
         owner, _, name = path.rpartition(".")
-        shape = weights.specs[path].local_shape(weights.tp.at)
+        shape = weights.specs[path].local_shape(weights.at)
         empty = torch.empty(shape, dtype=weights.dtype, device=weights.device)
         setattr(module.get_submodule(owner), name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
     dtypes = values.buffer_dtypes(model.config, weights.dtype)
@@ -175,6 +176,7 @@ class HubBlock(nn.Module):
             put_context(self.block, weights.cp, ContextAttention)
         plan = block_plan(model, structure, number)
         summed = apply_plan(self.block, plan, weights.tp, weights.split, around.paths)
+        share_experts(self.block, weights.ep)
         pass_states(self.block, around.passing, weights.cp)
         gather_around(self.block, around.paths - around.passing, weights.cp)
         settled(self, model, weights, {f"block.{path}" for path in summed})

@@ -17,6 +17,7 @@ from dsx.errors import ModelError
 from dsx.hub.balance import balance_of
 from dsx.hub.cut_regions import completed
 from dsx.hub.disk_names import DiskForm, FolderNames, disk_forms, is_turned
+from dsx.hub.experts import experts_in
 from dsx.hub.model_structure import ModelStructure, settings_of, structure_of
 from dsx.hub.tensor_plan import COLUMN, ROW, BlockPlan, check_plan, generic
 from dsx.hub.values import laws_of
@@ -234,6 +235,11 @@ class _Reader:
         if structure.shifts:
             yield from self._around(1, structure.before)
         for number, block in enumerate(structure.list_of_blocks):
+            stacked = {
+                f"{path}.{name}"
+                for path, held in experts_in(block)
+                for name, _ in held.named_parameters(recurse=False)
+            }
             for path, parameter in block.named_parameters():
                 cut = self.plans[number].cut(block, path, parameter)
                 name, owner = f"{structure.blocks}.{number}.{path}", path.rpartition(".")[0]
@@ -241,6 +247,8 @@ class _Reader:
                 fused = owner.endswith("out_proj") and self.model.config.model_type in _WITH_KERNELS
                 read = linear and (fused or owner in structure.read[number])
                 cuts = {"split": cut.split, "parts": cut.parts, "linear": linear, "read": read}
+                if path in stacked and cut.split != 0:
+                    cuts["experts"] = 0
                 yield self._spec(f"{first + number}.block.{path}", name, **cuts)
         last = first + len(structure.list_of_blocks)
         yield from self._around(last, structure.after)

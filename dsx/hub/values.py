@@ -154,4 +154,4 @@ def own_values(local: Tensor, memory: str, spec: ParamSpec, model: HubModel, wei
         raise ModelError(
             memory, "the family's code gives it no fresh values", "start from a folder with weights"
         )
-    take_part(local, value, spec, weights.tp.at)
+    take_part(local, value, spec, weights.at)

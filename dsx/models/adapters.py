@@ -207,6 +207,8 @@ def _of_stack(adapter: Adapter, base: ParamSpec, inside: int) -> Iterator[ParamS
     ]
     for leaf, shape, init, dim in made:
         cut: dict[str, Any] = {"split": dim - 1, "parts": base.parts} if base.split == dim else {}
+        if base.experts is not None:
+            cut |= {"experts": 0} if leaf == A else {"experts": 1, "expert_blocks": adapter.rank}
         name, hf = f"{base.name}_{leaf}", (f"{start}{IN_FILES[leaf]}",)
         yield ParamSpec(name=name, layer=base.layer, shape=shape, init=init, hf=hf, adapts=base.name, **cut)
 

@@ -16,6 +16,7 @@ from dsx.nn.attention import CausalMask, Rotary
 from dsx.nn.block import Block
 from dsx.nn.context import WHOLE, ContextParallel
 from dsx.nn.embedding import Head, WordEmbedding, as_head
+from dsx.nn.experts import ALL_EXPERTS, ExpertParallel
 from dsx.nn.loss import HeadLoss, TokenMean
 from dsx.nn.norm import FinalNorm
 from dsx.nn.offload import HostCopies
@@ -42,6 +43,7 @@ def layers(
     split: WeightGradients | None = None,
     entry: Entry | None = None,
     cp: ContextParallel = WHOLE,
+    ep: ExpertParallel = ALL_EXPERTS,
     mlp_tiles: int = 1,
 ) -> list[Any]:
     """The layer list of ``model`` for one tensor-parallel rank.
@@ -63,6 +65,7 @@ def layers(
         split: Takes weight gradients while it defers, for schedules that split the backward.
         entry: Makes the entries; None for DeepSpeed's ``LayerSpec`` and ``TiedLayerSpec``.
         cp: The ranks that share a sequence.
+        ep: The ranks that hold the experts of a layer together.
         mlp_tiles: Parts of a sequence that a block's feed-forward computes one after the other.
     """
     entry, tied = entry or _layer_spec, model.tied_embeddings
@@ -82,6 +85,7 @@ def layers(
             split=split,
             adapter=adapter,
             cp=cp,
+            ep=ep,
             mlp_tiles=mlp_tiles,
             host=host,
         )

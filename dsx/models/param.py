@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, product
 from math import prod
 from typing import Literal, Self, TypeAlias
 
@@ -34,7 +34,7 @@ Box = tuple[tuple[int, int], ...]
 """A rectangular part of a tensor: (start, stop) per dim."""
 
 
-_SPLIT = "tp"  # the axis that divides a tensor along its ``split``
+_SPLIT, _SHARED = "tp", "ep"  # the axes that divide a tensor along its ``split``, and along its ``experts``
 _MOST_DIGITS = 6  # of a layer's number
 
 
@@ -84,6 +84,8 @@ class ParamSpec:
         pad_multiple: Each rank's extent along ``split`` is rounded up to a multiple of this
             (vocabulary rows; only with a single block). Padding rows are zero and never trained. None: there
             is no padding, so every block must divide by tp.
+        experts: Dim that counts experts, and is cut along ep; None if every ep rank holds all of it.
+        expert_blocks: How often all experts follow each other along that dim, each time cut on its own.
         hf: Hugging Face tensor names: one per part in order, or one that holds all parts. Of a stacked tensor
             these names for index 0 of dim 0, then those for index 1, and so on.
         hf_transposed: Hugging Face's tensors have the last two dims the other way round (GPT-2's Conv1D).
@@ -111,6 +113,8 @@ class ParamSpec:
     split: int | None = None
     parts: tuple[int, ...] = ()
     pad_multiple: int | None = None
+    experts: int | None = None
+    expert_blocks: int = 1
     hf_transposed: bool = False
     hf_stacked: bool = False
     hf_split: int | None = None
@@ -140,6 +144,15 @@ class ParamSpec:
             raise LayoutError(
                 f"{self.name} pad_multiple {self.pad_multiple}",
                 "only a tensor cut as one block is padded, to a multiple of at least 1",
+                "fix the spec",
+            )
+        counted = None if self.experts is None else self.shape[self.experts : self.experts + 1]
+        if counted is not None and (
+            self.experts == self.split or not counted or counted[0] % self.expert_blocks
+        ):
+            raise LayoutError(
+                f"{self.name} experts {self.experts}",
+                f"its shape {self.shape} has no such dim for {self.expert_blocks} blocks, or tp cuts it",
                 "fix the spec",
             )
         self._check_names()
@@ -222,9 +235,10 @@ class ParamSpec:
 
     def local_shape(self, at: Coordinates) -> tuple[int, ...]:
         """Shape of a rank's tensor, padding included: the same at every index."""
-        if self.split is None:
-            return self.shape
-        return (*self.shape[: self.split], self.local_extent(at), *self.shape[self.split + 1 :])
+        shape = list(self.shape)
+        for dim, spans in self.cuts(at).items():
+            shape[dim] = self.local_extent(at) if dim == self.split else sum(hi - lo for lo, hi in spans)
+        return tuple(shape)
 
     def quantized_bytes(self, at: Coordinates) -> tuple[int, ...]:
         """Bytes of the tensors that a rank holds of it: numbers and scales, if quantised."""
@@ -235,11 +249,25 @@ class ParamSpec:
             return rows * columns, 4 * rows
         return -(-rows * columns // 2), 4 * -(-rows * columns // NF4_BLOCK)
 
-    def boxes(self, at: Coordinates) -> tuple[Box, ...]:
-        """Global boxes that a rank holds, in local order along ``split``.
+    def cuts(self, at: Coordinates) -> dict[int, tuple[tuple[int, int], ...]]:
+        """For each dim that axes cut, in order, the stretches of it that a rank holds, in their local order.
 
-        Padding is no part of a box: the local tensor's rows past the boxes' are padding. A rank whose rows
-        are all padding gets an empty box.
+        Padding is no part of a stretch: the local tensor's rows past the stretches' are padding. A rank whose
+        rows are all padding gets an empty stretch.
+        """
+        found = {}
+        if self.split is not None:
+            found[self.split] = self._spans(at)
+        if self.experts is not None and at.along(_SHARED)[0] > 1:
+            block = self.shape[self.experts] // self.expert_blocks
+            starts = range(0, self.shape[self.experts], block)
+            found[self.experts] = tuple(
+                _own(at, _SHARED, start, block, f"{self.name} ({block} experts)") for start in starts
+            )
+        return dict(sorted(found.items()))
+
+    def boxes(self, at: Coordinates) -> tuple[Box, ...]:
+        """Global boxes that a rank holds: all combinations of its :meth:`cuts`, the last dim's fastest.
 
         >>> from dsx.parallel.mesh import Mesh
         >>> spec = ParamSpec(name="w", layer=0, shape=(8, 2), init=Init(kind="zeros"), hf=("w",), split=0,
@@ -247,27 +275,32 @@ class ParamSpec:
         >>> spec.boxes(Mesh.of(tp=2).at(1))
         (((2, 4), (0, 2)), ((5, 6), (0, 2)), ((7, 8), (0, 2)))
         """
-        whole = tuple((0, n) for n in self.shape)
-        if self.split is None:
-            return (whole,)
-        return tuple((*whole[: self.split], span, *whole[self.split + 1 :]) for span in self._spans(at))
+        cuts = self.cuts(at)
+        return tuple(product(*(cuts.get(dim, ((0, extent),)) for dim, extent in enumerate(self.shape))))
 
     def _spans(self, at: Coordinates) -> tuple[tuple[int, int], ...]:
         assert self.split is not None
-        degree, index = at.along(_SPLIT)
         extent = self.shape[self.split]
         if self.pad_multiple is not None:
+            _, index = at.along(_SPLIT)
             step = self.local_extent(at)
             return ((min(index * step, extent), min((index + 1) * step, extent)),)
-        spans, base = [], 0
-        for part in self.parts or (extent,):
-            if part % degree:
-                raise LayoutError(
-                    f"{self.name} (a block of {part} on dim {self.split})",
-                    f"it does not divide by {_SPLIT} = {degree}",
-                    f"use a tensor-parallel degree that divides {part}",
-                )
-            step = part // degree
-            spans.append((base + index * step, base + (index + 1) * step))
-            base += part
-        return tuple(spans)
+        starts = (0, *accumulate(self.parts)) if self.parts else (0,)
+        return tuple(
+            _own(at, _SPLIT, start, part, f"{self.name} (a block of {part} on dim {self.split})")
+            for start, part in zip(starts, self.parts or (extent,), strict=False)
+        )
+
+
+def _own(at: Coordinates, axis: str, start: int, block: int, where: str) -> tuple[int, int]:
+    """A rank's stretch of a block from ``start`` on. Raises LayoutError if the axis does not divide it."""
+    degree, index = at.along(axis)
+    if block % degree:
+        kind = "an expert" if axis == _SHARED else "a tensor"
+        raise LayoutError(
+            where,
+            f"it does not divide by {axis} = {degree}",
+            f"use {kind}-parallel degree that divides {block}",
+        )
+    step = block // degree
+    return start + index * step, start + (index + 1) * step

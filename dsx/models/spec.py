@@ -286,6 +286,17 @@ class HubModel:
         """Whether so many ranks have to share key/value heads."""
         return self.heads is not None and self.heads[1] % tensor != 0
 
+    def unshared_experts(self, ranks: int) -> str | None:
+        """Why ``ranks`` ranks cannot hold the experts of a layer together; None if they can."""
+        counts = {spec.shape[0] for spec in self.params if spec.experts == 0 and not spec.adapts}
+        if not counts:
+            return (
+                f"{self.family}: no block has experts in stacks that transformers' registry of experts knows"
+            )
+        return next(
+            (f"{each} experts of a layer do not divide by it" for each in counts if each % ranks), None
+        )
+
     def uncut(self, tensor: int) -> str | None:
         """Why ``tensor`` ranks cannot share the model; None if they can."""
         if tensor == 1:

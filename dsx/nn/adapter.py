@@ -30,6 +30,7 @@ from dsx.nn.dropout import dropped
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.quantized import picked, whole
 from dsx.nn.split import WeightGradients, late
+from dsx.parallel.mesh import Coordinates
 
 _MATRIX = 2  # dims
 
@@ -211,6 +212,7 @@ def attach(
     adapter: Adapter,
     tp: TensorParallel,
     split: WeightGradients | None,
+    at: Coordinates | None = None,
 ) -> None:
     """Give the linears of a layer the parameters of their adapters, which have no values yet.
 
@@ -220,6 +222,7 @@ def attach(
         adapter: The model's adapter.
         tp: The tensor-parallel ranks.
         split: Takes weight gradients while it defers.
+        at: Where this rank stands, if other axes cut parameters too.
 
     Raises:
         ModelError: A matrix that is to be adapted is in a module that is no linear of dsx.
@@ -244,7 +247,7 @@ def attach(
         like = next(linear.parameters(recurse=False))
         for name, spec in held:
             if spec.adapts:
-                empty = torch.empty(spec.local_shape(tp.at), dtype=like.dtype, device=like.device)
+                empty = torch.empty(spec.local_shape(at or tp.at), dtype=like.dtype, device=like.device)
                 linear.register_parameter(name, nn.Parameter(empty))
         if stacks:
             linear.forward = partial(_with_stacks, linear, linear.forward, stacks)

@@ -6,6 +6,7 @@ The tags are read by the engine, DeepSpeed and checkpoints:
   parameter its place; None while a parameter waits for :func:`initialise`.
 - ``tensor_model_parallel``: whether the parameter is cut over tp (DeepSpeed's runtime/utils.py,
   is_model_parallel_parameter; Megatron's name).
+- ``expert_parallel``: whether the parameter has some of a layer's experts, and other ranks the others.
 - ``dsx_seed``: what its random values were drawn from; ranks that hold parts of one tensor must agree on it.
 
 A counter-based generator, Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3",
@@ -22,6 +23,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, TypeAlias
 
 import torch
@@ -32,6 +34,7 @@ from dsx.models.param import PRECISIONS, Box, Init, ParamSpec
 from dsx.models.spec import Adapter
 from dsx.nn.context import WHOLE, ContextParallel
 from dsx.nn.dropout import draw_seed, seeded
+from dsx.nn.experts import ALL_EXPERTS, ExpertParallel
 from dsx.nn.offload import HostCopies
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.split import WeightGradients
@@ -90,14 +93,11 @@ def fill(out: Tensor, spec: ParamSpec, at: Coordinates, *, seed: int) -> None:
 
 def regions(out: Tensor, spec: ParamSpec, at: Coordinates) -> Iterator[tuple[Tensor, Box]]:
     """Views of one rank's tensor, each with the global box that it holds; padding is in none of them."""
-    start = 0
-    for box in spec.boxes(at):
-        region = out
-        if spec.split is not None:
-            lo, hi = box[spec.split]
-            region = out.narrow(spec.split, start, hi - lo)
-            start += hi - lo
-        yield region, box
+    views, boxes = [out], spec.boxes(at)
+    for dim, spans in spec.cuts(at).items():
+        lengths = [hi - lo for lo, hi in spans]
+        views = [part for view in views for part in view.narrow(dim, 0, sum(lengths)).split(lengths, dim)]
+    yield from zip(views, boxes, strict=True)
 
 
 @torch.no_grad()
@@ -121,14 +121,20 @@ def _fill_random(region: Tensor, box: Box, spec: ParamSpec, key: tuple[int, int]
     """
     *lead, columns = box or ((0, 1),)
     lead = lead or [(0, 1)]
-    cut = spec.split if spec.split is not None and spec.split < len(lead) else 0
+    # Up to the last cut dim rows are no one stretch.
+    in_part = (span != (0, extent) for span, extent in zip(lead, spec.shape, strict=False))
+    cut = max((dim for dim, partly in enumerate(in_part) if partly), default=0)
     below, step = math.prod(spec.shape[cut + 1 : -1]), math.prod(spec.shape[cut:-1])
     low, high = (at * below + spec.init.first_row for at in lead[cut])
     if low >= high or columns[0] >= columns[1]:
         return
-    for number, stretch_RC in enumerate(region.view(-1, high - low, columns[1] - columns[0])):
+    before = product(*(range(*span) for span in lead[:cut]))
+    for index, stretch_RC in zip(before, region.flatten(0, cut - 1) if cut else (region,), strict=True):
+        number = 0
+        for at, extent in zip(index, spec.shape, strict=False):
+            number = number * extent + at
         rows = (number * step + low, number * step + high)
-        _fill_rows(stretch_RC, rows, columns, spec.init, key)
+        _fill_rows(stretch_RC.view(high - low, columns[1] - columns[0]), rows, columns, spec.init, key)
 
 
 def _fill_rows(
@@ -250,6 +256,7 @@ class Weights:
         split: Takes weight gradients while it defers; None never splits the backward.
         adapter: The model's adapter, if it has one.
         cp: The ranks that share a sequence.
+        ep: The ranks that hold the experts of a layer together.
         mlp_tiles: Parts of a sequence that a block's feed-forward computes one after the other.
         host: Takes the inputs of recomputed blocks to the host; None leaves them on the device.
     """
@@ -262,8 +269,14 @@ class Weights:
     split: WeightGradients | None = None
     adapter: Adapter | None = None
     cp: ContextParallel = WHOLE
+    ep: ExpertParallel = ALL_EXPERTS
     mlp_tiles: int = 1
     host: HostCopies | None = None
+
+    @property
+    def at(self) -> Coordinates:
+        """Where this rank stands on the axes that cut a layer's parameters."""
+        return self.tp.at.beside(self.ep.at)
 
     @property
     def form(self) -> dict[str, Any]:
@@ -273,16 +286,23 @@ class Weights:
     def initialise(self, module: nn.Module) -> None:
         """Fill and tag every parameter of ``module``, its adapters' too; see :func:`initialise`."""
         if self.adapter is None:
-            initialise(module, self.specs, self.tp, seed=self.seed)
+            initialise(module, self.specs, self.tp, seed=self.seed, at=self.at)
             return
         from dsx.nn.adapter import attach, begin  # here: other models need nothing of it
 
-        attach(module, self.specs, self.adapter, self.tp, self.split)
-        initialise(module, self.specs, self.tp, seed=self.seed)
+        attach(module, self.specs, self.adapter, self.tp, self.split, self.at)
+        initialise(module, self.specs, self.tp, seed=self.seed, at=self.at)
         begin(module)
 
 
-def initialise(module: nn.Module, specs: dict[str, ParamSpec], tp: TensorParallel, *, seed: int = 0) -> None:
+def initialise(
+    module: nn.Module,
+    specs: dict[str, ParamSpec],
+    tp: TensorParallel,
+    *,
+    seed: int = 0,
+    at: Coordinates | None = None,
+) -> None:
     """Give every parameter its layout-independent initial value, by its name, and its tags.
 
     Args:
@@ -290,11 +310,12 @@ def initialise(module: nn.Module, specs: dict[str, ParamSpec], tp: TensorParalle
         specs: Its parameters by path inside it.
         tp: The tensor-parallel ranks.
         seed: Chooses the values, together with each spec's name.
+        at: Where this rank stands, if other axes cut parameters too.
 
     Raises:
         ModelError: A parameter without a spec, a spec without a parameter, or a shape that differs.
     """
-    parameters = dict(module.named_parameters())
+    at, parameters = at or tp.at, dict(module.named_parameters())
     if parameters.keys() != specs.keys():
         raise ModelError(
             f"parameters of {type(module).__name__}",
@@ -304,15 +325,16 @@ def initialise(module: nn.Module, specs: dict[str, ParamSpec], tp: TensorParalle
         )
     for path, parameter in parameters.items():
         spec = specs[path]
-        if tuple(parameter.shape) != spec.local_shape(tp.at):
+        if tuple(parameter.shape) != spec.local_shape(at):
             raise ModelError(
                 spec.name,
-                f"the module holds {tuple(parameter.shape)}, the spec says {spec.local_shape(tp.at)}",
+                f"the module holds {tuple(parameter.shape)}, the spec says {spec.local_shape(at)}",
                 "make the module and its ParamSpec agree",
             )
         if parameter.device.type != "meta":
-            fill(parameter, spec, tp.at, seed=seed)
+            fill(parameter, spec, at, seed=seed)
         parameter.dsx_spec = spec  # type: ignore[attr-defined]  # a tag, read by engine and checkpoints
-        parameter.tensor_model_parallel = spec.split is not None and tp.size > 1  # type: ignore[attr-defined]  # as above
+        parameter.tensor_model_parallel = spec.split is not None and at.along("tp")[0] > 1  # type: ignore[attr-defined]  # as above
+        parameter.expert_parallel = spec.experts is not None and at.along("ep")[0] > 1  # type: ignore[attr-defined]  # as above
         if not spec.trained:
             parameter.requires_grad_(False)

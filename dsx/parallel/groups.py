@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from deepspeed.runtime.pipe.topology import (
@@ -15,6 +15,7 @@ from deepspeed.runtime.pipe.topology import (
 
 from dsx.errors import LayoutError
 from dsx.nn.context import ContextParallel
+from dsx.nn.experts import ExpertParallel
 from dsx.nn.parallel import TensorParallel
 from dsx.parallel.mesh import Coordinates, Mesh
 
@@ -38,6 +39,8 @@ class Groups:
         tensor: Ranks that share each layer's matrices.
         context: Ranks that share every sequence; None where a rank has whole ones.
         samples: Those of ``data`` that read samples of their own; None where all of them do.
+        experts: Those of ``data`` that hold the experts of a layer together; None where each holds all.
+        expert_data: Those of ``data`` that hold the same experts; None where all of them do.
         pipe: Ranks of one pipeline, in stage order.
         model: Ranks of one model replica, all axes that divide the model together.
         channels: One group per transfer kind and direction over the pipe ranks. NCCL runs the transfers of
@@ -64,6 +67,8 @@ class Groups:
     channels: Mapping[str, ProcessGroup]
     context: ProcessGroup | None = None
     samples: ProcessGroup | None = None
+    experts: ProcessGroup | None = None
+    expert_data: ProcessGroup | None = None
     sequence_parallel: bool = False
     island: IslandNode | None = None
     silent: bool = False
@@ -110,6 +115,18 @@ class Groups:
         )
 
     @property
+    def expert_parallel(self) -> ExpertParallel:
+        """What a layer needs to know of the ranks that hold its experts together."""
+        _, rank = self.at.along("ep")
+        return ExpertParallel(size=self.mesh.ep, rank=rank, group=self.experts)
+
+    def replicas_of(self, parameter: Any) -> ProcessGroup:
+        """The ranks that hold the same elements of a parameter before ZeRO cuts it."""
+        if self.expert_data is not None and getattr(parameter, "expert_parallel", False):
+            return self.expert_data
+        return self.data
+
+    @property
     def context_parallel(self) -> ContextParallel:
         """What dsx.nn's modules need to know of the context axis, whose method is theirs to choose."""
         return ContextParallel(size=self.mesh.cp, rank=self.cp_rank, group=self.context)
@@ -139,6 +156,8 @@ def make_groups(mesh: Mesh, *, sequence_parallel: bool = False, island: IslandNo
         channels={name: new_group(pipe) for name in CHANNELS},
         context=new_group(mesh.group_of(rank, "cp")) if mesh.cp > 1 else None,
         samples=new_group(mesh.group_of(rank, *mesh.sample_axes)) if mesh.cp > 1 else None,
+        experts=new_group(mesh.together(rank)) if mesh.ep > 1 else None,
+        expert_data=new_group(mesh.same(rank, experts=True)) if mesh.ep > 1 else None,
         sequence_parallel=sequence_parallel,
         island=island,
     )

@@ -81,21 +81,27 @@ class Layout:
     def zero_plan(self, pp_rank: int) -> ZeroPlan:
         """ZeRO's cut of a pipeline rank's trained parameters, for dsx's own optimizer groups.
 
-        There is one group, in layer order. ZeRO-1 and 2 cut a group as one flat tensor, so there a weight
-        that is tied across pipeline ranks has a group of its own after it, which both its holders cut alike.
+        There is one group, in layer order, and one of experts after it. ZeRO-1 and 2 cut a group as one flat
+        tensor, so there a weight that is tied across pipeline ranks has a group of its own behind them, which
+        both its holders cut alike.
         """
         plain: list[tuple[str, int]] = []
+        experts: list[tuple[str, int]] = []
         tied: list[tuple[str, int]] = []
         at = self.mesh.at()
         for spec in self.params_of(pp_rank):
             if not spec.trained:
                 continue
-            held = (spec.name, prod(spec.local_shape(at)))
             alone = self.zero_stage in (1, 2) and len(self.owners(spec)) > 1
-            (tied if alone else plain).append(held)
-        groups = (tuple(plain), *((item,) for item in tied))
+            shared = spec.experts is not None and self.mesh.ep > 1
+            (tied if alone else experts if shared else plain).append((spec.name, prod(spec.local_shape(at))))
+        groups = tuple(tuple(group) for group in (plain, experts, *([item] for item in tied)) if group)
         return ZeroPlan(
-            stage=self.zero_stage, dp=self.mesh.num_replicas, groups=tuple(group for group in groups if group)
+            stage=self.zero_stage,
+            dp=self.mesh.num_replicas,
+            groups=groups,
+            experts_over=self.mesh.ep,
+            experts=frozenset(at for at, group in enumerate(groups) if experts and group[0] == experts[0]),
         )
 
     def holdings(self, rank: int) -> tuple[Holding, ...]:
@@ -106,8 +112,9 @@ class Layout:
         weights, state = plan.weights(replica), plan.state(replica)
 
         def frozen(spec: ParamSpec) -> tuple[int, int]:
-            numel = prod(spec.local_shape(at))
-            return part_of(numel, plan.dp, replica) if self.zero_stage == 3 else (0, numel)
+            numel, experts = prod(spec.local_shape(at)), spec.experts is not None
+            its = self.mesh.replicas(experts=experts), self.mesh.replica_of(rank, experts=experts)
+            return part_of(numel, *its) if self.zero_stage == 3 else (0, numel)
 
         return tuple(
             Holding(

@@ -30,6 +30,7 @@ class LayoutRequest:
         data: Data-parallel degree.
         context: Context-parallel degree.
         context_method: How attention sees sequences that several ranks share.
+        expert: Expert-parallel degree.
         chunks: Virtual stages per pipeline rank.
         schedule: Name of the pipeline's schedule.
         model: The architecture.
@@ -51,6 +52,7 @@ class LayoutRequest:
     data: int | None = None
     context: int = 1
     context_method: ContextMethod = "all_gather"
+    expert: int = 1
     chunks: int | None = None
     schedule: str | None = None
     model: Model | None = None
@@ -131,6 +133,23 @@ def _mended(rule: _Rule, asked: LayoutRequest) -> str:
 
 def _undivided(ranks: int, ranks_do: str, degree: int) -> str | None:
     return f"{ranks_do.format(ranks)} not divide by it" if ranks % degree else None
+
+
+def _not_together(ranks: int, context: int, expert: int, tensor: int, pipeline: int) -> str | None:
+    """Experts are shared out over neighbours of data x context."""
+    left, rest = divmod(ranks, tensor * pipeline)
+    if rest or left % context or left % expert == 0:
+        return None
+    beside = f"tensor {tensor} x pipeline {pipeline}"
+    return f"{beside} leave {left} ranks of data x context, which do not divide by it"
+
+
+def _whole_experts(model: Model, expert: int) -> str | None:
+    if expert == 1:
+        return None
+    if not isinstance(model, HubModel):
+        return f"{model.family}: the model has no experts"
+    return model.unshared_experts(expert)
 
 
 def _undivided_together(ranks: int, ranks_do: str, tensor: int, pipeline: int, context: int) -> str | None:
@@ -276,6 +295,14 @@ _RULES = (
         _drops,
         'use "all_gather", or set the attention dropout to 0',
     ),
+    _Rule("expert", ("ranks", "ranks_do", "expert"), _undivided, _RANKS),
+    _Rule(
+        "expert",
+        ("ranks", "context", "expert", "tensor", "pipeline"),
+        _not_together,
+        "use {either}, or another dsx.parallel.tensor or dsx.parallel.pipeline",
+    ),
+    _Rule("expert", ("model", "expert"), _whole_experts),
     _Rule(
         "chunks",
         ("schedule", "pipeline", "chunks"),

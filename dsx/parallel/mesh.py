@@ -42,16 +42,23 @@ class Axis:
         """Whether its ranks hold the same parameters, so that gradients are summed over them."""
         return self.divides in ("samples", "sequence")
 
+    @property
+    def overlaid(self) -> bool:
+        """Whether its ranks are replicas of everything else, which it shares out without being more ranks."""
+        return self.divides == "experts"
+
 
 AXES = (
     Axis("pp", "pipeline", "pipe", divides="layers"),
     Axis("dp", "data", "data", divides="samples"),
     Axis("cp", "context", None, divides="sequence"),
     Axis("tp", "tensor", "model", divides="features"),
+    Axis("ep", "expert", None, divides="experts"),
 )
 """Every axis, outermost first: DeepSpeed's row-major ``pipe, data, model``, tensor varying fastest
 (deepspeed/runtime/pipe/topology.py, PipeModelDataParallelTopology). Context stands inside of data, so that
-data x context is one axis of that topology."""
+data x context is one axis of that topology. Experts are laid over that axis: every ``ep`` neighbours on it
+hold the experts of a layer together, and so as many ranks as without them do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +79,10 @@ class Coordinates:
             if name == axis:
                 return degree, index
         return 1, 0
+
+    def beside(self, other: Coordinates) -> Coordinates:
+        """On these axes and those of ``other``."""
+        return Coordinates((*self.axes, *other.axes))
 
 
 ALONE = Coordinates()
@@ -111,10 +122,16 @@ class Mesh:
         for name, degree in self.axes:
             if degree < 1:
                 raise LayoutError(f"mesh axis {name} = {degree}", "a degree is at least 1", "use 1 or more")
+        if self.num_replicas % self.ep:
+            raise LayoutError(
+                f"mesh axis ep = {self.ep}",
+                f"the {self.num_replicas} ranks of data x context do not divide by it",
+                "use a degree that divides data x context",
+            )
 
     @classmethod
     def of(cls, **degrees: int) -> Mesh:
-        """Mesh of the degrees given by axis (``pp``, ``dp``, ``cp``, ``tp``); the others are 1.
+        """Mesh of the degrees given by axis (``pp``, ``dp``, ``cp``, ``tp``, ``ep``); others are 1.
 
         An axis that DeepSpeed lacks is left out where its degree is 1, so that checkpoints and records of a
         mesh without it are what they were before there was such an axis.
@@ -138,17 +155,24 @@ class Mesh:
         >>> Mesh.over(8, pp=2, tp=2).axes
         (('pp', 2), ('dp', 2), ('tp', 2))
         """
+        experts = degrees.pop("ep", 1)
         given = cls.of(**degrees)
         if ranks % given.size:
             raise LayoutError(
                 f"mesh of {given.words}", f"it does not divide {ranks} ranks", "use other degrees"
             )
         (samples,) = _dividing("samples")
-        return cls.of(**dict(given.axes) | {samples: given.degree(samples) * ranks // given.size})
+        more = {samples: given.degree(samples) * ranks // given.size, "ep": experts}
+        return cls.of(**dict(given.axes) | more)
 
     @property
     def size(self) -> int:
-        return prod(degree for _, degree in self.axes)
+        return prod(degree for _, degree in self._ranked)
+
+    @property
+    def _ranked(self) -> tuple[tuple[str, int], ...]:
+        """The axes along which there are more ranks."""
+        return tuple((name, degree) for name, degree in self.axes if name not in _OVERLAID)
 
     @property
     def pp(self) -> int:
@@ -168,6 +192,11 @@ class Mesh:
     def tp(self) -> int:
         return self.degree("tp")
 
+    @property
+    def ep(self) -> int:
+        """Expert-parallel degree: the number of parts that the experts of a layer are shared out in."""
+        return self.degree("ep")
+
     def degree(self, axis: str) -> int:
         """Degree of ``axis``, 1 if the mesh lacks it."""
         return dict(self.axes).get(axis, 1)
@@ -180,17 +209,16 @@ class Mesh:
     @property
     def words(self) -> str:
         """All degrees in words: how the model is cut, innermost first, then how often it is there."""
-        named = [(axis, self.degree(axis.name)) for axis in self.named]
+        named = [(axis, self.degree(axis.name)) for axis in self.named if not axis.overlaid]
         cuts = [(axis, degree) for axis, degree in reversed(named) if not axis.replicates]
-        return " x ".join(
-            f"{axis.title} {degree}"
-            for axis, degree in (*cuts, *((axis, degree) for axis, degree in named if axis.replicates))
-        )
+        every = (*cuts, *((axis, degree) for axis, degree in named if axis.replicates))
+        found = " x ".join(f"{axis.title} {degree}" for axis, degree in every)
+        return found if self.ep == 1 else f"{found}, experts over {self.ep} of them"
 
     @property
     def model_axes(self) -> tuple[str, ...]:
         """Axes whose ranks hold different parameters: together they hold one model."""
-        return tuple(axis.name for axis in AXES if not axis.replicates)
+        return tuple(axis.name for axis in AXES if not axis.replicates and not axis.overlaid)
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
@@ -229,20 +257,39 @@ class Mesh:
         """Which share of every batch ``rank`` reads."""
         return self._index(rank, self.sample_axes)
 
-    def copies(self, rank: int, *, cut: bool, divided: bool) -> tuple[int, int]:
+    def replicas(self, *, experts: bool = False) -> int:
+        """Ranks that hold the same parameters: of experts, or of all else (:attr:`num_replicas`)."""
+        return self.num_replicas // self.ep if experts else self.num_replicas
+
+    def replica_of(self, rank: int, *, experts: bool = False) -> int:
+        """Which of :meth:`replicas` ``rank`` is."""
+        return self.replica(rank) // self.ep if experts else self.replica(rank)
+
+    def same(self, rank: int, *, experts: bool = False) -> tuple[int, ...]:
+        """The :meth:`replicas` of a rank, itself among them, in their order."""
+        every = self.group_of(rank, *self.replica_axes)
+        return every[self.replica(rank) % self.ep :: self.ep] if experts else every
+
+    def together(self, rank: int) -> tuple[int, ...]:
+        """The ranks that hold the experts of a layer together with ``rank``, itself among them, in order."""
+        first = self.replica(rank) // self.ep * self.ep
+        return self.group_of(rank, *self.replica_axes)[first : first + self.ep]
+
+    def copies(self, rank: int, *, cut: bool, divided: bool, experts: bool = False) -> tuple[int, int]:
         """Which of the ranks with the same elements of a parameter ``rank`` is, and how many they are.
 
         Args:
             rank: The rank.
             cut: Whether axes that divide features divide the parameter.
             divided: Whether ZeRO divides it, or its state, over replicas.
+            experts: Whether it is of experts.
         """
-        axes = tuple(
-            axis.name
-            for axis in AXES
-            if (axis.replicates and not divided) or (axis.divides == "features" and not cut)
-        )
-        return self._index(rank, axes), self._count(axes)
+        axes = () if cut else _dividing("features")
+        index, count = self._index(rank, axes), self._count(axes)
+        if divided:
+            return index, count
+        replica, replicas = self.replica_of(rank, experts=experts), self.replicas(experts=experts)
+        return replica * count + index, replicas * count
 
     def random_stream(self, rank: int) -> int:
         """Number of the stream of random numbers that ``rank`` draws, outside of what features divide.
@@ -250,7 +297,7 @@ class Mesh:
         Ranks along an axis that divides features compute the same activations there and must drop the same
         ones; all other ranks have layers, samples or positions of their own.
         """
-        return self._index(rank, tuple(axis.name for axis in AXES if axis.divides != "features"))
+        return self._index(rank, tuple(name for name, _ in self._ranked if name not in _dividing("features")))
 
     def is_first(self, rank: int, *axes: str) -> bool:
         """Whether ``rank`` is the first along each of ``axes``."""
@@ -260,6 +307,8 @@ class Mesh:
     def at(self, rank: int = 0) -> Coordinates:
         """Where ``rank`` stands. Raises LayoutError outside ``range(size)``."""
         found = self.coords(rank)
+        if self.ep > 1:
+            found |= {"ep": self.replica(rank) % self.ep}
         return Coordinates(tuple((name, degree, found[name]) for name, degree in self.axes))
 
     def coords(self, rank: int) -> dict[str, int]:
@@ -267,21 +316,21 @@ class Mesh:
         if not 0 <= rank < self.size:
             raise LayoutError(f"rank {rank}", f"the mesh has {self.size} ranks", f"use 0 to {self.size - 1}")
         out: dict[str, int] = {}
-        for name, degree in reversed(self.axes):
+        for name, degree in reversed(self._ranked):
             rank, out[name] = divmod(rank, degree)
         return dict(reversed(out.items()))
 
     def rank(self, **coords: int) -> int:
         """Rank at ``coords``; an axis left out counts as 0."""
         rank = 0
-        for name, degree in self.axes:
+        for name, degree in self._ranked:
             rank = rank * degree + coords.get(name, 0)
         return rank
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
         """Ranks that differ only on ``axes``, one tuple per group, each in rank order."""
-        kept = [(name, range(degree)) for name, degree in self.axes if name not in axes]
-        free = [(name, range(degree)) for name, degree in self.axes if name in axes]
+        kept = [(name, range(degree)) for name, degree in self._ranked if name not in axes]
+        free = [(name, range(degree)) for name, degree in self._ranked if name in axes]
         return tuple(
             tuple(
                 self.rank(**_named(kept, at), **_named(free, offset))
@@ -300,10 +349,13 @@ class Mesh:
     def _index(self, rank: int, axes: tuple[str, ...]) -> int:
         """Place of ``rank`` among those that differ on ``axes`` alone, the innermost varying fastest."""
         at, index = self.coords(rank), 0
-        for name, degree in self.axes:
+        for name, degree in self._ranked:
             if name in axes:
                 index = index * degree + at[name]
         return index
+
+
+_OVERLAID = frozenset(axis.name for axis in AXES if axis.overlaid)
 
 
 def _dividing(what: Divided) -> tuple[str, ...]:

@@ -59,7 +59,9 @@ class ZeroPlan:
     Attributes:
         stage: ZeRO stage, 0 to 3.
         dp: Data-parallel degree.
-        groups: Optimizer groups; each lists (name, elements of the tp-local tensor) in the optimizer's order.
+        groups: Optimizer groups; each lists (name, elements of the local tensor) in the optimizer's order.
+        experts_over: Neighbours among the data-parallel ranks that hold the experts of a layer together.
+        experts: Indices of the groups of experts. Each of those is cut over every ``experts_over``-th rank.
         sub_group_size: ``zero_optimization.sub_group_size`` (stage 3).
         alignment: Elements that each parameter's start is aligned to (stages 1 and 2): 1, or 16 bytes' worth
             with ``zero_optimization.parameter_alignment``.
@@ -69,6 +71,8 @@ class ZeroPlan:
     stage: int
     dp: int
     groups: tuple[tuple[tuple[str, int], ...], ...]
+    experts_over: int = 1
+    experts: frozenset[int] = frozenset()
     sub_group_size: int = 1_000_000_000
     alignment: int = 1
     round_robin: bool = False
@@ -78,10 +82,24 @@ class ZeroPlan:
             raise LayoutError(f"ZeRO stage {self.stage}", "no such stage", "use 0, 1, 2 or 3")
         if self.dp < 1:
             raise LayoutError(f"data-parallel degree {self.dp}", "not at least 1", "use 1 or more")
+        if self.dp % self.experts_over:
+            raise LayoutError(
+                f"experts over {self.experts_over} ranks",
+                f"there are {self.dp}",
+                "use a degree that divides them",
+            )
         names = [name for group in self.groups for name, _ in group]
         if len(set(names)) < len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
             raise LayoutError(f"optimizer groups with {twice}", "named twice", "list each parameter once")
+
+    def ranks(self, group: int) -> int:
+        """Ranks that a group is cut over."""
+        return self.dp // self.experts_over if group in self.experts else self.dp
+
+    def place(self, group: int, dp_rank: int) -> int:
+        """Which of :meth:`ranks` a data-parallel rank is."""
+        return dp_rank // self.experts_over if group in self.experts else dp_rank
 
     def buffers(self, dp_rank: int) -> tuple[Buffer, ...]:
         """The flat tensors whose optimizer state data-parallel rank ``dp_rank`` keeps.
@@ -111,16 +129,21 @@ class ZeroPlan:
         return {name: (0, numel) for group in self.groups for name, numel in group}
 
     def owners(self) -> dict[str, list[tuple[int, int, int]]]:
-        """Ranks that keep optimizer state of each parameter, in order, each with its interval of elements."""
+        """Ranks that keep optimizer state of each parameter, in order, each with its interval of elements.
+
+        A rank is its place among those that the parameter's group is cut over.
+        """
         found: dict[str, list[tuple[int, int, int]]] = {}
         for rank in range(self.dp):
             for buffer in self.buffers(rank):
+                its = self.place(buffer.group, rank), self.ranks(buffer.group)
                 for piece in buffer.pieces:
-                    found.setdefault(piece.name, []).append((rank, piece.start, piece.stop))
+                    if its[0] * self.dp // its[1] == rank:  # of neighbours, which are alike, the first
+                        found.setdefault(piece.name, []).append((its[0], piece.start, piece.stop))
         return found
 
     def part(self, numel: int) -> int:
-        """:func:`part_numel` of a parameter of ``numel`` elements."""
+        """:func:`part_numel` of a parameter of ``numel`` elements, but for experts."""
         return part_numel(numel, self.dp)
 
     def sub_groups(self) -> list[tuple[int, tuple[tuple[str, int], ...]]]:
@@ -131,7 +154,7 @@ class ZeroPlan:
             size = 0
             for name, numel in group:
                 held.append((name, numel))
-                size += self.part(numel)
+                size += part_numel(numel, self.ranks(index))
                 if size >= self.sub_group_size:
                     found.append((index, tuple(held)))
                     held, size = [], 0
@@ -144,12 +167,12 @@ class ZeroPlan:
 
     def _per_group(self, index: int, group: Sequence[tuple[str, int]], dp_rank: int) -> list[Buffer]:
         spans, end = [], 0
-        for name, numel in self.in_flat_order(group):
+        for name, numel in self.in_flat_order(index, group):
             start = -(-end // self.alignment) * self.alignment
             end = start + numel
             spans.append((name, start, end))
-        size = 2 * -(-end // (2 * self.dp))
-        low, high = dp_rank * size, (dp_rank + 1) * size
+        size, place = 2 * -(-end // (2 * self.ranks(index))), self.place(index, dp_rank)
+        low, high = place * size, (place + 1) * size
         pieces = tuple(
             ZeroPiece(name, max(low, start) - start, min(high, end) - start, max(low, start) - low)
             for name, start, end in spans
@@ -157,16 +180,17 @@ class ZeroPlan:
         )
         return [Buffer(index, size, pieces)]
 
-    def in_flat_order(self, group: Sequence[tuple[str, int]]) -> Sequence[tuple[str, int]]:
+    def in_flat_order(self, index: int, group: Sequence[tuple[str, int]]) -> Sequence[tuple[str, int]]:
         """A group's parameters as they lie in its buffer: round-robin, every ``dp``-th first."""
-        return [item for at in range(self.dp) for item in group[at :: self.dp]] if self.round_robin else group
+        ranks = self.ranks(index)
+        return [item for at in range(ranks) for item in group[at::ranks]] if self.round_robin else group
 
     def _per_parameter(self, dp_rank: int) -> Iterator[Buffer]:
         for index, sub_group in self.sub_groups():
             pieces, offset = [], 0
             for name, numel in sub_group:
-                start, stop = part_of(numel, self.dp, dp_rank)
+                start, stop = part_of(numel, self.ranks(index), self.place(index, dp_rank))
                 if start < stop:
                     pieces.append(ZeroPiece(name, start, stop, offset))
-                offset += self.part(numel)
+                offset += part_numel(numel, self.ranks(index))
             yield Buffer(index, offset, tuple(pieces))

@@ -17,7 +17,8 @@ from dsx.config.load import content_of, load, override
 from dsx.config.ordinary import complete, replace_model, value_at
 from dsx.config.resolve import resolve
 from dsx.config.run import RunConfig
-from dsx.config.schema import OuterConfig, ParallelConfig
+from dsx.config.schema import OuterConfig
+from dsx.config.schema_parallel import ParallelConfig
 from dsx.config.sources import find_model
 from dsx.config.wording import at, either, item_without_secrets
 from dsx.errors import ConfigError, DsxError

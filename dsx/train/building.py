@@ -58,6 +58,7 @@ def build_layers(
         pad_multiple=settings.model.vocab_multiple,
         split=split,
         cp=replace(groups.context_parallel, method=settings.parallel.method),
+        ep=groups.expert_parallel,
         mlp_tiles=config.mlp_tiles,
     )
     with ExitStack() as files:

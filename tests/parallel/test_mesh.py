@@ -80,9 +80,9 @@ def test_wrong_meshes_are_refused():
 
 def test_an_unknown_axis_is_refused():
     with pytest.raises(
-        LayoutError, match=r"mesh axis 'ep': there is no such axis\. Fix: use pp, dp, cp, tp\."
+        LayoutError, match=r"mesh axis 'sp': there is no such axis\. Fix: use pp, dp, cp, tp, ep\."
     ):
-        Mesh.of(ep=2)
+        Mesh.of(sp=2)
 
 
 @SETTINGS

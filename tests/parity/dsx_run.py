@@ -24,6 +24,7 @@ class Case:
     chunks: int = 1
     dp: int = 1
     cp: int = 1
+    ep: int = 1
     context_method: str = "auto"
     zero: int = 0
     accumulation: int = 3
@@ -58,6 +59,7 @@ class Case:
         ]
         parts += [f"m{self.accumulation}"]
         parts += [f"cp{self.cp}"] if self.cp > 1 else []
+        parts += [f"ep{self.ep}"] if self.ep > 1 else []
         parts += [self.context_method] if self.context_method != "auto" else []
         parts += [] if self.sequence_parallel or self.tp == 1 else ["nosp"]
         parts += [self.recompute] if self.recompute != "none" else []
@@ -94,6 +96,7 @@ def config(case: Case, folder: Path | None) -> dict[str, Any]:
                 "sequence_parallel": case.sequence_parallel,
                 "context": case.cp,
                 "context_method": case.context_method,
+                "expert": case.ep,
             },
             "schedule": {"name": case.schedule},
             "partition": {"method": case.partition},

@@ -470,7 +470,9 @@ def blocks_of(layout: Layout, rank: int, wanted: Mapping[str, Sequence[Entry]]) 
         for entry in states:
             is_weight = entry.state == "weight" and not own_master
             interval, stage = (held.weights, 3) if is_weight else (held.state, 1)
-            copies = mesh.copies(rank, cut=spec.split is not None, divided=layout.zero_stage >= stage)
+            divided = layout.zero_stage >= stage
+            cut, experts = spec.split is not None, spec.experts is not None
+            copies = mesh.copies(rank, cut=cut, divided=divided, experts=experts)
             block = StoredBlock.of(entry, spec, at, interval, numbers[spec.name], copies)
             found += [] if block is None else [block]
     return file_order(found)

@@ -1,4 +1,4 @@
-"""Cuts a logical tensor into the local ones of its tensor-parallel ranks, and merges them."""
+"""Cuts a logical tensor into the local ones of its ranks, and merges them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,19 @@ def part_of(spec: ParamSpec, whole: Tensor, at: Coordinates) -> Tensor:
     return part
 
 
-def merge(spec: ParamSpec, shards: Sequence[Tensor]) -> Tensor:
-    """The logical tensor from every tensor-parallel rank's local one, in rank order; padding is dropped."""
-    if spec.split is None:
+def merge(spec: ParamSpec, shards: Sequence[Tensor], places: Sequence[Coordinates] | None = None) -> Tensor:
+    """The logical tensor from local ones that together hold all of it; padding is dropped.
+
+    Args:
+        spec: The parameter.
+        shards: Those of every tensor-parallel rank in rank order, or of ranks at ``places``.
+        places: Where the ranks stand.
+    """
+    places = places or [Mesh.of(tp=len(shards)).at(rank) for rank in range(len(shards))]
+    if not spec.cuts(places[0]):
         return shards[0]
     whole = shards[0].new_empty(spec.shape)
-    for rank, shard in enumerate(shards):
-        for part, box in regions(shard, spec, Mesh.of(tp=len(shards)).at(rank)):
+    for at, shard in zip(places, shards, strict=True):
+        for part, box in regions(shard, spec, at):
             whole[tuple(slice(*span) for span in box)] = part
     return whole

@@ -34,7 +34,7 @@ from dsx.models.spec import Adapter, HubModel, Model
 from dsx.nn.adapter import begin, left
 from dsx.nn.quantized import is_quantized, quantize
 from dsx.parallel.groups import Groups
-from dsx.parallel.mesh import ALONE, Coordinates
+from dsx.parallel.mesh import ALONE, Coordinates, Mesh
 
 _GENERATION = "generation_config.json"
 _TOKENIZER_FILES = {
@@ -179,7 +179,8 @@ def logical_tensors(
             if getattr(parameter, "ds_pipe_replicated", False):
                 continue
             whole = torch.empty(0)
-            if pipeline.groups.replica == 0:
+            groups = pipeline.groups
+            if groups.mesh.replica_of(groups.rank, experts=spec.experts is not None) == 0:
                 whole = _whole(parameter.detach(), spec, pipeline.groups)
             yield spec, whole
     for spec, buffer in _buffers(pipeline, specs):
@@ -395,11 +396,16 @@ def _names_of(model: Model) -> hf.NamesOf | None:
 
 
 def _whole(local: torch.Tensor, spec: ParamSpec, groups: Groups) -> torch.Tensor:
-    """Assemble a logical tensor from its tensor-parallel parts, on tp rank 0."""
-    shards = [local]
-    if spec.split is not None and groups.mesh.tp > 1:
-        shards = [torch.empty_like(local) for _ in range(groups.mesh.tp)]
-        dist.all_gather(shards, local.contiguous(), group=groups.tensor)
-    if groups.tp_rank != 0:
+    """Assemble a logical tensor from the parts of a replica's ranks, on the first of them."""
+    mesh, held = groups.mesh, local.contiguous()[None]
+    tensor = mesh.tp if spec.split is not None else 1
+    expert = mesh.ep if spec.experts is not None else 1
+    for degree, group in ((tensor, groups.tensor), (expert, groups.experts)):
+        if degree > 1:
+            every = [torch.empty_like(held) for _ in range(degree)]
+            dist.all_gather(every, held, group=group)
+            held = torch.cat(every)
+    if groups.tp_rank != 0 or groups.replica != 0:
         return torch.empty(0)
-    return slices.merge(spec, [shard.to("cpu", copy=True) for shard in shards])
+    places = Mesh.of(tp=tensor, dp=expert, ep=expert)
+    return slices.merge(spec, [*held.cpu()], [places.at(rank) for rank in range(places.size)]).clone()

@@ -96,7 +96,8 @@ class _Share:
     ) -> Iterator[StoredBlock]:
         """What is stored of elements from ``start`` on of a flattened local tensor, if anything is."""
         (state, role), rank = kind, self._groups.rank
-        copies = self._groups.mesh.copies(rank, cut=is_cut(spec), divided=divided)
+        cut, experts = is_cut(spec), spec.experts is not None
+        copies = self._groups.mesh.copies(rank, cut=cut, divided=divided, experts=experts)
         # Ranks may have changed buffers: the first one's are stored. A tied weight is another stage's.
         elsewhere = copies[0] > 0 if role == "buffer" else getattr(tensor, "ds_pipe_replicated", False)
         if elsewhere and not self._everything:
@@ -123,7 +124,8 @@ def _untrained(run: CheckpointedRun, share: _Share) -> Iterator[StoredBlock]:
         divided = hasattr(frozen, "ds_id")
         if divided:
             size, numel = frozen.partition_numel(), int(frozen.ds_numel)
-            low = min(run.groups.replica * size, numel)
+            mesh, rank = run.groups.mesh, run.groups.rank
+            low = min(mesh.replica_of(rank, experts=spec.experts is not None) * size, numel)
             high, values = min(low + size, numel), frozen.ds_tensor.detach().view(-1)
         part = values[: high - low]
         yield from share.block(frozen, spec, (WEIGHT, "frozen"), low, part, number, divided=divided)

@@ -22,6 +22,7 @@ from dsx.config.resolve import zero_problems
 from dsx.config.schema import ZeroConfig
 from dsx.engine.chunks import Tie
 from dsx.engine.zero.adapter import ZeroAdapter
+from dsx.engine.zero.experts import of_experts
 from dsx.engine.zero.loss_scale import LossScale
 from dsx.engine.zero.master_shards import owners
 from dsx.engine.zero.norm import NormScope
@@ -164,6 +165,12 @@ def _reduction(
     offloads, count = getattr(optimizer, "cpu_offload", False), engine.gradient_accumulation_steps()
     each = reduces_micro_batches(zero.reduce, stage, offloads=offloads, micro_batches=count)
     if each or not reducible(engine):
+        if groups.expert_data is not None:
+            raise ConfigError(
+                'dsx.zero.reduce = "micro_batch"' if each else "gradients that DeepSpeed reduces",
+                "it sums the gradients of experts over ranks that have others",
+                'use "step"' if each else "leave out what has it do so: ZenFlow, Muon, sparse embeddings",
+            )
         return LeftToDeepSpeed()
     partitioned = type(optimizer).__name__ == "DeepSpeedZeroOptimizer"
     parameters = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
@@ -183,17 +190,21 @@ def _reduction(
         store,
         names={parameter: name for name, parameter in parameters.items()},
         group=groups.data,
+        # Sums of experts' are of the tokens of all that hold them together.
         scale=Scale.of(
             engine, groups.mesh.num_replicas, always_before=partitioned and optimizer.reduce_scatter
         ),
         wire_dtype=wire_dtype,
+        among=groups.replicas_of,
         owners=owners(engine) if stage else None,
     )
     return ChunkReduction(
         transport,
         sizes={parameter: parameter.numel() for parameter in parameters.values()},
         uses=uses,
-        kinds={parameter: wire_dtype(parameter) for parameter in parameters.values()},
+        kinds={
+            parameter: (wire_dtype(parameter), of_experts(parameter)) for parameter in parameters.values()
+        },
         bucket_elements=engine.zero_reduce_bucket_size(),
         rank=groups.pp_rank,
     )

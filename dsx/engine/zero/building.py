@@ -30,6 +30,7 @@ from torch import nn
 from dsx.config.deepspeed import precision
 from dsx.engine.settings import Settings
 from dsx.engine.zero import require_supported
+from dsx.engine.zero.experts import place
 from dsx.errors import ConfigError, ModelError
 from dsx.nn.parameters import DTYPES
 from dsx.parallel.groups import Grid, Groups
@@ -40,10 +41,11 @@ class LayerPartitioner:
 
     Args:
         init: DeepSpeed's ``zero.Init``, set up for those ranks and never entered.
+        groups: This rank's process groups.
     """
 
-    def __init__(self, init: Any) -> None:
-        self._init = init
+    def __init__(self, init: Any, groups: Groups) -> None:
+        self._init, self._groups = init, groups
 
     @classmethod
     def of_settings(cls, settings: Settings, groups: Groups) -> LayerPartitioner | None:
@@ -61,7 +63,8 @@ class LayerPartitioner:
                 config_dict_or_path=copy.deepcopy(settings.deepspeed),
                 mpu=Grid(groups, replicas=True),
                 zero_param_parallel_group=deepspeed_groups._get_zero_param_intra_parallel_group(),  # noqa: SLF001
-            )
+            ),
+            groups,
         )
 
     @classmethod
@@ -75,12 +78,13 @@ class LayerPartitioner:
         init.ds_process_group = groups.data
         init.rank = init.rank_in_group = dist.get_rank(group=groups.data)
         init.dp_world_size = init.num_ranks_in_param_group = dist.get_world_size(group=groups.data)
-        return cls(init)
+        return cls(init, groups)
 
     def partition(self, layer: nn.Module) -> None:
         """Keep this rank's part of each parameter, and put a stand-in in the parameter's place."""
         # ``low`` is the dtype that the engine would cast to; None in fp32, which leaves layers as built.
         init, low = self._init, None if self._init.dtype == torch.float32 else self._init.dtype
+        place(layer.parameters(), self._groups)
         for parameter in layer.parameters():
             if hasattr(parameter, "ds_id"):
                 continue

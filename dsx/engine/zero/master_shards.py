@@ -148,12 +148,16 @@ def _refresh_partitions(wrapper: Any) -> None:
 def owners(engine: Any) -> dict[nn.Parameter, list[tuple[int, int, int]]]:
     """ZeRO-1 and 2: the data-parallel ranks that update a parameter, each with its interval, in order.
 
-    An interval is its first element of the flattened parameter, and the one after its last.
+    A rank is its place in the process group of the parameter's optimizer group. An interval is its first
+    element of the flattened parameter, and the one after its last.
     """
     wrapper = engine.optimizer
-    cut = _bf16_cut if type(wrapper).__name__ == "BF16_Optimizer" else _zero_1_and_2_cut
-    plan, parameters = cut(wrapper)
-    return {parameters[name]: intervals for name, intervals in plan.owners().items()}
+    cuts = _bf16_cuts if type(wrapper).__name__ == "BF16_Optimizer" else _zero_1_and_2_cuts
+    return {
+        parameters[name]: intervals
+        for plan, parameters in cuts(wrapper)
+        for name, intervals in plan.owners().items()
+    }
 
 
 _Cut = tuple[ZeroPlan, dict[str, nn.Parameter]]
@@ -192,43 +196,55 @@ def _spans(cut: _Cut, process_group: Any = None) -> list[tuple[ParameterSpan, ..
     ]
 
 
-def _zero_1_and_2_cut(wrapper: Any) -> _Cut:
+def _cuts(
+    groups: Sequence[Sequence[nn.Parameter]], ranks: Sequence[Any], stage: int, **options: Any
+) -> list[_Cut]:
+    """Each group's, over the process group of its own."""
+    return [_cut([group], stage, its, **options) for group, its in zip(groups, ranks, strict=True)]
+
+
+def _zero_1_and_2_cuts(wrapper: Any) -> list[_Cut]:
     groups = wrapper.bit16_groups
     element_bytes = groups[0][0].element_size()
     alignment = max(1, 16 // element_bytes) if wrapper.parameter_alignment else 1
-    return _cut(
-        groups,
-        1,
-        wrapper.real_dp_process_group[0],
-        alignment=alignment,
-        round_robin=bool(wrapper.round_robin_gradients),
-    )
+    round_robin = bool(wrapper.round_robin_gradients)
+    return _cuts(groups, wrapper.real_dp_process_group, 1, alignment=alignment, round_robin=round_robin)
+
+
+def _bf16_cuts(wrapper: Any) -> list[_Cut]:
+    return _cuts(wrapper.bf16_groups, wrapper.real_dp_process_group, 1)
+
+
+def _of_groups(
+    wrapper: Any,
+    cuts: Sequence[_Cut],
+    ranks: Sequence[Any],
+    masters: Sequence[torch.Tensor],
+    numbers: Mapping[int, int] | None = None,
+) -> Iterator[MasterShard]:
+    """The masters of flat groups; ``numbers`` are the optimizer's of those that are parts of its groups."""
+    for index, (cut, its, master) in enumerate(zip(cuts, ranks, masters, strict=True)):
+        (spans,) = _spans(cut, its)
+        group = index if numbers is None else numbers[index]
+        yield MasterShard(master=master, group=group, spans=spans, optimizer=wrapper.optimizer)
 
 
 def _zero_1_and_2(wrapper: Any) -> Iterator[MasterShard]:
-    spans = _spans(_zero_1_and_2_cut(wrapper), wrapper.real_dp_process_group[0])
-    masters = wrapper.single_partition_of_fp32_groups
-    for group, (master, its) in enumerate(zip(masters, spans, strict=True)):
-        yield MasterShard(master=master, group=group, spans=its, optimizer=wrapper.optimizer)
-
-
-def _bf16_cut(wrapper: Any) -> _Cut:
-    return _cut(wrapper.bf16_groups, 1, wrapper.real_dp_process_group[0])
+    ranks, masters = wrapper.real_dp_process_group, wrapper.single_partition_of_fp32_groups
+    yield from _of_groups(wrapper, _zero_1_and_2_cuts(wrapper), ranks, masters)
 
 
 def _bf16(wrapper: Any) -> Iterator[MasterShard]:
-    spans = _spans(_bf16_cut(wrapper), wrapper.real_dp_process_group[0])
-    for group, (master, its) in enumerate(zip(wrapper.fp32_groups_flat_partition, spans, strict=True)):
-        yield MasterShard(master=master, group=group, spans=its, optimizer=wrapper.optimizer)
+    ranks, masters = wrapper.real_dp_process_group, wrapper.fp32_groups_flat_partition
+    yield from _of_groups(wrapper, _bf16_cuts(wrapper), ranks, masters)
 
 
 def _zero_3(wrapper: Any) -> Iterator[MasterShard]:
     """Sub-groups are cut parameter by parameter, as a group that nothing closes."""
-    ranks = wrapper.dp_process_group
-    spans = _spans(_cut(wrapper.fp16_groups, 3, ranks, sub_group_size=sys.maxsize), ranks)
-    for index, (master, its) in enumerate(zip(wrapper.fp32_partitioned_groups_flat, spans, strict=True)):
-        group = wrapper.sub_group_to_group_id[index]
-        yield MasterShard(master=master, group=group, spans=its, optimizer=wrapper.optimizer)
+    ranks = wrapper.sub_group_process_groups
+    cuts = _cuts(wrapper.fp16_groups, ranks, 3, sub_group_size=sys.maxsize)
+    numbers = wrapper.sub_group_to_group_id
+    yield from _of_groups(wrapper, cuts, ranks, wrapper.fp32_partitioned_groups_flat, numbers)
 
 
 def _flat_groups(wrapper: Any) -> Iterator[MasterShard]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from dsx.engine.zero.experts import of_experts
 from dsx.engine.zero.replica_check import Parts, ReplicaGradients, sum_of_squares
 from dsx.parallel.groups import Groups
 
@@ -19,10 +21,11 @@ Refuses = Callable[[torch.Tensor], bool]
 class NormScope:
     """Which local gradients count, and over which ranks their squares are summed.
 
-    A tensor that tensor-parallel ranks hold whole counts on the first of them; a tied copy on a later
-    pipeline rank not at all. DeepSpeed's own norm sums per parameter group, one collective each, and so hangs
-    when pipeline ranks have different numbers of groups (a tied group on the first and last only, or ZeRO-3's
-    sub-groups of unequal stages): here every rank takes part in exactly one all-reduce.
+    Of experts every rank has its own, of which replicas count once. A tensor that tensor-parallel ranks hold
+    whole counts on the first of them; a tied copy on a later pipeline rank not at all. DeepSpeed's own norm
+    sums per parameter group, one collective each, and so hangs when pipeline ranks have different numbers of
+    groups (a tied group on the first and last only, or ZeRO-3's sub-groups of unequal stages): here every
+    rank takes part in exactly one all-reduce.
 
     Args:
         groups: This rank's process groups.
@@ -34,10 +37,13 @@ class NormScope:
     def __init__(self, groups: Groups, replicas: Mapping[nn.Parameter, str]) -> None:
         self.groups, self.replicas = groups, ReplicaGradients(groups, replicas)
 
-    def counts(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank's gradient of ``parameter`` enters the norm."""
+    def counts(self, parameter: nn.Parameter, *, partitioned: bool) -> bool:
+        """Whether this rank's gradient of ``parameter`` enters the norm; see :meth:`norm`."""
         if getattr(parameter, "ds_pipe_replicated", False):
             return False
+        mesh, rank = self.groups.mesh, self.groups.rank
+        if not partitioned and mesh.ep > 1 and mesh.replica_of(rank, experts=of_experts(parameter)):
+            return False  # all ranks take part, of which the first replica's are enough
         return bool(getattr(parameter, "tensor_model_parallel", False)) or self.groups.speaks
 
     def norm(
@@ -59,9 +65,10 @@ class NormScope:
                 which it is compared. On every rank.
         """
         parts = list(parts)
-        counted = [part.gradient for part in parts if part.gradient.numel() and self.counts(part.parameter)]
+        counts = partial(self.counts, partitioned=partitioned)
+        counted = [part.gradient for part in parts if part.gradient.numel() and counts(part.parameter)]
         total = sum_of_squares(counted, device)
-        among = dist.group.WORLD if partitioned else self.groups.model
+        among = dist.group.WORLD if partitioned or self.groups.mesh.ep > 1 else self.groups.model
         if not self.replicas.begin():
             dist.all_reduce(total, group=among)
             return total.sqrt()

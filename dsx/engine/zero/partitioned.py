@@ -30,7 +30,7 @@ class PartitionedAdapter(ZeroAdapter):
     The intervals of a group lie in one flat tensor, which is what the optimizer updates with. Where dsx
     reduces gradients and nothing is offloaded, the step is :meth:`_step`.
 
-    Tied weights sit in parameter groups of their own (:func:`dsx.engine.optimizers.split_tied`), so
+    Tied weights sit in parameter groups of their own (:func:`dsx.engine.optimizers.split_groups`), so
     that their interval of the gradient is the same on every pipeline rank that holds a copy.
     """
 

@@ -132,6 +132,8 @@ class GradientTransport:
         group: The data-parallel ranks.
         scale: Makes sums averages.
         wire_dtype: The data type in which a parameter's gradient is sent.
+        among: Those of ``group`` that have the same elements of a parameter. A bucket is of parameters for
+            which they are the same.
         owners: The intervals of each parameter that a rank keeps the optimizer's state of; None without ZeRO.
     """
 
@@ -143,12 +145,13 @@ class GradientTransport:
         group: dist.ProcessGroup,
         scale: Scale,
         wire_dtype: Callable[[nn.Parameter], torch.dtype],
+        among: Callable[[nn.Parameter], dist.ProcessGroup],
         owners: Mapping[nn.Parameter, Sequence[Interval]] | None = None,
     ) -> None:
         self._store, self._names, self._group, self._scale = store, names, group, scale
-        self._wire_dtype, self._owners = wire_dtype, owners
-        self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.in_place, self.apart, self.alone = store.in_place, owners is not None, self._ranks == 1
+        self._wire_dtype, self._owners, self._among = wire_dtype, owners, among
+        self.in_place, self.apart = store.in_place, owners is not None
+        self.alone = dist.get_world_size(group) == 1
         # On GPUs the stream waits.
         self.waits = not self.alone and any(parameter.device.type == "cpu" for parameter in names)
 
@@ -195,12 +198,13 @@ class GradientTransport:
         flat = empty(sum(piece.length for piece in pieces), dtype, first.device)
         if self._owners is None:
             self._fill(flat, pieces, gradients)
-            return _Bucket(pieces, flat, [dist.all_reduce(flat, group=self._group, async_op=True)])
-        parts = by_owner(pieces, self._owners, self._ranks)
+            return _Bucket(pieces, flat, [dist.all_reduce(flat, group=self._among(first), async_op=True)])
+        group = self._among(first)
+        parts = by_owner(pieces, self._owners, dist.get_world_size(group))
         sizes = [sum(piece.length for piece in part) for part in parts]
         self._fill(flat, [piece for part in parts for piece in part], gradients)
         del gradients  # before what comes in has memory
-        return self._send_to_owners(parts[self._rank], flat, sizes)
+        return self._send_to_owners(parts[dist.get_rank(group)], flat, sizes, group)
 
     def _fill(
         self,
@@ -221,15 +225,19 @@ class GradientTransport:
                 part.copy_(gradient).mul_(scale)
 
     def _send_to_owners(
-        self, pieces: Sequence[GradientPiece[nn.Parameter]], flat: torch.Tensor, sizes: Sequence[int]
+        self,
+        pieces: Sequence[GradientPiece[nn.Parameter]],
+        flat: torch.Tensor,
+        sizes: Sequence[int],
+        group: dist.ProcessGroup,
     ) -> _Bucket:
         """Start to sum a bucket that has ``sizes`` elements of each rank, in their order."""
         parts = flat.split(list(sizes))
-        mine = parts[self._rank]
+        mine = parts[dist.get_rank(group)]
         if flat.device.type == "cpu":
-            return _Bucket(pieces, mine, *start_sum(self._group, parts))
+            return _Bucket(pieces, mine, *start_sum(group, parts))
         works = [
-            dist.reduce(part, dist.get_global_rank(self._group, rank), group=self._group, async_op=True)
+            dist.reduce(part, dist.get_global_rank(group, rank), group=group, async_op=True)
             for rank, part in enumerate(parts)
             if len(part)
         ]

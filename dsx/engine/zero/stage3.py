@@ -425,6 +425,9 @@ class Stage3Adapter(ZeroAdapter):
         self._optimizer._get_norm_groups = self._reduce_ties_and_norm  # noqa: SLF001
         self._hooks = GradientHooks(self._optimizer, "reduce_ready_partitions_and_remove_grads")
         optimizer, scatter = self._optimizer, "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
+        replicas = self._scope.groups.mesh.num_replicas
+        # Of experts too, whose gradients are of all tokens of those that hold them together.
+        optimizer._gradient_averaging_world_size = lambda _parameters, _ranks: replicas  # noqa: SLF001
         predivides = optimizer.postscale_gradients and optimizer.gradient_predivide_factor != 1.0
         if self._device.type == "cpu" and not predivides and optimizer.all2all_process_group is None:
             setattr(optimizer, scatter, self._scattered)
@@ -458,7 +461,10 @@ class Stage3Adapter(ZeroAdapter):
         group = self._optimizer._get_param_partition_group(parameters[0])  # noqa: SLF001
         ranks, own = dist.get_world_size(group), dist.get_rank(group)
         averages = [parameter.grad.view(-1).to(wire) for parameter in parameters]
-        if ranks > 1:
+        share = 1.0 / self._scope.groups.mesh.num_replicas
+        if ranks == 1 and share != 1.0:
+            averages = [gradient * share for gradient in averages]
+        elif ranks > 1:
             sizes = [-(-gradient.numel() // ranks) for gradient in averages]
             pieces = [
                 [
@@ -471,7 +477,7 @@ class Stage3Adapter(ZeroAdapter):
             parts = empty(sum(map(sum, lengths)), wire, self._device).split([sum(its) for its in lengths])
             for rank, part in enumerate(parts):
                 for piece, place in zip(pieces[rank], part.split(lengths[rank]), strict=True):
-                    torch.mul(piece, 1.0 / ranks, out=place)
+                    torch.mul(piece, share, out=place)
             end_sum(parts[own], *start_sum(group, parts))
             averages = list(parts[own].split(lengths[own]))
         return [average.to(self._optimizer.gradient_accumulation_dtype) for average in averages]
@@ -492,8 +498,9 @@ class Stage3Adapter(ZeroAdapter):
 
     def _parts(self) -> Iterator[GradientPart]:
         """This rank's parts, padded with zeros, because each parameter is cut into equal parts."""
-        optimizer, rank = self._optimizer, self._scope.groups.replica
+        optimizer = self._optimizer
         for index, parameters in enumerate(optimizer.fp16_groups):
+            rank = dist.get_rank(optimizer.sub_group_process_groups[index])
             if optimizer.offload_optimizer:
                 flat = optimizer.fp32_partitioned_groups_flat[index].grad
                 for parameter in parameters:

@@ -67,8 +67,7 @@ class ShardLayout:
 
     def parts(self, rank: int, local: Shape, start: int, stop: int) -> tuple[Part, ...]:
         """Elements ``start`` to ``stop`` of a rank's flattened local tensor as boxes of the logical one."""
-        spans = () if self.dim is None else self.spans[rank]
-        return cut_parts(local, self.dim, spans, start, stop)
+        return cut_parts(local, {} if self.dim is None else {self.dim: self.spans[rank]}, start, stop)
 
 
 def _no_states(settings: dict[str, Any]) -> dict[str, Any]:

@@ -142,7 +142,7 @@ class StockPlan:
         spec = self.specs.get(name)
         if spec is not None:
             return local_parts(spec, self._at, start, stop)
-        return cut_parts(self.shape(name), None, (), start, stop)
+        return cut_parts(self.shape(name), {}, start, stop)
 
     @property
     def _at(self) -> Coordinates:
@@ -239,7 +239,7 @@ class StockPlan:
         if self.layout.zero_stage == 3:  # the first rank has a part of every parameter
             return [[piece.name for piece in buffer.pieces] for buffer in self.zero().buffers(0)]
         zero = self.zero()
-        return [[name for name, _ in zero.in_flat_order(group)] for group in zero.groups]
+        return [[name for name, _ in zero.in_flat_order(at, group)] for at, group in enumerate(zero.groups)]
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -300,7 +300,7 @@ def _flat_stage3(
 
 def _alignment(zero: ZeroPlan, at: int) -> list[int]:
     """Padding after each parameter of a group, in flat order, that brings the next one to the alignment."""
-    order = zero.in_flat_order(zero.groups[at])
+    order = zero.in_flat_order(at, zero.groups[at])
     return [-numel % zero.alignment for _, numel in order[:-1]] + [0] * bool(order)
 
 
