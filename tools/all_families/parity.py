@@ -54,6 +54,7 @@ class Layout:
     pp: int = 1
     dp: int = 1
     cp: int = 1
+    ep: int = 1
     chunks: int = 1
     zero: int
     schedule: str = "auto"
@@ -70,7 +71,7 @@ class Layout:
         return replace(self, sequence_parallel=False)
 
     def __str__(self) -> str:
-        named = (("tp", self.tp), ("pp", self.pp), ("dp", self.dp), ("cp", self.cp))
+        named = (("tp", self.tp), ("pp", self.pp), ("dp", self.dp), ("cp", self.cp), ("ep", self.ep))
         degrees = [f"{name} {n}" for name, n in named if n > 1]
         parts = [
             " x ".join(degrees) or "one rank",
@@ -88,6 +89,7 @@ LAYOUTS = {
     "tp-pp": Layout(tp=2, pp=2, zero=3),
     "zb": Layout(tp=2, pp=2, zero=1, schedule="zb_h1", sequence_parallel=True),
     "cp-pp": Layout(cp=2, pp=2, zero=2),
+    "ep": Layout(dp=2, ep=2, zero=2),
 }
 
 
@@ -151,6 +153,7 @@ def dsx_config(layout: Layout, model: Path | Mapping[str, Any], implementation: 
                 "tensor": layout.tp,
                 "pipeline": layout.pp,
                 "context": layout.cp,
+                "expert": layout.ep,
                 "chunks": layout.chunks,
                 "sequence_parallel": layout.sequence_parallel,
             },
