@@ -268,6 +268,7 @@ class TargetDegrees:
     pipeline: int | None = None
     data: int | None = None
     context: int | None = None
+    expert: int | None = None
     chunks: int | None = None
     zero: int | None = None
 
@@ -276,7 +277,7 @@ class TargetDegrees:
         """``tp=2,pp=2,chunks=2,dp=2,zero=1``, any of them. Raises ConfigError.
 
         >>> TargetDegrees.parse("tp=2,zero=3")
-        TargetDegrees(tensor=2, pipeline=None, data=None, context=None, chunks=None, zero=3)
+        TargetDegrees(tensor=2, pipeline=None, data=None, context=None, expert=None, chunks=None, zero=3)
         """
         found: dict[str, int] = {}
         for item in text.split(","):

@@ -72,6 +72,7 @@ MODEL = typer.Option(
 TENSOR = count("--tensor", "Tensor-parallel degree.", most=MOST_RANKS)
 PIPELINE = count("--pipeline", "Pipeline degree.", most=MOST_RANKS)
 CONTEXT = count("--context", "Ranks that share each sequence.", most=MOST_RANKS)
+EXPERT = count("--expert", "Ranks that hold the experts of a layer together.", most=MOST_RANKS)
 CHUNKS = count("--chunks", "Virtual stages per pipeline rank.")
 ZERO = typer.Option("--zero", metavar="STAGE", help="ZeRO stage, 0 to 3.", min=0, max=3)
 MICRO_BATCH = count("--micro-batch", "Sequences per micro-batch and data-parallel rank.")

@@ -13,6 +13,7 @@ from dsx.cli.options import (
     CHUNKS,
     CONFIG,
     CONTEXT,
+    EXPERT,
     FORMAT,
     GPUS,
     PIPELINE,
@@ -59,6 +60,7 @@ def reshard(
     tensor: Annotated[int | None, TENSOR] = None,
     pipeline: Annotated[int | None, PIPELINE] = None,
     context: Annotated[int | None, CONTEXT] = None,
+    expert: Annotated[int | None, EXPERT] = None,
     data: Annotated[int | None, count("--data", "Data-parallel degree.")] = None,
     chunks: Annotated[int | None, CHUNKS] = None,
     zero: Annotated[int | None, ZERO] = None,
@@ -132,7 +134,13 @@ def reshard(
     from dsx.waiting import Waiting
 
     degrees = TargetDegrees(
-        tensor=tensor, pipeline=pipeline, context=context, data=data, chunks=chunks, zero=zero
+        tensor=tensor,
+        pipeline=pipeline,
+        context=context,
+        expert=expert,
+        data=data,
+        chunks=chunks,
+        zero=zero,
     )
     target_format, layout = _asked(to or [])
     if layout:

@@ -126,6 +126,11 @@ class Groups:
             return self.expert_data
         return self.data
 
+    def is_first_of(self, parameter: Any) -> bool:
+        """Whether this rank is the first of :meth:`replicas_of` a parameter."""
+        experts = bool(getattr(parameter, "expert_parallel", False))
+        return self.mesh.replica_of(self.rank, experts=experts) == 0
+
     @property
     def context_parallel(self) -> ContextParallel:
         """What dsx.nn's modules need to know of the context axis, whose method is theirs to choose."""

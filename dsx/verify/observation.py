@@ -180,8 +180,8 @@ class ObservedStep:
     not_finite: Sequence[str]
 
 
-Local = dict[tuple[int, int], Tensor]
-"""(pipeline rank, tensor-parallel rank) -> that rank's tensor."""
+Local = dict[tuple[int, int, int], Tensor]
+"""(pipeline rank, tensor-parallel rank, of experts expert-parallel rank, else 0) -> that rank's tensor."""
 
 
 def tensor_infos(run: RunObservation) -> dict[str, TensorInfo]:
@@ -237,10 +237,20 @@ def _of_first_replica(
 ) -> dict[str, FullTensor]:
     locals_: dict[str, Local] = {}
     for rank in run.ranks:
-        at = run.mesh.coords(rank.rank)
-        for name, values in of_rank(rank).items() if run.mesh.replica(rank.rank) == 0 else ():
-            locals_.setdefault(name, {})[at["pp"], at["tp"]] = values
+        for name, values in of_rank(rank).items():
+            experts = _of_experts(rank.known[name])
+            if run.mesh.replica_of(rank.rank, experts=experts) == 0:
+                locals_.setdefault(name, {})[_place(run.mesh, rank.rank, experts=experts)] = values
     return _full_tensors(run, locals_)
+
+
+def _of_experts(item: TensorInfo) -> bool:
+    return item.spec is not None and item.spec.experts is not None
+
+
+def _place(mesh: Mesh, rank: int, *, experts: bool) -> tuple[int, int, int]:
+    (_, pp), (_, tp), (_, ep) = (mesh.at(rank).along(axis) for axis in ("pp", "tp", "ep"))
+    return pp, tp, ep if experts else 0
 
 
 def _weights(run: RunObservation, index: int) -> tuple[dict[str, FullTensor], dict[str, float]]:
@@ -258,12 +268,12 @@ def _weights(run: RunObservation, index: int) -> tuple[dict[str, FullTensor], di
 def _pieces(run: RunObservation, index: int, field: str) -> dict[str, FullTensor]:
     locals_: dict[str, Local] = {}
     for rank in run.ranks:
-        at = run.mesh.coords(rank.rank)
         for piece in rank.steps[index].pieces:
             values: Tensor | None = getattr(piece, field)
             if values is None:
                 continue
-            place, shape = (at["pp"], at["tp"]), rank.known[piece.name].shape
+            item = rank.known[piece.name]
+            place, shape = _place(run.mesh, rank.rank, experts=_of_experts(item)), item.shape
             flat = locals_.setdefault(piece.name, {}).setdefault(place, torch.full(shape, torch.nan))
             flat.view(-1)[piece.start : piece.start + values.numel()] = values
     return _full_tensors(run, locals_)
@@ -271,23 +281,29 @@ def _pieces(run: RunObservation, index: int, field: str) -> dict[str, FullTensor
 
 def _full_tensors(run: RunObservation, locals_: dict[str, Local]) -> dict[str, FullTensor]:
     items, places = tensor_infos(run), holders(run)
-    return {
-        name: _full_tensor(items[name], places[name], parts, run.mesh.tp) for name, parts in locals_.items()
-    }
+    return {name: _full_tensor(items[name], places[name], parts, run.mesh) for name, parts in locals_.items()}
 
 
-def _full_tensor(item: TensorInfo, places: Sequence[int], parts: Local, tp: int) -> FullTensor:
-    there = [pp for pp in places if (pp, 0) in parts]
-    spec = item.spec
+def _full_tensor(item: TensorInfo, places: Sequence[int], parts: Local, mesh: Mesh) -> FullTensor:
+    there = [pp for pp in places if (pp, 0, 0) in parts]
+    spec, expert = item.spec, mesh.ep if _of_experts(item) else 1
+    one = Mesh.of(tp=mesh.tp, dp=expert, ep=expert)  # a replica of a stage
     values, padding = [], 0.0
     for pp in there:
-        shards = [parts[pp, rank] for rank in range(tp) if (pp, rank) in parts]
-        values.append(shards[0] if spec is None else slices.merge(spec, shards))
+        own = [
+            (at, parts[key])
+            for at in range(one.size)
+            if (key := (pp, *_place(one, at, experts=True)[1:])) in parts
+        ]
+        shards = [each for _, each in own]
+        values.append(
+            shards[0] if spec is None else slices.merge(spec, shards, [one.at(at) for at, _ in own])
+        )
         if spec is not None and spec.pad_multiple is not None and spec.split is not None:
-            for rank, shard in enumerate(shards):
-                boxes = spec.boxes(Mesh.of(tp=tp).at(rank))
+            for rank, shard in own:
+                boxes = spec.boxes(one.at(rank))
                 real = sum(hi - lo for lo, hi in (box[spec.split] for box in boxes))
                 rest = shard.narrow(spec.split, real, shard.shape[spec.split] - real)
                 padding = max(padding, float(rest.abs().max()) if rest.numel() else 0.0)
-    first = [parts[there[0], rank] for rank in range(tp) if (there[0], rank) in parts]
+    first = [parts[there[0], rank, 0] for rank in range(mesh.tp) if (there[0], rank, 0) in parts]
     return FullTensor(values=values[0], shards=first, copies=values[1:], padding=padding)

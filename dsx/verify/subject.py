@@ -22,6 +22,7 @@ from dsx.config.resolve import RunConfig, resolve
 from dsx.config.schema import OWN
 from dsx.engine.initialize import initialize
 from dsx.engine.pipeline_module import PipelineModule
+from dsx.engine.zero.experts import of_experts
 from dsx.engine.zero.master_shards import master_shards
 from dsx.models.param import ParamSpec
 from dsx.nn.documents import MicroBatch
@@ -130,8 +131,8 @@ class _Watch:
                 )
                 own = None if gradient is None else gradient[at]
                 if not self._partitioned:
-                    spread[name] = self._spread(after[at] if own is None else own)
-                if self._partitioned or subject.groups.replica == 0:
+                    spread[name] = self._spread(after[at] if own is None else own, span.parameter)
+                if self._partitioned or subject.groups.is_first_of(span.parameter):
                     pieces.append(
                         ObservedShard(
                             name=name, start=span.start, before=before[at], after=after[at], gradient=own
@@ -170,17 +171,19 @@ class _Watch:
                 gathered = deepspeed.zero.GatheredParameters([parameter])
             with gathered:
                 values = parameter.detach().float().cpu().clone()
-            spread = self._spread(values)
-            if self._subject.groups.replica == 0:
+            spread = self._spread(values, parameter)
+            if self._subject.groups.is_first_of(parameter):
                 found[name] = Weight(values=values, spread=spread)
         return found
 
-    def _spread(self, values: Tensor) -> float:
+    def _spread(self, values: Tensor, parameter: nn.Parameter) -> float:
         """The largest difference between data-parallel ranks, each of which has all of ``values``."""
-        if not values.numel() or dist.get_world_size(self._subject.data) == 1:
+        subject = self._subject
+        group = subject.groups.replicas_of(parameter) if of_experts(parameter) else subject.data
+        if not values.numel() or dist.get_world_size(group) == 1:
             return 0.0
-        ends = torch.stack((values, -values)).to(self._subject.inner.device)
-        dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self._subject.data)
+        ends = torch.stack((values, -values)).to(subject.inner.device)
+        dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=group)
         return float((ends[0] + ends[1]).abs().max())
 
     @contextmanager
@@ -388,7 +391,7 @@ def _prepare(names: Mapping[str, nn.Parameter], groups: Groups, *, fresh: bool) 
                 if isinstance(spec, ParamSpec):
                     noise = slices.part_of(spec, noise, groups.at)
                 parameter.add_(noise.to(parameter))
-    return built if groups.replica == 0 else {}
+    return {name: each for name, each in built.items() if groups.is_first_of(names[name])}
 
 
 def random_tokens(config: RunConfig, step: int, index: int) -> MicroBatch:

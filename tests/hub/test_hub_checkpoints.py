@@ -67,8 +67,8 @@ MODELS = {
     },
 }
 LAYOUTS = {
-    "qwen3_moe": (Case(tp=2, pp=2, zero=1, accumulation=4), Case(dp=2, zero=3, accumulation=2)),
-    "glm4_moe": (Case(dp=2, zero=3, accumulation=2), Case(tp=2, pp=2, zero=1, accumulation=4)),
+    "qwen3_moe": (Case(dp=4, ep=2, zero=1, accumulation=1), Case(tp=2, dp=2, ep=2, zero=3, accumulation=2)),
+    "glm4_moe": (Case(dp=2, ep=2, zero=3, accumulation=2), Case(tp=2, pp=2, zero=1, accumulation=4)),
     "olmo2": (Case(pp=2, chunks=1, zero=2, accumulation=4), Case(tp=2, zero=0, accumulation=4)),
     "gpt2": (Case(tp=2, zero=1, accumulation=2), Case(dp=2, zero=3, accumulation=1)),
 }
@@ -213,7 +213,8 @@ def test_commands(dsx, trained, tmp_path):
     code, out, _ = dsx("inspect", native)
     assert code == 0
     assert ".block." in out
-    code, out, err = dsx("reshard", native, tmp_path / "other", "--to", "tp=2,pp=2,zero=2")
+    shared = "ep=4," if any(spec.experts == 0 for spec in open_checkpoint(native).specs) else ""
+    code, out, err = dsx("reshard", native, tmp_path / "other", "--to", f"tp=2,pp=2,dp=4,{shared}zero=2")
     assert (code, err) == (0, "")
     assert same(tmp_path / "other", native)
     texts = []
