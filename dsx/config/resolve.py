@@ -226,6 +226,22 @@ def check_own_modules(facts: Facts) -> Iterator[ConfigError]:
             yield ConfigError(key, f"{facts.model.family}: {why}", fix)
 
 
+def check_experts(facts: Facts) -> Iterator[ConfigError]:
+    """Check that nothing is asked of experts on several ranks that only ranks with all of them have."""
+    dsx, key = facts.dsx, at("dsx.parallel.expert", facts.mesh.ep)
+    if facts.mesh.ep > 1 and dsx.zero.reduce == "micro_batch":
+        yield ConfigError(
+            at("dsx.zero.reduce", "micro_batch"),
+            f"DeepSpeed then sums gradients, over ranks that hold other experts ({key})",
+            'use "step"',
+        )
+    if facts.mesh.ep > 1 and dsx.outer is not None:
+        yield ConfigError(key, "islands average what every replica of theirs holds (dsx.outer)", "use 1")
+    if facts.mesh.ep > 1 and dsx.profile_source is not None:
+        what = f"layers are measured on a rank that has all experts ({at('dsx.profile', dsx.profile_source)})"
+        yield ConfigError(key, what, "use 1, or leave dsx.profile out")
+
+
 def check_gathering(facts: Facts) -> Iterator[ConfigError]:
     """Check that ZeRO-3's ranks would gather the same parameters."""
     why = facts.model.no_gathering if isinstance(facts.model, HubModel) else None
@@ -280,6 +296,7 @@ CHECKS = (
     check_training,
     check_combinations,
     check_own_modules,
+    check_experts,
     check_gathering,
     check_freeze,
     check_profile,
@@ -676,6 +693,8 @@ def _resolve(name: str, deepspeed: dict[str, Any], dsx: DsxConfig, world_size: i
     if degrees.mesh.cp > 1:
         parallel = dsx.parallel.model_copy(update={"context_method": degrees.context_method})
         dsx = dsx.model_copy(update={"parallel": parallel})
+    if degrees.mesh.ep > 1 and dsx.zero.reduce is None:  # DeepSpeed, where it reduces, knows no experts
+        dsx = dsx.model_copy(update={"zero": dsx.zero.model_copy(update={"reduce": "step"})})
     dsx, cut_notes = _as_cut(dsx, model.spec, degrees.mesh.tp)
     spec = replace(model.spec.for_tensor(degrees.mesh.tp), freeze=dsx.train.freeze)
     batch = resolve_batch(deepspeed, degrees.mesh.num_shares, degrees.mesh.cp)

@@ -180,6 +180,8 @@ class RunConfig:
         else:  # so that a plan of this config may think of it
             block["parallel"].pop("context_method", None)
             block["parallel"].pop("context", None)
+        if self.mesh.ep == 1:
+            block["parallel"].pop("expert", None)
         if self.program.rows is None:
             block["schedule"]["name"] = self.schedule_name
         return copy.deepcopy(self.deepspeed) | {"dsx": block}

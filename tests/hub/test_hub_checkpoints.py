@@ -208,12 +208,13 @@ def test_conversions_and_back(dsx, trained, tmp_path, style):
 
 
 def test_commands(dsx, trained, tmp_path):
-    _, folder, _ = trained
+    family, folder, _ = trained
     native = folder / "run" / "saved"
     code, out, _ = dsx("inspect", native)
     assert code == 0
     assert ".block." in out
     shared = "ep=4," if any(spec.experts == 0 for spec in open_checkpoint(native).specs) else ""
+    assert bool(shared) == ("moe" in family)
     code, out, err = dsx("reshard", native, tmp_path / "other", "--to", f"tp=2,pp=2,dp=4,{shared}zero=2")
     assert (code, err) == (0, "")
     assert same(tmp_path / "other", native)

@@ -309,12 +309,14 @@ def _kind(model: Any) -> str:
     return ", ".join(filter(None, (mixer, "MoE" * experts))) or "dense"
 
 
-def resolved(_rank: int, _world_size: int, folder: Path, implementation: str) -> Resolved:
+def resolved(
+    _rank: int, _world_size: int, folder: Path, implementation: str, layouts: Mapping[str, Layout] = LAYOUTS
+) -> Resolved:
     """Have dsx read its config for every layout, with its sequence parallelism and without. On one rank."""
     import dsx
 
     refused, whole, share = {}, set(), 0.0
-    for layout in {each for one in LAYOUTS.values() for each in (one, one.with_whole_sequences)}:
+    for layout in {each for one in layouts.values() for each in (one, one.with_whole_sequences)}:
         try:
             config = dsx.load_config(dsx_config(layout, folder, implementation), world_size=layout.world_size)
             dsx.recipe.require_right_layers(config)
@@ -387,13 +389,13 @@ def exported_differences(
 
 def prove(
     family: str,
-    layouts: Sequence[str],
+    layouts: Sequence[str] | Mapping[str, Layout],
     *,
     folder: Path,
     implementation: str = "transformers",
     timeout_seconds: float = 120.0,
 ) -> Iterator[tuple[str, Json]]:
-    """Train one family in some layouts, each in ranks of its own that end with it.
+    """Train one family in some layouts, those of :data:`LAYOUTS` or others, each in ranks of its own.
 
     Yields:
         First ``("", facts of the family)``, with ``failed`` if transformers itself did not get through, then
@@ -401,6 +403,7 @@ def prove(
         largest differences that were found, and of a failure the end of the ``trace``.
     """
     run = partial(_run, timeout_seconds=timeout_seconds)
+    named = layouts if isinstance(layouts, Mapping) else {name: LAYOUTS[name] for name in layouts}
     try:
         expected: Reference = run(reference, 1, family, folder)[0]
     except RankError as error:
@@ -408,10 +411,10 @@ def prove(
         return
     facts = {"kind": expected.kind, "parameters": expected.parameters}
     try:
-        before: Resolved = run(resolved, 1, folder / "model", implementation)[0]
+        before: Resolved = run(resolved, 1, folder / "model", implementation, named)[0]
     except RankError as error:
         yield "", {**facts, "whole": [], "whole_share": 0.0}
-        for name in layouts:
+        for name in named:
             yield name, {**_broken(error), "seconds": 0.0}
         return
     yield "", {**facts, "whole": before.whole, "whole_share": before.whole_share}
@@ -421,9 +424,8 @@ def prove(
             return {"result": "refused", "reason": before.refused[layout]}
         return _case(run, layout, expected, folder, implementation)
 
-    for name in layouts:
+    for name, layout in named.items():
         began = time.monotonic()
-        layout = LAYOUTS[name]
         outcome = case(layout)
         if layout.sequence_parallel and outcome["result"] != "ok":
             outcome = {**outcome, "without_sequence_parallelism": case(layout.with_whole_sequences)}

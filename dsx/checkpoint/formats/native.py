@@ -89,6 +89,8 @@ FORMAT_NAME = "dsx-2"
 _LARGEST_BYTES = 1 << 30
 _CUTS = ("split", "parts", "tie", "layer", "hf", "hf_transposed")
 _PARTED = ("hf_stacked", "hf_split", "hf_parts", "hf_whole", "hf_copies")
+_SHARED = ("experts", "expert_blocks")
+_ALL = (*_CUTS, *_PARTED, *_SHARED)
 _RESERVED = {"format", "model_digest", "digest", "tile_elements", "files", "tensors", "checksums"}
 
 _Placed = tuple[int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -123,6 +125,8 @@ class _Tensor:
     parts: tuple[int, ...] = ()
     pad_multiple: int = 1
     padded: bool | None = None
+    experts: int | None = None
+    expert_blocks: int = 1
     tie: str | None = None
     layer: int | None = None
     hf: tuple[str, ...] = ()
@@ -220,8 +224,9 @@ def _rows(catalog: Catalog, files: Mapping[str, int]) -> Iterator[dict[str, Any]
     specs = {spec.name: spec for spec in catalog.specs}
     for name, states in catalog.by_name.items():
         spec, first = specs.get(name), next(iter(states.values()))
-        # Older readers do not know _PARTED, which is told only where it says something.
+        # Older readers do not know these, which are told only where they say something.
         cuts = (*_CUTS, *_PARTED) if any(getattr(spec, field, None) for field in _PARTED) else _CUTS
+        cuts = cuts if spec is None or spec.experts is None else (*cuts, *_SHARED)
         yield {
             "name": name,
             "shape": first.shape,
@@ -282,7 +287,7 @@ def _catalog(root: Path, stored: _Manifest, facts: dict[str, Any]) -> Catalog:
 def _spec(tensor: _Tensor) -> ParamSpec:
     """How layouts cut a tensor. How it was initialised is no part of a checkpoint."""
     padded = tensor.pad_multiple > 1 if tensor.padded is None else tensor.padded
-    kept: dict[str, Any] = {field: getattr(tensor, field) for field in ("name", "shape", *_CUTS, *_PARTED)}
+    kept: dict[str, Any] = {field: getattr(tensor, field) for field in ("name", "shape", *_ALL)}
     multiple = tensor.pad_multiple if padded else None
     init, is_buffer = Init(kind="zeros"), tensor.role == "buffer"
     return ParamSpec(**kept, init=init, pad_multiple=multiple, buffer=is_buffer)

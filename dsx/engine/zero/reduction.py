@@ -246,7 +246,7 @@ class GradientTransport:
     def land(self, bucket: _Bucket) -> None:
         """Put the averages into the store."""
         mine, received = bucket.mine, [*bucket.received]
-        scales = bool(bucket.works) and self._scale.after != 1.0
+        scales = not self.alone and self._scale.after != 1.0
         # What came last is added where the sum goes, without another copy.
         last = [] if scales else received[-1:]
         end_sum(mine, bucket.works, received[: len(received) - len(last)])
