@@ -282,12 +282,10 @@ def gather_around(
 
 def _made_whole(_module: nn.Module, given: Any, named: Any, *, cp: ContextParallel, gather: Any) -> Any:
     # A graph cannot go on inside a walk over arguments.
-    return uncompiled(whole_rows, given, named, cp, gather)
+    return uncompiled(_whole_rows, given, named, cp, gather)
 
 
-def whole_rows(
-    given: Any, named: Any, cp: ContextParallel, gather: Any = collectives.gather_rows
-) -> tuple[Any, Any]:
+def _whole_rows(given: Any, named: Any, cp: ContextParallel, gather: Any) -> tuple[Any, Any]:
     """A module's arguments, in which whatever is as long as the first tensor has whole rows."""
     length = next(each for each in tree_leaves((given, named)) if isinstance(each, Tensor)).shape[1]
 

@@ -26,8 +26,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dsx.hub.context import whole_rows
-from dsx.hub.tensor_plan import sequence_cut
 from dsx.nn import collectives
 from dsx.nn.context import ContextParallel
 from dsx.nn.documents import hidden_of
@@ -46,6 +44,10 @@ What: TypeAlias = Literal["edge", "state"]
 def pass_states(root: nn.Module, paths: Iterable[str], cp: ContextParallel) -> None:
     """Have the mixers at ``paths`` below ``root`` compute this rank's tokens and hand their states on.
 
+    ZeRO-3 gathers all parameters of one before it runs, and reduces its gradients together once that of its
+    hidden states is there: a rank that waits for a state could take part in no collective inside. Hidden
+    states go in by position, since DeepSpeed sees the end of a backward by nothing else.
+
     Args:
         root: A block, whose tensor-parallel parts are in place: their ends are outside of these.
         paths: As :func:`dsx.hub.context_probe.mixers` finds them.
@@ -54,14 +56,16 @@ def pass_states(root: nn.Module, paths: Iterable[str], cp: ContextParallel) -> N
     for path in paths:
         module: Any = root.get_submodule(path)
         module.forward = StateRelay(module, Neighbours(cp))
+        module._z3_leaf = True  # noqa: SLF001 (deepspeed/utils/z3_leaf_module.py)
+        module.register_forward_pre_hook(_by_position, with_kwargs=True)
 
 
-def in_whole_rows(root: Any, *, whole: bool) -> Any:
-    """A layer, of which mixers compute whole rows, as under ZeRO-3, or hand their states on."""
-    for module in root.modules() if isinstance(root, nn.Module) else ():
-        if isinstance(forward := vars(module).get("forward"), StateRelay):
-            forward.whole = whole
-    return root
+def _by_position(_module: nn.Module, given: Any, named: dict[str, Any]) -> Any:
+    """Arguments of which the first one, hidden states, has no name."""
+    if given:
+        return given, named
+    first, *others = named
+    return (named[first],), {name: named[name] for name in others}
 
 
 def parts_of(arguments: Any, shares: Sequence[int]) -> list[Any]:
@@ -129,16 +133,12 @@ class StateRelay:
         module: The mixer.
         neighbours: Of this rank.
 
-    Attributes:
-        whole: Whether it computes whole rows after all. So it does under ZeRO-3, which gathers parameters
-            inside of mixers: ranks that wait for a state could not take part.
-
     Raises:
         TypeError: It takes no cache.
     """
 
     def __init__(self, module: nn.Module, neighbours: Neighbours) -> None:
-        self.neighbours, self._module, self.whole = neighbours, module, False
+        self.neighbours, self._module = neighbours, module
         self._forward: Callable[..., Any] = module.forward
         self._signature = inspect.signature(self._forward)
         takes = [name for name in _CACHE if name in self._signature.parameters]
@@ -153,9 +153,6 @@ class StateRelay:
 
     def _both(self, given: Any, named: Any) -> Any:
         cp, found = self.neighbours.cp, list[Any]()
-        if self.whole or any(hasattr(each, "ds_id") for each in self._module.parameters()):
-            given, named = whole_rows(given, named, cp)
-            return sequence_cut(self._forward(*given, **named), cp.cut)
         places = sorted({cp.rank, self.neighbours.last - cp.rank})
         for place, part in zip(places, parts_of((given, named), [1] * len(places)), strict=True):
             given, named = part

@@ -20,7 +20,6 @@ from torch.utils.flop_counter import flop_registry
 
 from dsx.errors import ModelError
 from dsx.hub.context_probe import mixers
-from dsx.hub.state_passing import in_whole_rows
 from dsx.memory import device as paper
 from dsx.memory.device import DetachedTensorParallel, fake_build
 from dsx.memory.layer_record import (
@@ -502,6 +501,8 @@ class _LayerTracing:
             if self._gathers is not None:
                 self._gathers.begin()
             forward, backward = self._pass(None)
+            self._stays = self._left()
+            backward += tuple(("-", number) for number in self._stays)
             kept = tuple(self._settled(warm))
             second: tuple[Event, ...] | None = None
             uses: tuple[RecordedUse, ...] = ()
@@ -509,6 +510,7 @@ class _LayerTracing:
                 again, second = self._pass(divided)
                 assert [event[:3] for event in again] == [event[:3] for event in forward]
                 uses = self._weights(divided, names)
+                second += tuple(("-", number) for number in self._left())
         return LayerRecord(
             inputs=tuple(self.forms),
             outputs=self.outputs,
@@ -610,13 +612,16 @@ class _LayerTracing:
             del end
         if self._gathers is not None:
             self._gathers.rest()
-        # What a layer holds of a micro-batch until the next one, such as a state, is among what it keeps,
-        # and goes with the backward here.
-        left = [known for known in recorder.live if isinstance(known, int) and recorder.size_of(known)]
-        self._stays = self._stays if divided is not None else left
-        backward += [("-", number) for number in left if number in self._stays]
         recorder.events = None
         return recorder.with_gradients(forward, backward), recorder.with_gradients(backward)
+
+    def _left(self) -> list[int]:
+        """Storages of a micro-batch that a layer holds until the next one, such as a state that was sent.
+
+        They are among what it keeps, and go with the backward here.
+        """
+        recorder = self.recorder
+        return [known for known in recorder.live if isinstance(known, int) and recorder.size_of(known)]
 
     def _forward(self) -> Tensor | None:
         recorder = self.recorder
@@ -780,7 +785,7 @@ def record_request(request: LayerRequest) -> LayerRecord:
             cp=DetachedContextParallel.last(shape.context, shape.context_method),
             mlp_tiles=shape.mlp_tiles,
         )
-        layer = in_whole_rows(layers[index](), whole=request.hooked)
+        layer = layers[index]()
         inputs = [tokens, *positions] if kinds[0] == request.kind else stream
         try:
             how = {"divided": split, "hooked": request.hooked} | _with_loss(shape, tp, tokens)

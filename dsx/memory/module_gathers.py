@@ -83,6 +83,8 @@ class ModuleGathers:
         self._running: list[nn.Module] = []
         self._backward: list[nn.Module] = []
         whole = [module for module in layer.modules() if _gathered_whole(module)]
+        for parameter in (each for module in whole for each in module.parameters()):
+            parameter.ds_z3_leaf_module = None  # type: ignore[attr-defined] # whose gradients no linear puts off
         inside = {inner for module in whole for inner in module.modules() if inner is not module}
         modules = dict.fromkeys((*layer.modules(), *owner.modules()))
         self._hooked = [module for module in modules if module not in inside]

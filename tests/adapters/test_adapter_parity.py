@@ -75,6 +75,14 @@ CASES = [
     (Case(tp=2, family="gpt_neox", sequence_parallel=False), DORA),
     (Case(tp=2, pp=2, family="gemma2", zero=2), DORA),
     (Case(dp=2, family="gemma2", zero=3), SOME),
+    (
+        Case(cp=2, family="bamba-mamba", zero=3, zero_keys=GATHERED, recompute="full"),
+        Kind(dora=True, targets=("in_proj", "q_proj")),
+    ),
+    (
+        Case(cp=2, pp=2, family="qwen3_next-delta", zero=3, zero_keys=GATHERED, schedule="zb_h1"),
+        Kind(targets=("out_proj", "o_proj")),
+    ),
     (Case(tp=2, implementation="transformers", family="qwen2"), DORA),
     (Case(tp=2, implementation="transformers", family="qwen2", sequence_parallel=False), PLAIN),
     (

@@ -21,8 +21,10 @@ from parity.dsx_run import Case
 from parity.oracle import CLIPPING, MICRO_BATCH, Run
 
 STEPS, SEQUENCE, RATE = 5, 16, 0.3
-Document = tuple[torch.Tensor, torch.Tensor]
-"""Ids and labels, int64 [length] each."""
+Document = tuple[torch.Tensor, ...]
+"""Ids and labels, int64 [length] each, and positions if documents are not kept apart."""
+HYBRIDS = ("lfm2-conv", "qwen3_next-delta", "bamba-mamba", "nemotron_h-mamba")
+"""Families whose mixers go on from one document of a pack to the next, as in transformers."""
 
 
 def documents(step: int, row: int, packed: bool) -> list[Document]:
@@ -54,7 +56,15 @@ def reference(family: str, rows: int, packed: bool) -> tuple[Run, float]:
     """The run, and its held-out loss over the rows of the step after the last."""
     model = oracle.hf_model(family)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    return oracle.apart(model, optimizer, STEPS, rows, lambda step, row: documents(step, row, packed))
+
+    def pack(step: int, row: int) -> list[Document]:
+        found = documents(step, row, packed)
+        if not packed or family not in HYBRIDS:
+            return found
+        ids, labels = (torch.cat(each) for each in zip(*found, strict=True))
+        return [(ids, labels, torch.cat([torch.arange(len(each)) for each, _ in found]))]
+
+    return oracle.apart(model, optimizer, STEPS, rows, pack)
 
 
 def build(case: Case, folder: Path, packed: bool) -> Any:
@@ -85,6 +95,9 @@ def train(rank: int, world_size: int, case: Case, folder: Path, packed: bool) ->
     return Run(losses, norms, {}), float(engine.eval_batch(batches(STEPS)))
 
 
+GATHERED = {"zero": 3, "zero_keys": (("stage3_param_persistence_threshold", 0),), "accumulation": 2}
+"""Under ZeRO-3 the smallest parameter is gathered too."""
+LATER = {"pp": 2, "recompute": "offload", "schedule": "zb_h1"}
 ULYSSES, RING = {"context_method": "ulysses"}, {"context_method": "ring"}
 CASES = [
     (Case(cp=2, zero=1), True),
@@ -93,8 +106,20 @@ CASES = [
     (Case(cp=2, pp=2, chunks=2, schedule="interleaved_zb", zero=1), True),
     (Case(cp=2, dp=2, zero=3, accumulation=2), False),
     (Case(cp=2, pp=2, chunks=2, schedule="interleaved_zb", zero=1, **RING), True),
+    (Case(cp=2, family="qwen3_next-delta", **LATER, **GATHERED), True),
+    (Case(cp=4, family="bamba-mamba", recompute="full", **GATHERED), False),
 ]
 MORE = [
+    *[(Case(cp=2, family=family, **LATER, **GATHERED), True)
+      for family in HYBRIDS if family != "qwen3_next-delta"],
+    *[(Case(cp=4, family=family, keep_gathered=20_000, **GATHERED), False) for family in HYBRIDS],
+    *[(Case(cp=2, family=family, **shape, **GATHERED), packed)
+      for family in HYBRIDS for shape, packed in (
+          ({"dp": 2}, False), ({"pp": 2}, False))],
+    *[(Case(cp=2, tp=2, family=family, recompute="full", **GATHERED), True)
+      for family in HYBRIDS if family != "bamba-mamba"],  # for which transformers has no plan
+    (Case(cp=2, pp=2, chunks=2, schedule="interleaved_zb", family="lfm2-conv", **GATHERED), True),
+    (Case(cp=2, compile="blocks", family="lfm2-conv", **GATHERED), False),
     (Case(cp=2, tp=2, zero=1, family="lfm2-conv", recompute="full"), False),
     (Case(cp=4, zero=1, family="llama-one-head", recompute="full", **RING), True),
     (Case(cp=2, tp=2, pp=2, zero=3, accumulation=2), True),

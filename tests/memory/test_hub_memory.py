@@ -27,6 +27,12 @@ def test_so_is_that_of_ranks_that_share_sequences(number):
     require_alike({**case(number), "context": 2, "method": ("all_gather", "ulysses")[number % 2]})
 
 
+@pytest.mark.parametrize("zero", often((3, 1), 2))
+def test_so_is_that_of_states_that_are_handed_on_where_backwards_are_divided(zero):
+    layout = {"context": 2, "pipeline": 2, "chunks": 1, "rank": 1, "schedule": "zb_h1", "zero": zero}
+    require_alike({**case(4), **layout})
+
+
 @pytest.mark.parametrize("number", [3, pytest.param(0, marks=pytest.mark.slow)])
 def test_so_is_that_of_feed_forwards_in_tiles(number):
     require_alike({**case(number), "tiles": 3})

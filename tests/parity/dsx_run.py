@@ -38,6 +38,7 @@ class Case:
     freeze: tuple[str, ...] = ()
     adapter: tuple[tuple[str, Any], ...] = ()
     zero_keys: tuple[tuple[str, Any], ...] = ()
+    keep_gathered: int = 0
     extra: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -69,6 +70,7 @@ class Case:
         parts += ["bf16"] if self.bf16 else []
         parts += [self.implementation] if self.implementation != "auto" else []
         parts += [f"frozen {len(self.freeze)}"] if self.freeze else []
+        parts += [f"kept{self.keep_gathered}"] if self.keep_gathered else []
         parts += [f"{k}={v}" for k, v in (*self.zero_keys, *self.extra, *self.adapter)]
         return "-".join(parts)
 
@@ -103,6 +105,7 @@ def config(case: Case, folder: Path | None) -> dict[str, Any]:
             "recompute": case.recompute,
             "compile": case.compile,
             "adapter": dict(case.adapter) or None,
+            "zero": {"keep_gathered_bytes": case.keep_gathered},
             "data": {"tokenizer": "bytes", "sequence_length": 12},
             "train": {"steps": 10, "output": "unused", "freeze": list(case.freeze)},
         },

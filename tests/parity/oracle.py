@@ -144,6 +144,38 @@ CONFIGS["qwen3_next-delta"] = CONFIGS["qwen3"] | {
     "num_experts": 4,
     "num_experts_per_tok": 2,
 }
+CONFIGS["bamba-mamba"] = _OTHERS | {
+    "model_type": "bamba",
+    "architectures": ["BambaForCausalLM"],
+    "attn_layer_indices": [1, 3],
+    "mamba_n_heads": 4,
+    "mamba_d_head": 12,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 4,
+    "pad_token_id": 32,
+}
+CONFIGS["nemotron_h-mamba"] = {key: _OTHERS[key] for key in _OTHERS if key != "num_hidden_layers"} | {
+    "initializer_range": 0.1,
+    "model_type": "nemotron_h",
+    "architectures": ["NemotronHForCausalLM"],
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention"],
+    "head_dim": 8,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 12,
+    "ssm_state_size": 8,
+    "n_groups": 2,
+    "conv_kernel": 4,
+    "chunk_size": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 16,
+    "moe_latent_size": None,
+    "pad_token_id": 32,
+}
 CONFIGS |= {  # whose rows, over two ranks too, are whole blocks of nf4
     f"{family}-wide": CONFIGS[family]
     | {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "initializer_range": 0.1}
@@ -220,22 +252,23 @@ def apart(
     optimizer: torch.optim.Optimizer,
     steps: int,
     rows: int,
-    documents: Callable[[int, int], Iterable[tuple[torch.Tensor, torch.Tensor]]],
+    documents: Callable[[int, int], Iterable[tuple[torch.Tensor, ...]]],
 ) -> tuple[Run, float]:
     """A model trained on every document by itself, and its held-out loss over the step after the last.
 
-    ``documents`` gives those of a step's row: ids and labels, int64 [length] each. A loss is the mean over
-    the trained tokens of all ``rows``.
+    ``documents`` gives those of a step's row: ids and labels, int64 [length] each, and positions where they
+    do not count from 0. A loss is the mean over the trained tokens of all ``rows``.
     """
     losses, norms = [], []
 
     def loss_of(step: int) -> torch.Tensor:
         alone = [document for row in range(rows) for document in documents(step, row)]
-        count = sum(int((labels != -100).sum()) for _, labels in alone)
-        sums = [
-            F.cross_entropy(model(input_ids=ids[None]).logits[0], labels, reduction="sum")
-            for ids, labels in alone
-        ]
+        count = sum(int((labels != -100).sum()) for _, labels, *_ in alone)
+        sums = []
+        for ids, labels, *positions in alone:
+            places = positions[0][None] if positions else None
+            y = model(input_ids=ids[None], position_ids=places, use_cache=False).logits[0]
+            sums.append(F.cross_entropy(y, labels, reduction="sum"))
         return torch.stack(sums).sum() / count
 
     for step in range(steps):
