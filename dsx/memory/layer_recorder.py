@@ -616,10 +616,7 @@ class _LayerTracing:
         return recorder.with_gradients(forward, backward), recorder.with_gradients(backward)
 
     def _left(self) -> list[int]:
-        """Storages of a micro-batch that a layer holds until the next one, such as a state that was sent.
-
-        They are among what it keeps, and go with the backward here.
-        """
+        """Storages, as of a state that was sent, that stay until the next micro-batch: they are ``kept``."""
         recorder = self.recorder
         return [known for known in recorder.live if isinstance(known, int) and recorder.size_of(known)]
 
