@@ -750,8 +750,10 @@ def record_request(request: LayerRequest) -> LayerRecord:
     name = str(dtype).removeprefix("torch.")
     beside: list[TensorForm] = []
     positions, places = ([whole], [whole, whole]) if shape.documents else ([], [])
+    in_turn = False
     if isinstance(model, HubModel):
-        mixers(model.config, shape.context)  # tried with real tensors, if not yet
+        tried = mixers(model.config, shape.context)  # with real tensors, if not yet
+        in_turn = any(each.passing for each in tried)
         if model.balance is not None:
             beside = [TensorForm((_SUMS, model.balance.experts), "float32", 4, request.entered)]
     if request.kind == LOSS:
@@ -779,7 +781,7 @@ def record_request(request: LayerRequest) -> LayerRecord:
             pad_multiple=shape.vocab_multiple,
             split=split,
             entry=partial(partial, _built, request.frozen),
-            cp=DetachedContextParallel.last(shape.context, shape.context_method),
+            cp=DetachedContextParallel.largest(shape.context, shape.context_method, in_turn=in_turn),
             mlp_tiles=shape.mlp_tiles,
         )
         layer = layers[index]()

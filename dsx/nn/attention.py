@@ -28,6 +28,7 @@ head_dim, of which R elements are rotated; P = (N + 2 K) D, the fused projection
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -40,7 +41,7 @@ from torch.utils.checkpoint import checkpoint
 from dsx.errors import ModelError
 from dsx.models.spec import ModelSpec, Rope
 from dsx.nn import collectives
-from dsx.nn.context import WHOLE, ContextParallel
+from dsx.nn.context import WHOLE, ContextParallel, slices
 from dsx.nn.documents import PerMicroBatch, Places
 from dsx.nn.dropout import draw_seed, seeded
 from dsx.nn.linear import ColumnParallelLinear, KeyValueLinear, RowParallelLinear
@@ -90,8 +91,8 @@ def _yarn_keep(rope: Rope, size: int) -> Tensor:
 
 
 Masks: TypeAlias = "tuple[Tensor | None, ...]"
-"""What :class:`CausalMask` gives for each stretch of queries that attends by itself, in a row's order; in a
-ring the numbers of the documents."""
+"""What :class:`CausalMask` gives for each stretch of queries that attends by itself, in a row's order; by
+``all_gather`` the numbers of the documents before them, in a ring these alone."""
 
 
 class RopeAndMask(NamedTuple):
@@ -445,7 +446,10 @@ class Attention(nn.Module):
             return (None if places is None else places.documents,)
         packed = places is not None and places.documents is not None
         stretches = self._stretches(length, packed=packed)
-        return tuple(self.mask(*form, queries) for each in stretches for queries in each)
+        masks = tuple(self.mask(*form, queries) for each in stretches for queries in each)
+        if self.cp.method == "ulysses":
+            return masks
+        return (None if places is None else places.documents, *masks)  # of which it also depends who sends what
 
     def _stretches(self, length: int, *, packed: bool) -> list[list[range]]:
         """The blocks of each stretch of whole rows whose queries this rank has when it attends."""
@@ -482,21 +486,26 @@ class Attention(nn.Module):
             return attended(q, k, v, dropout, masks[0])
         if self.cp.method == "ulysses":
             q, k, v = own_heads(q, k, v, self.cp)
-            return collectives.rows_for_heads(self._by_blocks(q, k, v, dropout, masks), self.cp, heads=2)
+            y = self._by_blocks(q, k, v, dropout, masks, [range(k.shape[1])])
+            return collectives.rows_for_heads(y, self.cp, heads=2)
         if self.cp.method == "ring":
             length, form = q.shape[1] * self.cp.size, (q.dtype, q.device)
             sights = self.mask.sights(self.cp, length, masks[0])
             how = Ring(self.cp, length, sights, partial(self.mask.between, masks[0], form))
             q, k, v = (each.transpose(1, 2) for each in (q, k, v))
             return ring_attention(q, k, v, how).transpose(1, 2)
-        count = k.shape[2]
-        k, v = collectives.gather_rows(torch.cat((k, v), dim=2), self.cp).split(count, dim=2)
-        return self._by_blocks(q, k, v, dropout, masks)
+        count, length = k.shape[2], q.shape[1] * self.cp.size
+        firsts = [each.first for each in self.mask.sights(self.cp, length, masks[0])]
+        pairs, held = collectives.gather_reached(torch.cat((k, v), dim=2), self.cp, firsts)
+        return self._by_blocks(q, *pairs.split(count, dim=2), dropout, masks[1:], held)
 
-    def _by_blocks(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, masks: Masks) -> Tensor:
-        """As :meth:`_attend`, of keys and values of whole rows, whatever stretches the queries are."""
+    def _by_blocks(
+        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, masks: Masks, held: Sequence[range]
+    ) -> Tensor:
+        """As :meth:`_attend`, of ``held`` keys of whole rows, whatever stretches the queries are."""
         packed = masks[-1] is not None and masks[-1].dim() > 2
-        stretches, left, found = self._stretches(k.shape[1], packed=packed), iter(masks), list[Tensor]()
+        length = q.shape[1] * (1 if self.cp.method == "ulysses" else self.cp.size)
+        stretches, left, found = self._stretches(length, packed=packed), iter(masks), list[Tensor]()
         parts = q.split([sum(map(len, each)) for each in stretches], dim=1)
         for part, stretch in zip(parts, stretches, strict=True):
             own = [next(left) for _ in stretch]
@@ -505,7 +514,8 @@ class Attention(nn.Module):
                 for queries, mask in zip(stretch, own, strict=True)
             ]
             first = min(starts)  # so that a block's gradient is as long as what its stretch reaches
-            keys, values = (each[:, first : stretch[-1].stop] for each in (k, v))
+            (reach,) = slices(held, [range(first, stretch[-1].stop)])
+            keys, values = (each[:, reach] for each in (k, v))
             each_part = part.split([len(queries) for queries in stretch], dim=1)
             for x, queries, start, mask in zip(each_part, stretch, starts, own, strict=True):
                 reached = slice(start - first, queries.stop - first)

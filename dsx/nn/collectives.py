@@ -18,6 +18,7 @@ On a context axis, whose ranks share a row in zigzag (:mod:`dsx.nn.context`), ea
 | function | forward | backward |
 |---|---|---|
 | :func:`gather_rows` | all-gather, in the rows' order | reduce-scatter |
+| :func:`gather_reached` | from rank to rank, as far as windows and documents reach | the way back, summed |
 | :func:`heads_for_rows` | all-to-all: own heads of whole rows | :func:`rows_for_heads` |
 | :func:`rows_for_heads` | all-to-all: all heads of the own part | :func:`heads_for_rows` |
 | :func:`start_messages` | from rank to rank (:mod:`dsx.nn.ring`) | the caller's |
@@ -32,6 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -40,7 +42,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dsx.errors import ModelError
-from dsx.nn.context import ContextParallel
+from dsx.nn.context import ContextParallel, slices
 from dsx.nn.parallel import TensorParallel, uncompiled
 
 Ranks: TypeAlias = "TensorParallel | ContextParallel"
@@ -337,6 +339,54 @@ def _gather_rows(x: Tensor, cp: ContextParallel, dim: int) -> Tensor:
     return _in_order(ranks, dim)
 
 
+def _swapped(
+    x: Tensor,
+    held: Sequence[range],
+    give: Callable[[int], Sequence[range]],
+    take: Callable[[int], Sequence[range]],
+    cp: ContextParallel,
+    dim: int,
+) -> list[tuple[range, Tensor]]:
+    """Stretches that others send for those of ``x`` that they take; both are functions of the rank."""
+    others = [rank for rank in range(cp.size) if rank != cp.rank]
+    sizes = {rank: [len(each) for each in take(rank)] for rank in others}
+    outgoing = [(rank, _taken(x, held, give(rank), dim)) for rank in others]
+    shapes = {rank: [*x.shape[:dim], sum(each), *x.shape[dim + 1 :]] for rank, each in sizes.items()}
+    incoming = [(rank, x.new_empty(shapes[rank])) for rank in others]
+    for work in start_messages(incoming, outgoing, cp):
+        work.wait()
+    parts = (zip(take(rank), room.split(sizes[rank], dim), strict=True) for rank, room in incoming)
+    return [each for came in parts for each in came]
+
+
+def _taken(x: Tensor, held: Sequence[range], wanted: Sequence[range], dim: int) -> Tensor:
+    at = slices(held, wanted)
+    parts = [x.narrow(dim, each.start, each.stop - each.start) for each in at] or [x.narrow(dim, 0, 0)]
+    return torch.cat(parts, dim).contiguous()
+
+
+class _GatherReached(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cp: ContextParallel, firsts: Sequence[int], dim: int) -> Tensor:
+        length = x.shape[dim] * cp.size
+        ctx.how = length, cp, firsts, dim
+        own, sent = cp.chunks(length), partial(cp.sent, length, firsts)
+        came = _swapped(x, own, partial(sent, of=cp.rank), partial(sent, cp.rank), cp, dim)
+        came += zip(own, x.chunk(2, dim), strict=True)
+        return torch.cat([part for _, part in sorted(came, key=lambda each: each[0].start)], dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        length, cp, firsts, dim = ctx.how
+        own, held, sent = cp.chunks(length), cp.reached(length, firsts), partial(cp.sent, length, firsts)
+        dx = _taken(dy, held, own, dim)
+        for at, part in _swapped(dy, held, partial(sent, cp.rank), partial(sent, of=cp.rank), cp, dim):
+            (here,) = slices(own, (at,))
+            dx.narrow(dim, here.start, len(at)).add_(part)
+        return dx, None, None, None
+
+
 class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cp: ContextParallel, dim: int) -> Tensor:
@@ -387,6 +437,26 @@ def gather_rows(x: Tensor, cp: ContextParallel, dim: int = SEQUENCE) -> Tensor:
     ``x`` is all of the part: what sequence parallelism has cut goes through :func:`gather_from` first.
     """
     return x if cp.size == 1 else uncompiled(_GatherRows.apply, x, cp, dim)
+
+
+def gather_reached(
+    x: Tensor, cp: ContextParallel, firsts: Sequence[int], dim: int = SEQUENCE
+) -> tuple[Tensor, tuple[range, ...]]:
+    """As :func:`gather_rows` of the keys that this rank's queries reach, and which stretches these are.
+
+    Each is sent by the rank that has it to those that look at it; where the row's last chunk looks at all of
+    it, all are gathered. In backward gradients go back in the same way.
+
+    Args:
+        x: This rank's part along ``dim``.
+        cp: The ranks.
+        firsts: As of :meth:`dsx.nn.context.ContextParallel.reached`.
+        dim: Which of ``x`` goes along the row.
+    """
+    length = x.shape[dim] * cp.size
+    if cp.reached(length, firsts, 0) == (range(length),):
+        return gather_rows(x, cp, dim), (range(length),)
+    return uncompiled(_GatherReached.apply, x, cp, firsts, dim), cp.reached(length, firsts)
 
 
 def heads_for_rows(x: Tensor, cp: ContextParallel, *, heads: int, dim: int = SEQUENCE) -> Tensor:

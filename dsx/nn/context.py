@@ -10,7 +10,11 @@ of whole rows, [B, S]: attention needs to know where every key stands.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -67,6 +71,28 @@ class ContextParallel:
         chunk, rank = length // (2 * self.size), self.rank if rank is None else rank
         return tuple(range(at * chunk, (at + 1) * chunk) for at in (rank, 2 * self.size - 1 - rank))
 
+    def reached(self, length: int, firsts: Sequence[int], rank: int | None = None) -> tuple[range, ...]:
+        """The keys of a row that the queries of this rank, or another, see any of: stretches in order.
+
+        Args:
+            length: Of the row.
+            firsts: The first key that each of its 2 cp chunks sees any of, alike on all ranks.
+            rank: Whose queries; None for this rank's.
+        """
+        chunks = self.chunks(length, rank)
+        early, late = (range(firsts[each.start // len(each)], each.stop) for each in chunks)
+        return (early, late) if early.stop < late.start else (range(min(early.start, late.start), late.stop),)
+
+    def sent(self, length: int, firsts: Sequence[int], to: int, of: int) -> tuple[range, ...]:
+        """The stretches of :meth:`reached` keys of rank ``to`` that rank ``of`` has."""
+        wanted = self.reached(length, firsts, to)
+        both = (
+            range(max(keys.start, each.start), min(keys.stop, each.stop))
+            for keys in self.chunks(length, of)
+            for each in wanted
+        )
+        return tuple(filter(len, both))
+
     def check_length(self, length: int) -> None:
         """Raise LayoutError unless rows of ``length`` tokens divide into two chunks for each rank."""
         if self.size > 1 and length % (2 * self.size):
@@ -81,13 +107,34 @@ class ContextParallel:
         return self
 
 
+def slices(held: Sequence[range], wanted: Iterable[range]) -> list[slice]:
+    """Where ``wanted`` stretches of a row are in what is made of the stretches ``held``, ascending.
+
+    >>> slices([range(4), range(8, 12)], [range(1, 3), range(9, 12)])
+    [slice(1, 3, None), slice(5, 8, None)]
+    """
+    before = list(accumulate(map(len, held), initial=0))
+    within = [(each, bisect_right(held, each.start, key=attrgetter("start")) - 1) for each in wanted]
+    moved = [(each, before[at] - held[at].start) for each, at in within]
+    return [slice(each.start + by, each.stop + by) for each, by in moved]
+
+
 class DetachedContextParallel(ContextParallel):
     """One context-parallel rank without its peers."""
 
     @classmethod
-    def last(cls, size: int, method: ContextMethod) -> DetachedContextParallel:
-        """The last of ``size`` ranks, whose masks are as large as any's."""
-        return cls(size, size - 1, method=method)
+    def largest(cls, size: int, method: ContextMethod, *, in_turn: bool) -> DetachedContextParallel:
+        """The rank of ``size`` that has as much to hold and to receive as any.
+
+        By ``all_gather`` two others send to the second one what windows reach, and one to the last.
+
+        Args:
+            size: Ranks.
+            method: How attention sees whole rows.
+            in_turn: Whether mixers hand states on, which the last rank does for both its chunks at once.
+        """
+        second = method == "all_gather" and not in_turn and size > 1
+        return cls(size, 1 if second else size - 1, method=method)
 
     def __post_init__(self) -> None:
         """Do nothing, because there is no group to check."""

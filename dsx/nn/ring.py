@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dsx.nn import collectives
-from dsx.nn.context import ContextParallel
+from dsx.nn.context import ContextParallel, slices
 from dsx.nn.parallel import uncompiled
 
 _aten = torch.ops.aten
@@ -88,12 +88,7 @@ class Ring:
 
     def sent(self, to: int, of: int) -> tuple[range, ...]:
         """The stretches of the row that rank ``to`` needs of the keys that rank ``of`` has."""
-        found = []
-        for keys in self.cp.chunks(self.length, of):
-            looking = (each for each in self.cp.chunks(self.length, to) if each.start > keys.start)
-            first = min((self._sight(each).first for each in looking), default=keys.stop)
-            found.append(range(max(keys.start, first), keys.stop))
-        return tuple(filter(len, found))
+        return self.cp.sent(self.length, [each.first for each in self.sights], to, of)
 
     def calls(self, held: tuple[range, ...]) -> list[KernelCall]:
         """What this rank's queries do with the keys of these stretches."""
@@ -155,10 +150,7 @@ class Ring:
 
     def _rows(self, stretches: Iterable[range]) -> list[slice]:
         """Where in this rank's part of the row stretches of it are."""
-        one, other = self.cp.chunks(self.length)
-        less = one.start, other.start - len(one)
-        placed = [(each, less[each.start >= other.start]) for each in stretches]
-        return [slice(each.start - by, each.stop - by) for each, by in placed]
+        return slices(self.cp.chunks(self.length), stretches)
 
     def _empty(self, stretches: tuple[range, ...], k: Tensor, v: Tensor) -> tuple[tuple[range, ...], Tensor]:
         size = sum(map(len, stretches)), k.shape[-1] + v.shape[-1]
