@@ -16,7 +16,7 @@ Shapes: B micro-batch, h heads, g key/value heads, S the whole sequence, s this 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,13 +24,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
 
 from dsx.errors import ModelError
+from dsx.hub.late_mask import LateMask
 from dsx.hub.tensor_plan import sequence_cut
 from dsx.models.config_values import at
 from dsx.nn import collectives
 from dsx.nn.attention import check_dropout, check_heads, repeated, scaled_dot_product
-from dsx.nn.context import ContextParallel
+from dsx.nn.context import ContextParallel, slices
 from dsx.nn.parallel import uncompiled
 from dsx.nn.ring import KernelCall, Ring, Sight, ring_attention, unseen
 
@@ -43,9 +45,6 @@ _PLAIN = frozenset(("position_bias", "softcap", "cache"))
 
 _NOT_IN_TURN = ("position_bias", "cache")
 """What attention functions may be given that a ring does not know."""
-
-_REACH = "dsx_reach"
-"""Attribute of a mask: how many tokens back from its own a query sees at most, its own among them."""
 
 _LARGEST_GROUPED = 256
 """Head size up to which kernels share key/value heads (use_gqa_in_sdpa of transformers)."""
@@ -70,40 +69,42 @@ class ContextAttention:
         """The rows of a mask that this rank's attention wants; None if that is the plain causal one."""
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-        make = ALL_MASK_ATTENTION_FUNCTIONS[self.kernel]
-        if self.cp.method == "ulysses":
-            whole: Tensor | None = make(q_length=q_length, mask_function=mask_function, **asked)
-            return whole
+        make, whole = ALL_MASK_ATTENTION_FUNCTIONS[self.kernel], self.cp.method == "ulysses"
         reach, keys = asked.get("local_size"), asked["kv_length"]
         everything = asked.get("attention_mask") is None and (reach is None or keys < reach)
-        skips = self.kernel == "sdpa" or self.cp.method == "ring"
-        if skips and asked.get("allow_is_causal_skip", True) and everything:
+        causal = (self.kernel == "sdpa" or self.cp.method == "ring") and asked.get(
+            "allow_is_causal_skip", True
+        )
+        both_ways = asked.pop("allow_is_bidirectional_skip", None)
+        if everything and (both_ways or (causal and both_ways is None)):
             return None
-        own = self.cp.indices(q_length, asked.get("device"))
-
-        def of_own(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return mask_function(batch, head, own[query], key)
-
-        asked["allow_is_causal_skip"] = False
-        rows: Tensor | None = make(q_length=len(own), mask_function=of_own, **asked)
-        if rows is not None and reach is not None:
-            setattr(rows, _REACH, reach)
-        return rows
+        stretches = (range(q_length),) if whole else self.cp.chunks(q_length)
+        dtype = torch.bool if self.kernel == "sdpa" else asked["dtype"]
+        return LateMask(make, mask_function, stretches, asked, dtype, both_ways=both_ways is not None)
 
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, named: Any
     ) -> tuple[Tensor, None]:
         """The family's own attention of this rank's queries [B, h, s, D] to all keys: [B, s, h, D]."""
+        if isinstance(mask, LateMask) and any(_of_scores(each) for each in named.values()):
+            mask = mask.whole()  # what else has a part for each query is not cut into blocks of them
         if self.cp.method == "ulysses":
             return self._by_heads(module, query, key, value, mask, named), None
         causal = named.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
         if self.cp.method == "ring":
             return self._in_turn(query, key, value, mask, named, causal=causal), None
-        key, value = self.gathered(key), self.gathered(value)
+        starts = range(0, query.shape[2] * self.cp.size, query.shape[2] // 2)
+        firsts = [mask.first(at) for at in starts] if isinstance(mask, LateMask) else [0] * len(starts)
+        (key, held), (value, _) = (self.reached(each, firsts) for each in (key, value))
         if mask is not None or not causal or self.kernel == "eager":
-            y: Tensor = kernel_of(module, self.kernel)(module, query, key, value, mask, **named)[0]
-            return y, None
+            kernel = kernel_of(module, self.kernel)
+
+            def attended(*given: Any) -> Tensor:
+                y: Tensor = kernel(module, *given, **named)[0]
+                return y
+
+            return self._by_blocks(attended, (query, key, value), mask, held, named), None
         return self._causal(module, query, key, value, named), None
 
     def _causal(self, module: Any, query: Tensor, key: Tensor, value: Tensor, named: Any) -> Tensor:
@@ -128,18 +129,46 @@ class ContextAttention:
                 parts.append(kernel(module, *own, before[None, None], **named)[0])
         return torch.cat(parts, dim=1)
 
+    def _by_blocks(
+        self,
+        attended: Callable[..., Tensor],
+        heads: tuple[Tensor, ...],
+        mask: Tensor | None,
+        held: Sequence[range],
+        named: Any,
+    ) -> Tensor:
+        """Attention of queries, ``held`` keys, values and a mask, by one block of queries after the other.
+
+        Each block's mask is made as it attends, for the keys that it reaches, and once more in backward.
+        """
+        if not isinstance(mask, LateMask):
+            return attended(*heads, mask)
+
+        def block(mask: LateMask, queries: range, keys: range, *heads: Tensor) -> Tensor:
+            return attended(*heads, self.rows(mask, queries, keys))
+
+        query, key, value = heads
+        parts, draws = list[Tensor](), (named.get("dropout") or 0.0) > 0.0
+        for part, queries in zip(query.split([*map(len, mask.blocks)], 2), mask.blocks, strict=True):
+            keys = mask.keys(queries)
+            (at,) = slices(held, (keys,))
+            given = mask, queries, keys, part, key[:, :, at], value[:, :, at]
+            again = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=draws)
+            parts.append((again if torch.is_grad_enabled() else block)(*given))
+        return torch.cat(parts, dim=1)
+
     def _by_heads(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, named: Any
     ) -> Tensor:
-        size, heads = self.cp.size, query.shape[1]
-        check_heads(heads, self.cp)
+        size, count = self.cp.size, query.shape[1]
+        check_heads(count, self.cp)
         key, value = (repeated(each, self.cp, dim=1) for each in (key, value))
         query, key, value = (self.to_heads(each) for each in (query, key, value))
 
         def own(each: Any) -> Any:
             """This rank's heads of what has a part for each: sinks [h], biases of scores [B, h, ...]."""
             dim = 0 if isinstance(each, Tensor) and each.dim() == 1 else 1
-            if isinstance(each, Tensor) and each.dim() > dim and heads > 1 and each.shape[dim] == heads:
+            if isinstance(each, Tensor) and each.dim() > dim and count > 1 and each.shape[dim] == count:
                 return each.chunk(size, dim)[self.cp.rank]
             return each
 
@@ -147,9 +176,14 @@ class ContextAttention:
         if hasattr(module, "num_key_value_groups"):
             held["num_key_value_groups"] = query.shape[1] // key.shape[1]
         named = {name: own(each) for name, each in named.items()}
-        kernel = kernel_of(module, self.kernel)
-        y: Tensor = kernel(_Part(module, held), query, key, value, own(mask), **named)[0]
-        return self.to_sequence(y)
+        kernel, part = kernel_of(module, self.kernel), _Part(module, held)
+
+        def attended(*given: Any) -> Tensor:
+            y: Tensor = kernel(part, *given[:3], own(given[3]), **named)[0]
+            return y
+
+        heads, all_keys = (query, key, value), (range(key.shape[2]),)
+        return self.to_sequence(self._by_blocks(attended, heads, mask, all_keys, named))
 
     def _in_turn(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, named: Any, *, causal: bool
@@ -164,19 +198,24 @@ class ContextAttention:
                 'use "all_gather"',
             )
         length, dtype = query.shape[2] * self.cp.size, query.dtype
-        reach, common = getattr(mask, _REACH, length), 0 if mask is None else length
-        starts = range(0, length, query.shape[2] // 2)
+        late = mask if isinstance(mask, LateMask) else None
+        starts, common = range(0, length, query.shape[2] // 2), 0 if mask is None else length
+
+        def seen(call: KernelCall, keys: range) -> Tensor:
+            assert mask is not None
+            return (
+                self.rows(late, call.queries, keys) if late else mask[:, :, call.rows, keys.start : keys.stop]
+            )
 
         def part(call: KernelCall) -> Tensor:
-            assert mask is not None
-            own = torch.cat([mask[:, :, call.rows, at.start : at.stop] for at in call.stretches], -1)
+            own = torch.cat([seen(call, keys) for keys in call.stretches], -1)
             if own.dtype == torch.bool:
                 own = torch.zeros_like(own, dtype=dtype).masked_fill_(own.logical_not(), unseen(dtype))
             return own.to(dtype).clamp(min=unseen(dtype))
 
         eager = self.kernel == "eager"  # the other function knows neither
         cap, sinks = (named.get(each) if eager else None for each in ("softcap", "s_aux"))
-        sights = tuple(Sight(max(0, at + 1 - reach), common) for at in starts)
+        sights = tuple(Sight(0 if late is None else late.first(at), common) for at in starts)
         how = Ring(self.cp, length, sights, part, named.get("scaling"), cap)
         return self.in_turn(query, key, value, how, sinks).transpose(1, 2)
 
@@ -184,9 +223,13 @@ class ContextAttention:
         """As :func:`dsx.nn.ring.ring_attention`."""
         return ring_attention(q, k, v, how, sinks)
 
-    def gathered(self, x: Tensor) -> Tensor:
-        """Keys or values [B, g, s, D] of all ranks: [B, g, S, D], in the order of the row."""
-        return collectives.gather_rows(x, self.cp, 2)
+    def reached(self, x: Tensor, firsts: Sequence[int]) -> tuple[Tensor, Sequence[range]]:
+        """Of keys or values [B, g, s, D] of all ranks those that this one's queries reach, in order."""
+        return collectives.gather_reached(x, self.cp, firsts, 2)
+
+    def rows(self, mask: LateMask, queries: range, keys: range) -> Tensor:
+        """As :meth:`LateMask.rows`."""
+        return mask.rows(queries, keys)
 
     def to_heads(self, x: Tensor) -> Tensor:
         """[B, h, s, D] to [B, h/cp, S, D]."""
@@ -195,6 +238,10 @@ class ContextAttention:
     def to_sequence(self, y: Tensor) -> Tensor:
         """[B, S, h/cp, D] to [B, s, h, D]."""
         return collectives.rows_for_heads(y, self.cp, heads=2, dim=1)
+
+
+def _of_scores(each: Any) -> bool:
+    return isinstance(each, Tensor) and each.dim() > 2
 
 
 class ShapesAlone(ContextAttention):

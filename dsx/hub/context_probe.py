@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dsx.errors import ModelError
@@ -40,6 +40,7 @@ from dsx.hub.context import (
     kernel_of,
     put_context,
 )
+from dsx.hub.late_mask import LateMask
 from dsx.hub.model_structure import BlockCall, structure_of
 from dsx.hub.shrunk import kinds_of, random_model, shrunk
 from dsx.hub.state_passing import Neighbours, StateRelay, What, parts_of
@@ -277,7 +278,17 @@ class Replayed(ContextAttention):
         self._next = [*queries, seen.key, seen.value, seen.context]
         return super().attend(module, query, key, value, mask, named)
 
+    def reached(self, x: Tensor, firsts: Sequence[int]) -> tuple[Tensor, Sequence[range]]:
+        whole = self.gathered(x)
+        held = self.cp.reached(whole.shape[2], firsts) if any(firsts) else (range(whole.shape[2]),)
+        return torch.cat([whole[:, :, each.start : each.stop] for each in held], 2), held
+
+    def rows(self, mask: LateMask, queries: range, keys: range) -> Tensor:
+        with _disable_current_modes():  # what is watched are the module's own calls
+            return mask.rows(queries, keys)
+
     def gathered(self, x: Tensor) -> Tensor:
+        """What was noted of keys, values or queries, of which ``x`` is a part."""
         whole = self._next.pop(0)
         if whole.shape[1] != x.shape[1]:  # repeated, so that each rank has a head
             whole = whole.repeat_interleave(x.shape[1] // whole.shape[1], 1)

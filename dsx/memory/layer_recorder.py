@@ -750,12 +750,9 @@ def record_request(request: LayerRequest) -> LayerRecord:
     name = str(dtype).removeprefix("torch.")
     beside: list[TensorForm] = []
     positions, places = ([whole], [whole, whole]) if shape.documents else ([], [])
-    in_turn = False
-    if isinstance(model, HubModel):
-        tried = mixers(model.config, shape.context)  # with real tensors, if not yet
-        in_turn = any(each.passing for each in tried)
-        if model.balance is not None:
-            beside = [TensorForm((_SUMS, model.balance.experts), "float32", 4, request.entered)]
+    tried = mixers(model.config, shape.context) if isinstance(model, HubModel) else []  # with real tensors
+    if isinstance(model, HubModel) and model.balance is not None:
+        beside = [TensorForm((_SUMS, model.balance.experts), "float32", 4, request.entered)]
     if request.kind == LOSS:
         columns = vocabulary_rows(model, shape.tensor, pad_multiple=shape.vocab_multiple)
         logits = TensorForm((*tokens.shape, columns), name, shape.width, True)
@@ -781,7 +778,9 @@ def record_request(request: LayerRequest) -> LayerRecord:
             pad_multiple=shape.vocab_multiple,
             split=split,
             entry=partial(partial, _built, request.frozen),
-            cp=DetachedContextParallel.largest(shape.context, shape.context_method, in_turn=in_turn),
+            cp=DetachedContextParallel.largest(
+                shape.context, shape.context_method, in_turn=any(each.passing for each in tried)
+            ),
             mlp_tiles=shape.mlp_tiles,
         )
         layer = layers[index]()

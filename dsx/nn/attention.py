@@ -449,7 +449,10 @@ class Attention(nn.Module):
         masks = tuple(self.mask(*form, queries) for each in stretches for queries in each)
         if self.cp.method == "ulysses":
             return masks
-        return (None if places is None else places.documents, *masks)  # of which it also depends who sends what
+        return (
+            None if places is None else places.documents,
+            *masks,
+        )  # of which it also depends who sends what
 
     def _stretches(self, length: int, *, packed: bool) -> list[list[range]]:
         """The blocks of each stretch of whole rows whose queries this rank has when it attends."""
@@ -497,7 +500,8 @@ class Attention(nn.Module):
         count, length = k.shape[2], q.shape[1] * self.cp.size
         firsts = [each.first for each in self.mask.sights(self.cp, length, masks[0])]
         pairs, held = collectives.gather_reached(torch.cat((k, v), dim=2), self.cp, firsts)
-        return self._by_blocks(q, *pairs.split(count, dim=2), dropout, masks[1:], held)
+        k, v = pairs.split(count, dim=2)
+        return self._by_blocks(q, k, v, dropout, masks[1:], held)
 
     def _by_blocks(
         self, q: Tensor, k: Tensor, v: Tensor, dropout: float, masks: Masks, held: Sequence[range]
