@@ -7,6 +7,7 @@
     python tools/bench_memory.py --states
     python tools/bench_memory.py --lists --cases 40 --seed 21
     python tools/bench_memory.py --hub --only name=mixtral-8x7b
+    python tools/bench_memory.py --context 8192 16384 --only "window, transformers"
 
 Each case is one rank of one layout: estimated without torch (dsx.memory) and traced through the real
 engine on fake tensors (tests/meta_engine), in a process of its own. Prints the error of the peak of each case
@@ -374,6 +375,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--states", action="store_true", help="bytes a parameter by stage and precision beside theory"
     )
+    parser.add_argument(
+        "--context", type=int, nargs="*", metavar="TOKENS", help="ranks that share rows so long, really"
+    )
+    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4], help="how many, with --context")
     parser.add_argument("--out", type=Path, help="write one JSON line per case")
     return parser.parse_args()
 
@@ -391,6 +396,10 @@ def main() -> int:
         from tools.memory_bench.real import compare
 
         return compare(args.only)
+    if args.context:
+        from tools.memory_bench.context import peaks
+
+        return peaks(args.context, args.ranks, args.only)
     if args.states:
         from tools.memory_bench.states import table
 

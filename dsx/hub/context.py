@@ -203,9 +203,9 @@ class ContextAttention:
 
         def seen(call: KernelCall, keys: range) -> Tensor:
             assert mask is not None
-            return (
-                self.rows(late, call.queries, keys) if late else mask[:, :, call.rows, keys.start : keys.stop]
-            )
+            if late is not None:
+                return self.rows(late, call.queries, keys)
+            return mask[:, :, call.rows, keys.start : keys.stop]
 
         def part(call: KernelCall) -> Tensor:
             own = torch.cat([seen(call, keys) for keys in call.stretches], -1)

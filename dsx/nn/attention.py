@@ -10,7 +10,7 @@ of three ways:
 - ``all_gather``: it gathers the keys and values of whole rows, 2 K D T elements, and its two chunks of
   queries attend one after the other, each to the keys up to its own end. Backward keeps what was gathered
   and a second copy of the context, unless attention is recomputed. No mask is stored where a causal one is
-  enough, except on CPUs, whose kernel has none for fewer queries than keys.
+  enough.
 - ``ulysses``: by all-to-all it gets whole rows of 1/cp of its heads, and gives their context back, of which
   backward keeps two copies too.
 - ``ring``: the keys and values of the other ranks come one after the other while it computes
@@ -48,7 +48,7 @@ from dsx.nn.linear import ColumnParallelLinear, KeyValueLinear, RowParallelLinea
 from dsx.nn.norm import RMSNorm
 from dsx.nn.parallel import TensorParallel, uncompiled
 from dsx.nn.parameters import Weights
-from dsx.nn.ring import KernelCall, Ring, Sight, ring_attention, unseen
+from dsx.nn.ring import KernelCall, LowerRight, Ring, Sight, ring_attention, unseen
 
 
 def inverse_frequencies(rope: Rope, size: int) -> Tensor:
@@ -262,7 +262,7 @@ class CausalMask:
             return mask
         size = len(queries), len(self.keys(queries))
         windowed = self.window and queries.stop > self.window
-        if not windowed and (size[0] == size[1] or device.type != "cpu"):
+        if not windowed:
             return None
         if self._form != (length, dtype, device):
             self._masks.clear()
@@ -636,7 +636,9 @@ class _LowerRight(NamedTuple):
 
 
 def ending_together(q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float | None) -> Tensor:
-    """Causal attention of the last S tokens to all T, which takes no mask where torch has such a kernel."""
+    """Causal attention of the last S tokens to all T, which takes no mask but to drop scores on CPUs."""
+    if q.device.type == "cpu" and not dropout:  # whose kernel is causal for as many queries as keys alone
+        return ring_attention(q, k, v, LowerRight(WHOLE, k.shape[2] - q.shape[2], (), scale=scale))
     from torch.nn.attention.bias import CausalBias, CausalVariant  # here: it loads the compiler
 
     corner: Any = _LowerRight(q.shape[2], k.shape[2], CausalVariant.LOWER_RIGHT)

@@ -52,6 +52,21 @@ class KernelCall(NamedTuple):
     masked: bool
     causal: bool
 
+    def by_blocks(self) -> Iterator[KernelCall]:
+        """Calls of some queries each, with the keys up to the last of them, so that masks are no larger."""
+        for at in range(0, len(self.queries), _MASKED):
+            queries = self.queries[at : at + _MASKED]
+            seen = tuple(
+                filter(len, (range(each.start, min(each.stop, queries.stop)) for each in self.stretches))
+            )
+            rows = slice(self.rows.start + at, self.rows.start + at + len(queries))
+            keys = slice(self.keys.start, self.keys.start + sum(map(len, seen)))
+            yield KernelCall(rows, keys, queries, seen, self.masked, self.causal)
+
+
+_MASKED = 1024
+"""Queries of a mask at most."""
+
 
 Held: TypeAlias = "tuple[tuple[range, ...], Tensor, Tensor]"
 """Where keys stand in the row, ascending; the keys [B, K, n, D] and values [B, K, n, V]."""
@@ -71,7 +86,7 @@ class Ring:
         length: T.
         sights: Of each of the row's 2 cp chunks, alike on all ranks.
         mask: What is to be added to scores, [B or 1, N or 1, queries, keys], without a gradient: 0, or
-            :func:`unseen`.
+            :func:`unseen`. None if no call is masked.
         scale: Of the scores; None is 1 / sqrt(D).
         cap: Scores are cap tanh(score / cap) (Gemma 2, arXiv:2408.00118, section 2); None leaves them.
     """
@@ -79,7 +94,7 @@ class Ring:
     cp: ContextParallel
     length: int
     sights: tuple[Sight, ...]
-    mask: Callable[[KernelCall], Tensor]
+    mask: Callable[[KernelCall], Tensor] | None = None
     scale: float | None = None
     cap: float | None = None
 
@@ -107,7 +122,7 @@ class Ring:
             both = chunks if found[0].causal else found[0].stretches
             if found[1].stretches == both:  # all queries see all keys, or all keys up to themselves
                 return [found[1]._replace(rows=slice(None), masked=False)]
-        return found
+        return [each for call in found for each in (call.by_blocks() if call.masked else [call])]
 
     def turns(self, k: Tensor, v: Tensor) -> Generator[Held, Tensor | None, Tensor | None]:
         """Keys and values of all ranks, this one's first, the next ones under way while one is looked at.
@@ -188,13 +203,30 @@ class Ring:
         return found
 
     def _given(self, call: KernelCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
-        mask = self.mask(call) if call.masked else None
+        mask = self.mask(call) if self.mask is not None and call.masked else None
         parts = q[:, :, call.rows], k[:, :, call.keys], v[:, :, call.keys]
         return *parts, mask, call.causal and mask is None, self.scale, self.cap
 
 
 def _both(one: range, other: range) -> range:
     return range(max(one.start, other.start), min(one.stop, other.stop))
+
+
+class LowerRight(Ring):
+    """Causal attention of the last tokens to all that a rank has, by two calls without a mask."""
+
+    def calls(self, held: tuple[range, ...]) -> list[KernelCall]:
+        """All keys before the queries, and these tokens' own."""
+        (keys,), queries = held, range(self.length, held[0].stop)
+        before, own = range(self.length), slice(self.length, keys.stop)
+        return [
+            KernelCall(slice(None), slice(0, self.length), queries, (before,), masked=False, causal=False),
+            KernelCall(slice(None), own, queries, (queries,), masked=False, causal=True),
+        ]
+
+    def turns(self, k: Tensor, v: Tensor) -> Generator[Held, Tensor | None, Tensor | None]:
+        """All at once."""
+        return (yield (range(k.shape[2]),), k, v)
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: Ring, sinks: Tensor | None = None) -> Tensor:

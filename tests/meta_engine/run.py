@@ -151,8 +151,10 @@ def trace_pipeline(
     )
 
 
-def measure(config: RunConfig) -> TracedPeaks:
+def measure(config: RunConfig, make: Callable[[RunConfig], tuple[Any, Any]] | None = None) -> TracedPeaks:
     """What :func:`trace` with device ``cpu`` predicts: the same on this process's real rank, same meter.
+
+    A micro-batch is what ``make`` makes, or :func:`batch`.
 
     The process group must exist (``deepspeed.init_distributed``). Here the model's values are filled in, so
     that the peak of "build" is another.
@@ -166,7 +168,7 @@ def measure(config: RunConfig) -> TracedPeaks:
         with meter.phase("engine"):
             engine = initialize(model=model, config=config)[0]
         announce(signatures(config), engine)
-        _train(lambda: batch(config), engine, meter)
+        _train(lambda: (make or batch)(config), engine, meter)
         steady = meter.current_bytes
     return TracedPeaks(rank=groups.rank, steady_bytes=steady, phases=meter.peak_bytes, contents={})
 

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +133,7 @@ def compare(wanted: Sequence[str] = ()) -> int:
         if wanted and not any(words in name for words in wanted):
             continue
         begin = time.perf_counter()
-        real = _ranks(world, sets)
+        real = ranks(_config(world, sets))
         traced = [_alone(_traced, rank, world, sets) for rank in range(world)]
         for rank, (ours, theirs) in enumerate(zip(traced, real, strict=True)):
             count += 1
@@ -162,7 +162,7 @@ def _traced(connection: Any, rank: int, world: int, sets: list[str]) -> None:
     os._exit(0)  # fake tensors outlive their mode
 
 
-def _real(connection: Any, rank: int, world: int, sets: list[str], folder: str) -> None:
+def _real(connection: Any, rank: int, world: int, config: Any, make: Any, folder: str) -> None:
     import deepspeed
     import torch.distributed as dist
 
@@ -173,7 +173,7 @@ def _real(connection: Any, rank: int, world: int, sets: list[str], folder: str) 
     store = dist.FileStore(str(Path(folder) / "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     deepspeed.init_distributed(dist_backend="gloo", verbose=False, auto_mpi_discovery=False)
-    peaks = measure(_config(world, sets))
+    peaks = measure(config, make)
     dist.barrier()
     connection.send({"phases": peaks.phases, "steady": peaks.steady_bytes})
     os._exit(0)
@@ -201,13 +201,20 @@ def _alone(target: Any, *args: Any) -> Any:
     return result
 
 
-def _ranks(world: int, sets: list[str]) -> list[Any]:
+def ranks(config: Any, make: Callable[[Any], Any] | None = None) -> list[Any]:
+    """The peaks of each of a run's ranks on this machine, by phase, and what is held between steps.
+
+    Args:
+        config: Resolved.
+        make: As of ``meta_engine.run.measure``.
+    """
+    world = config.mesh.size
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         pipes = []
         for rank in range(world):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_real, args=(theirs, rank, world, sets, folder))
+            process = context.Process(target=_real, args=(theirs, rank, world, config, make, folder))
             process.start()
             theirs.close()
             stack.callback(process.join)
