@@ -46,13 +46,13 @@ class LateMask(Tensor):
         super().__init__()
         plain = asked.pop("allow_is_causal_skip", True) and not both_ways
         # Predicates of others may see more than the window that comes with them.
-        reach = None if both_ways or asked.get("use_vmap") else asked.get("local_size")
+        reach = 0 if both_ways or asked.get("use_vmap") else asked.get("local_size") or 0
         sizes = vars(asked["config"])
-        chunks = plain and sizes.get("attention_chunk_size") == reach != sizes.get("sliding_window")
+        self._chunks = plain and sizes.get("attention_chunk_size") == reach != sizes.get("sliding_window")
         self._make, self._asked = make, asked | {"mask_function": predicate, "allow_is_causal_skip": False}
-        self._reach, self._chunks, self._plain = reach, chunks and reach is not None, plain
-        self._both_ways, self._keys = both_ways, dict[range, range]()
-        self.blocks = [each for part in stretches for each in blocks(part, reach or 0, packed=True)]
+        self._reach, self._plain = reach, plain
+        self._sees, self._keys = both_ways * asked["kv_length"], dict[range, range]()
+        self.blocks = [each for part in stretches for each in blocks(part, reach, packed=True)]
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, _: Any, given: Any = (), named: Any = None) -> Any:
@@ -76,10 +76,8 @@ class LateMask(Tensor):
 
     def first(self, query: int) -> int:
         """The first key that a query, and any after it, may see: by its window or chunk."""
-        if self._reach is None:
-            return 0
-        start: int = query - query % self._reach if self._chunks else max(0, query + 1 - self._reach)
-        return start
+        reach = self._reach or self.shape[-1]
+        return query - query % reach if self._chunks else max(0, query + 1 - reach)
 
     def keys(self, queries: range) -> range:
         """The stretch of the row outside of which no token of a block attends to any.
@@ -88,17 +86,9 @@ class LateMask(Tensor):
         waits once for each block and micro-batch.
         """
         if queries not in self._keys:
-            self._keys[queries] = self._found(queries)
+            self._keys[queries] = range(self.first(queries.start), self._sees or queries.stop)
+            mask = torch.empty(0, device="meta") if self._plain else self.rows(queries, range(self.shape[-1]))
+            if type(mask) is Tensor and not mask.is_meta:  # else there are no values: one document all along
+                seen = (mask if mask.dtype == torch.bool else mask == 0).flatten(0, -2).any(0).nonzero()
+                self._keys[queries] = range(int(seen[0]), int(seen[-1]) + 1)
         return self._keys[queries]
-
-    def _found(self, queries: range) -> range:
-        stop = self.shape[-1] if self._both_ways else queries.stop
-        known = range(self.first(queries.start), stop)
-        if self._plain:
-            return known
-        every = range(self.shape[-1])
-        mask = self.rows(queries, every)
-        if type(mask) is not Tensor or mask.is_meta:  # which has no values: one document all along
-            return known
-        seen = (mask if mask.dtype == torch.bool else mask == 0).flatten(0, -2).any(0).nonzero()
-        return range(int(seen[0]), int(seen[-1]) + 1)

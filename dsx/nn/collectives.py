@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import accumulate, chain
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -339,51 +339,32 @@ def _gather_rows(x: Tensor, cp: ContextParallel, dim: int) -> Tensor:
     return _in_order(ranks, dim)
 
 
-def _swapped(
-    x: Tensor,
-    held: Sequence[range],
-    give: Callable[[int], Sequence[range]],
-    take: Callable[[int], Sequence[range]],
-    cp: ContextParallel,
-    dim: int,
-) -> list[tuple[range, Tensor]]:
-    """Stretches that others send for those of ``x`` that they take; both are functions of the rank."""
-    others = [rank for rank in range(cp.size) if rank != cp.rank]
-    sizes = {rank: [len(each) for each in take(rank)] for rank in others}
-    outgoing = [(rank, _taken(x, held, give(rank), dim)) for rank in others]
-    shapes = {rank: [*x.shape[:dim], sum(each), *x.shape[dim + 1 :]] for rank, each in sizes.items()}
-    incoming = [(rank, x.new_empty(shapes[rank])) for rank in others]
-    for work in start_messages(incoming, outgoing, cp):
+def _swapped(x: Tensor, give: Sequence[list[slice]], take: Sequence[int], cp: ContextParallel) -> Tensor:
+    """So many rows of each rank's, in their order, for those of ``x`` that it is given."""
+    room = x.new_empty(sum(take), *x.shape[1:])
+    outgoing = [(rank, torch.cat([x[at] for at in each])) for rank, each in enumerate(give) if each]
+    for work in start_messages([*enumerate(room.split(list(take)))], outgoing, cp):
         work.wait()
-    parts = (zip(take(rank), room.split(sizes[rank], dim), strict=True) for rank, room in incoming)
-    return [each for came in parts for each in came]
+    return room
 
 
-def _taken(x: Tensor, held: Sequence[range], wanted: Sequence[range], dim: int) -> Tensor:
-    at = slices(held, wanted)
-    parts = [x.narrow(dim, each.start, each.stop - each.start) for each in at] or [x.narrow(dim, 0, 0)]
-    return torch.cat(parts, dim).contiguous()
-
-
-class _GatherReached(torch.autograd.Function):
+class _Swap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cp: ContextParallel, firsts: Sequence[int], dim: int) -> Tensor:
-        length = x.shape[dim] * cp.size
-        ctx.how = length, cp, firsts, dim
-        own, sent = cp.chunks(length), partial(cp.sent, length, firsts)
-        came = _swapped(x, own, partial(sent, of=cp.rank), partial(sent, cp.rank), cp, dim)
-        came += zip(own, x.chunk(2, dim), strict=True)
-        return torch.cat([part for _, part in sorted(came, key=lambda each: each[0].start)], dim)
+    def forward(ctx: Any, x: Tensor, *how: Any) -> Tensor:
+        ctx.how, ctx.shape = how, x.shape
+        return _swapped(x, *how)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        length, cp, firsts, dim = ctx.how
-        own, held, sent = cp.chunks(length), cp.reached(length, firsts), partial(cp.sent, length, firsts)
-        dx = _taken(dy, held, own, dim)
-        for at, part in _swapped(dy, held, partial(sent, cp.rank), partial(sent, of=cp.rank), cp, dim):
-            (here,) = slices(own, (at,))
-            dx.narrow(dim, here.start, len(at)).add_(part)
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        given, taken, cp = ctx.how
+        back = [
+            [slice(end - size, end)] * (size > 0) for size, end in zip(taken, accumulate(taken), strict=True)
+        ]
+        sizes = [[at.stop - at.start for at in each] for each in given]
+        came, dx = _swapped(dy, back, [*map(sum, sizes)], cp), dy.new_zeros(ctx.shape)
+        for at, part in zip(chain(*given), came.split([*chain(*sizes)]), strict=True):
+            dx[at] += part
         return dx, None, None, None
 
 
@@ -453,10 +434,16 @@ def gather_reached(
         firsts: As of :meth:`dsx.nn.context.ContextParallel.reached`.
         dim: Which of ``x`` goes along the row.
     """
-    length = x.shape[dim] * cp.size
+    length, ranks = x.shape[dim] * cp.size, range(cp.size)
     if cp.reached(length, firsts, 0) == (range(length),):
         return gather_rows(x, cp, dim), (range(length),)
-    return uncompiled(_GatherReached.apply, x, cp, firsts, dim), cp.reached(length, firsts)
+    own, x = cp.chunks(length), x.movedim(dim, 0)
+    give = [slices(own, cp.sent(length, firsts, to, cp.rank)) for to in ranks]
+    take = [cp.sent(length, firsts, cp.rank, of) for of in ranks]
+    came = uncompiled(_Swap.apply, x, give, [sum(map(len, each)) for each in take], cp)
+    parts = zip((*own, *chain(*take)), (*x.chunk(2), *came.split([*map(len, chain(*take))])), strict=True)
+    ordered = [part for _, part in sorted(parts, key=lambda each: each[0].start)]
+    return torch.cat(ordered).movedim(0, dim), cp.reached(length, firsts)
 
 
 def heads_for_rows(x: Tensor, cp: ContextParallel, *, heads: int, dim: int = SEQUENCE) -> Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, product
 from operator import attrgetter
 from typing import Any
 
@@ -84,13 +84,9 @@ class ContextParallel:
         return (early, late) if early.stop < late.start else (range(min(early.start, late.start), late.stop),)
 
     def sent(self, length: int, firsts: Sequence[int], to: int, of: int) -> tuple[range, ...]:
-        """The stretches of :meth:`reached` keys of rank ``to`` that rank ``of`` has."""
-        wanted = self.reached(length, firsts, to)
-        both = (
-            range(max(keys.start, each.start), min(keys.stop, each.stop))
-            for keys in self.chunks(length, of)
-            for each in wanted
-        )
+        """The stretches of :meth:`reached` keys of rank ``to`` that rank ``of``, another one, has."""
+        pairs = product(self.chunks(length, of), self.reached(length, firsts, to)) if to != of else ()
+        both = (range(max(one.start, two.start), min(one.stop, two.stop)) for one, two in pairs)
         return tuple(filter(len, both))
 
     def check_length(self, length: int) -> None:

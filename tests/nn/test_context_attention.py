@@ -29,7 +29,7 @@ from dsx.nn import LearnedPositions, attention, collectives
 from dsx.nn.attention import CausalMask, scaled_dot_product
 from dsx.nn.compiled import compile_blocks
 from dsx.nn.context import ContextParallel
-from dsx.nn.documents import Places
+from dsx.nn.documents import Places, Stream, hidden_of
 from dsx.nn.parallel import TensorParallel
 from fresh_shell import blocks
 
@@ -210,15 +210,39 @@ class Wire:
         return dist.P2POp(way, tensor, **options)
 
 
-def communicated(rank: int, world_size: int, method: Any) -> list[tuple[str, int]]:
+def communicated(
+    rank: int, world_size: int, method: Any, name: str = "llama", at: Any = None
+) -> list[tuple[str, int]]:
     """What a block sends in its forward and its backward, of 3 rows."""
     cp, tp = places(rank, 1, False, method)
-    model = tiny_models.Model("llama", tp, cp=cp)
+    model = tiny_models.Model(name, tp, cp=cp)
     x = torch.randn(3, LENGTH // world_size, 60, requires_grad=True)
     wire: Any = Wire()
     collectives.dist = wire
-    model.calls[1](x).sum().backward()
+    hidden_of(model.calls[1](Stream(x, places=at).flat())).sum().backward()
     return wire.calls
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("cuts", [None, ((9, 15), (6, 3, 15), (10, 14))])
+def test_keys_go_where_a_window_or_a_document_reaches(size: int, cuts: Any) -> None:
+    """And nowhere else, whoever counts: by transformers' mask, which pairs there are of queries and keys."""
+    name, window = ("llama", LENGTH) if cuts else ("mistral", 10)
+    place, at = torch.arange(LENGTH), None
+    allowed = sliding_window_causal_mask_function(window)(0, 0, place[:, None], place[None])
+    if cuts:
+        at = Places.of_packs(torch.stack([torch.cat([torch.arange(n) for n in row]) for row in cuts]))
+        allowed = (allowed & (at.documents[:, :, None] == at.documents[:, None])).any(0)
+    own = [ContextParallel(size, rank).indices(LENGTH) for rank in range(size)]
+    heads, pairs = 3 * 2 * 16, 2  # rows of keys and values
+
+    def sent(to: int, of: int) -> int:
+        return heads * pairs * int(allowed[own[to]][:, own[of]].any(0).sum())
+
+    others = [[rank for rank in range(size) if rank != own] for own in range(size)]
+    for rank, calls in enumerate(ranks.run(communicated, size, "all_gather", name, at)):
+        ways = [sent(to, rank) for to in others[rank]], [sent(rank, of) for of in others[rank]]
+        assert calls == [("message", each) for way in ways for each in way if each]
 
 
 def test_what_goes_over_the_wire() -> None:
@@ -254,9 +278,10 @@ def test_masks_of_a_stretch_are_rows_of_the_whole_mask(window: int, packed: bool
             keys = of.keys(queries)
             rows = whole[..., queries.start : queries.stop, :]
             mask = of(LENGTH, torch.float32, cpu, at, queries)
-            if mask is None:
-                assert queries.start == 0
-                mask = torch.zeros(len(queries), len(queries)).masked_fill_(~allowed[:4, :4], -torch.inf)
+            if mask is None:  # kernels know what is plain causal, whose keys are all before the queries
+                assert not packed
+                assert not window or queries.stop <= window
+                mask = whole[queries.start : queries.stop, : queries.stop]
             assert torch.equal(mask, rows[..., keys.start : keys.stop])
             assert rows[..., : keys.start].eq(-torch.inf).all()
             assert rows[..., keys.stop :].eq(-torch.inf).all()
@@ -264,15 +289,25 @@ def test_masks_of_a_stretch_are_rows_of_the_whole_mask(window: int, packed: bool
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fewer_queries_than_keys_need_no_mask(dtype: torch.dtype) -> None:
-    """Where a kernel has such a causal mask of its own, as on GPUs; on CPUs torch makes it."""
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (
-        torch.randn(2, n, s, 8, generator=generator, dtype=dtype) for n, s in ((4, 5), (2, 12), (2, 12))
+    q, k, v, dy = (
+        torch.randn(2, n, s, 8, generator=generator).to(dtype) for n, s in ((4, 5), (2, 12), (2, 12), (4, 5))
     )
-    mask = CausalMask()(12, dtype, torch.device("cpu"), None, range(7, 12))
-    assert CausalMask()(12, dtype, torch.device("meta"), None, range(7, 12)) is None
-    masked = scaled_dot_product(q, k, v, 0.0, mask)
-    torch.testing.assert_close(scaled_dot_product(q, k, v, 0.0, None), masked)
+    assert CausalMask()(12, dtype, torch.device("cpu"), None, range(7, 12)) is None
+    seen, found = torch.ones(5, 12, dtype=torch.bool).tril(7), []
+    for attend in (
+        lambda *heads: F.scaled_dot_product_attention(*heads, attn_mask=seen, scale=0.3, enable_gqa=True),
+        lambda *heads: scaled_dot_product(*heads, 0.0, None, 0.3),
+    ):
+        heads = [each.clone().requires_grad_() for each in (q, k, v)]
+        y = attend(*heads)
+        y.backward(dy)
+        found.append([y, *(each.grad for each in heads)])
+    rounding = {} if dtype == torch.float32 else {"atol": 0.03, "rtol": 0.02}
+    for wanted, each in zip(*found, strict=True):
+        torch.testing.assert_close(each, wanted, **rounding)
+    kept = [scaled_dot_product(q, k, torch.eye(12, 8).to(dtype).expand_as(v), p, None) for p in (0.0, 0.5)]
+    assert (kept[0] != 0).sum() > (kept[1] != 0).sum() > 0, "scores are dropped there too"
 
 
 def test_heads_that_ulysses_cannot_share_out_are_refused() -> None:

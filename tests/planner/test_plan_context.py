@@ -99,6 +99,45 @@ def test_bytes_of_a_ring_are_those_of_the_formula(context):
     assert shared(again.backward) == forward + back
 
 
+@pytest.mark.parametrize("context", [2, 4])
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("mistral", {"sliding_window": 1024}),
+        ("mistral, transformers", {"sliding_window": 1024}),
+        (
+            "llama4_text, transformers",
+            {"attention_chunk_size": T // 16 * 3, "attn_temperature_tuning": False},
+        ),
+    ],
+)
+def test_bytes_are_those_that_a_window_or_chunk_reaches(kind, sizes, context):
+    """Of the rank that is sent the most: the second of four, for both of its chunks of queries."""
+    family, _, modules = kind.partition(", ")
+    if modules:
+        changed = json.loads(tiny.tiny_config(family).to_json_string(use_diff=False)) | sizes
+        model = hub_model(changed | {"max_position_embeddings": T})
+        heads, head = changed["num_key_value_heads"], changed["head_dim"] or 0
+        head = head or changed["hidden_size"] // changed["num_attention_heads"]
+    else:
+        model, heads, head = model_of({**CONFIG, "model_type": family, **sizes}), K, D
+    found = shape(context=context, model=model)
+    chunk, mine = T // (2 * context), (1, 2 * context - 2)
+    reach, chunked = sizes.get("sliding_window", T), sizes.get("attention_chunk_size", T)
+    firsts = [max(0, at - reach + 1, at // chunked * chunked) for at in range(0, T, chunk)]
+    ways = [0, 0]  # what the rank is sent, and what it sends: keys, once to each rank
+    for start, first in enumerate(firsts):
+        for of in range(first // chunk, start):
+            pair = {min(each, 2 * context - 1 - each) for each in (start, of)}
+            if 1 in pair and len(pair) > 1:
+                ways[start not in mine] += chunk - max(0, first - of * chunk)
+    each = 2 * heads * head * WIDTH * max(ways)  # a micro-batch of two
+    wanted = [("messages", each)] * 2 if modules else [("messages", 2 * each)]
+    assert shared(block(found).forward) == wanted
+    assert shared(block(found).backward) == wanted
+    assert shared(block(replace(found, recompute="full")).backward) == 2 * wanted
+
+
 @pytest.mark.parametrize("method", get_args(ContextMethod))
 def test_attention_is_shared_out_evenly(method):
     """A rank's two stretches of queries, or its heads, are 1/cp of the causal half of the square."""
