@@ -72,11 +72,11 @@ class ContextAttention:
         make, whole = ALL_MASK_ATTENTION_FUNCTIONS[self.kernel], self.cp.method == "ulysses"
         reach, keys = asked.get("local_size"), asked["kv_length"]
         everything = asked.get("attention_mask") is None and (reach is None or keys < reach)
-        causal = (self.kernel == "sdpa" or self.cp.method == "ring") and asked.get(
-            "allow_is_causal_skip", True
+        skips = asked.get("allow_is_causal_skip", True) and (
+            self.kernel == "sdpa" or self.cp.method == "ring"
         )
         both_ways = asked.pop("allow_is_bidirectional_skip", None)
-        if everything and (both_ways or (causal and both_ways is None)):
+        if everything and (skips if both_ways is None else both_ways):
             return None
         stretches = (range(q_length),) if whole else self.cp.chunks(q_length)
         dtype = torch.bool if self.kernel == "sdpa" else asked["dtype"]
@@ -86,7 +86,7 @@ class ContextAttention:
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, named: Any
     ) -> tuple[Tensor, None]:
         """The family's own attention of this rank's queries [B, h, s, D] to all keys: [B, s, h, D]."""
-        if isinstance(mask, LateMask) and any(_of_scores(each) for each in named.values()):
+        if isinstance(mask, LateMask) and any(getattr(each, "ndim", 0) > 2 for each in named.values()):
             mask = mask.whole()  # what else has a part for each query is not cut into blocks of them
         if self.cp.method == "ulysses":
             return self._by_heads(module, query, key, value, mask, named), None
@@ -98,13 +98,8 @@ class ContextAttention:
         firsts = [mask.first(at) for at in starts] if isinstance(mask, LateMask) else [0] * len(starts)
         (key, held), (value, _) = (self.reached(each, firsts) for each in (key, value))
         if mask is not None or not causal or self.kernel == "eager":
-            kernel = kernel_of(module, self.kernel)
-
-            def attended(*given: Any) -> Tensor:
-                y: Tensor = kernel(module, *given, **named)[0]
-                return y
-
-            return self._by_blocks(attended, (query, key, value), mask, held, named), None
+            kernel = partial(kernel_of(module, self.kernel), module)
+            return self._by_blocks(kernel, (query, key, value), mask, held, named), None
         return self._causal(module, query, key, value, named), None
 
     def _causal(self, module: Any, query: Tensor, key: Tensor, value: Tensor, named: Any) -> Tensor:
@@ -130,31 +125,26 @@ class ContextAttention:
         return torch.cat(parts, dim=1)
 
     def _by_blocks(
-        self,
-        attended: Callable[..., Tensor],
-        heads: tuple[Tensor, ...],
-        mask: Tensor | None,
-        held: Sequence[range],
-        named: Any,
+        self, kernel: Any, heads: Any, mask: Tensor | None, held: Any, named: Any, own: Any = lambda x: x
     ) -> Tensor:
         """Attention of queries, ``held`` keys, values and a mask, by one block of queries after the other.
 
         Each block's mask is made as it attends, for the keys that it reaches, and once more in backward.
         """
+
+        def attended(made: Any, *heads: Tensor) -> Tensor:
+            y: Tensor = kernel(*heads, own(made()), **named)[0]
+            return y
+
         if not isinstance(mask, LateMask):
-            return attended(*heads, mask)
-
-        def block(mask: LateMask, queries: range, keys: range, *heads: Tensor) -> Tensor:
-            return attended(*heads, self.rows(mask, queries, keys))
-
-        query, key, value = heads
-        parts, draws = list[Tensor](), (named.get("dropout") or 0.0) > 0.0
+            return attended(lambda: mask, *heads)
+        (query, key, value), draws = heads, (named.get("dropout") or 0.0) > 0.0
+        again = partial(checkpoint, attended, use_reentrant=False, preserve_rng_state=draws)
+        run, parts = again if torch.is_grad_enabled() else attended, list[Tensor]()
         for part, queries in zip(query.split([*map(len, mask.blocks)], 2), mask.blocks, strict=True):
-            keys = mask.keys(queries)
-            (at,) = slices(held, (keys,))
-            given = mask, queries, keys, part, key[:, :, at], value[:, :, at]
-            again = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=draws)
-            parts.append((again if torch.is_grad_enabled() else block)(*given))
+            (at,) = slices(held, (keys := mask.keys(queries),))
+            made = partial(self.rows, mask, queries, keys)
+            parts.append(run(made, part, key[:, :, at], value[:, :, at]))
         return torch.cat(parts, dim=1)
 
     def _by_heads(
@@ -176,14 +166,8 @@ class ContextAttention:
         if hasattr(module, "num_key_value_groups"):
             held["num_key_value_groups"] = query.shape[1] // key.shape[1]
         named = {name: own(each) for name, each in named.items()}
-        kernel, part = kernel_of(module, self.kernel), _Part(module, held)
-
-        def attended(*given: Any) -> Tensor:
-            y: Tensor = kernel(part, *given[:3], own(given[3]), **named)[0]
-            return y
-
-        heads, all_keys = (query, key, value), (range(key.shape[2]),)
-        return self.to_sequence(self._by_blocks(attended, heads, mask, all_keys, named))
+        kernel, heads = partial(kernel_of(module, self.kernel), _Part(module, held)), (query, key, value)
+        return self.to_sequence(self._by_blocks(kernel, heads, mask, (range(key.shape[2]),), named, own))
 
     def _in_turn(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, named: Any, *, causal: bool
@@ -238,10 +222,6 @@ class ContextAttention:
     def to_sequence(self, y: Tensor) -> Tensor:
         """[B, S, h/cp, D] to [B, s, h, D]."""
         return collectives.rows_for_heads(y, self.cp, heads=2, dim=1)
-
-
-def _of_scores(each: Any) -> bool:
-    return isinstance(each, Tensor) and each.dim() > 2
 
 
 class ShapesAlone(ContextAttention):

@@ -26,12 +26,15 @@ import ranks
 from dsx.errors import ConfigError, DsxError, ModelError
 from dsx.hub.context import check_kernels
 from dsx.hub.context_probe import mixers, no_context, passes_states
+from dsx.hub.late_mask import LateMask
 from dsx.hub.read import hub_model
 from dsx.hub.state_passing import pass_states
 from dsx.hub.tensor_plan import BlockPlan, apply_plan
 from dsx.models import families
 from dsx.models.spec import ContextMethod
 from dsx.models.transformers_settings import quiet_transformers, torch_forms
+from dsx.nn import attention, ring
+from dsx.nn.compiled import compile_blocks
 from dsx.nn.context import ContextParallel
 from dsx.nn.linear import ColumnParallelLinear, LocalLinear
 from dsx.nn.parallel import TensorParallel
@@ -131,7 +134,9 @@ def turned(model: Any, name: str, value: Tensor) -> Tensor:
     return value.T if isinstance(owner, Conv1D) and value.dim() > 1 else value
 
 
-def by_dsx(model: Any, cp: ContextParallel, cuts: tuple[int, ...]) -> tuple[float, dict[str, Tensor]]:
+def by_dsx(
+    model: Any, cp: ContextParallel, cuts: tuple[int, ...], recompute: Any = "full", compiles: bool = False
+) -> tuple[float, dict[str, Tensor]]:
     """The same, summed over the ranks."""
     spec = hub_model(described(model))
     layers: list[Any] = []
@@ -141,8 +146,12 @@ def by_dsx(model: Any, cp: ContextParallel, cuts: tuple[int, ...]) -> tuple[floa
         return kind(*arguments) if use is None else lambda given: use(layers[0], given)
 
     forms = {"dtype": torch.float32, "pad_multiple": 1, "cp": cp}
-    made = families.layers(spec, TensorParallel(), **forms, recompute="full", entry=partial(partial, entry))
+    made = families.layers(
+        spec, TensorParallel(), **forms, recompute=recompute, entry=partial(partial, entry)
+    )
     layers += [each() for each in made]
+    if compiles:
+        compile_blocks(layers[1:-2], [type(each) for each in layers[1:-2]], "aot_eager")
     parameters = [p for layer in layers if isinstance(layer, nn.Module) for p in layer.parameters()]
     with torch.no_grad():
         for parameter in parameters:
@@ -310,6 +319,56 @@ def mixed(rank: int, world_size: int, trained: bool) -> list[bool]:
 @pytest.mark.parametrize("trained", [False, True])
 def test_frozen_mixers_hand_states_on(trained: bool) -> None:
     assert ranks.run(mixed, 2, trained) == [[True]] * 2
+
+
+def in_blocks(rank: int, world_size: int, family: str, method: Any, how: dict[str, Any]) -> Any:
+    """Masks of three queries at a time, as long rows have many; no mask is made for more."""
+    attention._BLOCK = ring._MASKED = 3
+    made = list[tuple[int, int]]()
+    model = random_model(tiny.tiny_config(family, **how["sizes"]))
+    mixers(hub_model(described(model)).config, world_size)  # tried before, and not counted
+    rows = LateMask.rows
+    LateMask.rows = lambda mask, q, k: made.append((len(q), len(k))) or rows(mask, q, k)  # type: ignore[method-assign]
+    wanted = by_transformers(model, how["cuts"])
+    own = by_dsx(model, ContextParallel(world_size, rank, method=method), how["cuts"], *how["run"])
+    assert float(abs(own[0] - wanted[0])) < TOLERANCE * abs(wanted[0])
+    for name, gradient in wanted[1].items():
+        least = 1e-2 * max(float(each.abs().max()) for each in wanted[1].values())
+        assert (own[1][name] - gradient).abs().max() < TOLERANCE * max(float(gradient.abs().max()), least)
+    return made
+
+
+WINDOW = {"sliding_window": 5}
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "size", "how"),
+    often(
+        [
+            ("mistral", "all_gather", 3, {"run": ("none",)}),
+            ("mistral", "ring", 2, {"cuts": CUTS[1]}),
+            ("mistral", "ulysses", 2, {"cuts": CUTS[1], "run": ("full", True)}),
+            (
+                "gemma2",
+                "all_gather",
+                2,
+                {"cuts": CUTS[1], "run": ("none", True)},
+            ),  # caps, by the eager function
+            ("gpt_oss", "all_gather", 2, {}),  # sinks
+            ("gpt_oss", "ulysses", 2, {"cuts": CUTS[1]}),
+            ("llama", "all_gather", 3, {"cuts": CUTS[1]}),
+            ("llama4_text", "all_gather", 3, {"sizes": {"attention_chunk_size": 5}}),
+        ],
+        3,
+    ),
+)
+def test_masks_are_made_for_few_queries_at_a_time(family: str, method: str, size: int, how: Any) -> None:
+    sizes = {"llama": {}, "llama4_text": {}}.get(family, WINDOW)
+    how = {"cuts": CUTS[0], "run": (), "sizes": sizes} | how
+    for made in ranks.run(in_blocks, size, family, method, how):
+        most = 3 if method == "ring" else 5  # a block has a window's queries
+        assert made
+        assert max(queries for queries, _ in made) <= most
 
 
 @pytest.mark.slow
