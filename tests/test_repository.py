@@ -93,6 +93,7 @@ RECORDING = {
     "hub.block_arguments",
     "hub.context",
     "hub.context_probe",
+    "hub.late_mask",
     "hub.model_structure",
     "hub.on_meta",
     "hub.shrunk",
