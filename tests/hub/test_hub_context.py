@@ -357,7 +357,6 @@ WINDOW = {"sliding_window": 5}
             ("gpt_oss", "all_gather", 2, {}),  # sinks
             ("gpt_oss", "ulysses", 2, {"cuts": CUTS[1]}),
             ("llama", "all_gather", 3, {"cuts": CUTS[1]}),
-            ("llama4_text", "all_gather", 3, {"sizes": {"attention_chunk_size": 5}}),
         ],
         3,
     ),
