@@ -443,6 +443,7 @@ def gather_reached(
     came = uncompiled(_Swap.apply, x, give, [sum(map(len, each)) for each in take], cp)
     parts = zip((*own, *chain(*take)), (*x.chunk(2), *came.split([*map(len, chain(*take))])), strict=True)
     ordered = [part for _, part in sorted(parts, key=lambda each: each[0].start)]
+    ordered += [] if len(came) else [came]  # whose backward brings home what this rank has sent
     return torch.cat(ordered).movedim(0, dim), cp.reached(length, firsts)
 
 

@@ -357,8 +357,10 @@ WINDOW = {"sliding_window": 5}
             ("gpt_oss", "all_gather", 2, {}),  # sinks
             ("gpt_oss", "ulysses", 2, {"cuts": CUTS[1]}),
             ("llama", "all_gather", 3, {"cuts": CUTS[1]}),
+            # The first rank receives nothing, and sends.
+            ("llama4_text", "all_gather", 3, {"sizes": {"attention_chunk_size": 5}}),
         ],
-        3,
+        7,
     ),
 )
 def test_masks_are_made_for_few_queries_at_a_time(family: str, method: str, size: int, how: Any) -> None:
