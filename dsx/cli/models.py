@@ -94,6 +94,9 @@ def _lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "tensor", ", ".join(map(str, found["tensor"]))
     if found["not_cut"]:
         yield "", f"not 2: {found['not_cut']}"
+    if experts := found["experts"]:
+        of_a_layer, legal = (", ".join(map(str, experts[key])) for key in ("of_a_layer", "ranks"))
+        yield "experts", f"{of_a_layer} of a layer; ranks that may hold them together: {legal}"
     refused = found["no_context"]
     if methods := [method for method, why in refused.items() if why is None]:
         several = ", ".join(methods[:-1])

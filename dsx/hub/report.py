@@ -108,6 +108,7 @@ def report(config: Mapping[str, Any], tensor_plan: Mapping[str, str | None] | No
         "key_value_heads": pairs,
         "tensor": legal,
         "not_cut": model.uncut(2),
+        "experts": _experts(model),
         "no_context": {method: no_context(model, 2, method) for method in get_args(ContextMethod)},
         "mixing": _mixing(model),
         "whole": [
@@ -115,6 +116,13 @@ def report(config: Mapping[str, Any], tensor_plan: Mapping[str, str | None] | No
         ],
         "probe": tried,
     }
+
+
+def _experts(model: HubModel) -> dict[str, Any] | None:
+    """Experts of a layer, and how many ranks may hold them together; None without stacks of experts."""
+    counts = {spec.shape[0] for spec in model.params if spec.experts == 0}
+    legal = [ranks for ranks in range(1, _MOST_RANKS + 1) if model.unshared_experts(ranks) is None]
+    return {"of_a_layer": sorted(counts), "ranks": legal} if counts else None
 
 
 def _mixing(model: HubModel) -> dict[str, dict[str, Any]]:
