@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from all_families import parity
 from all_families.parity import Layout
 
