@@ -11,6 +11,8 @@ An event is a tuple that starts with its kind:
 - ``("-", id)``: the layer lets go of a storage, which is freed unless something else holds it.
 - ``("sum", id, bytes, label, first)``: autograd sums two gradients: in the place of ``first`` if nobody else
   holds that (torch/csrc/autograd/input_buffer.cpp), else in new memory.
+- ``("many", id, bytes, label, count)``: ``count`` storages of so many bytes each, which go together too
+  (:mod:`dsx.memory.record_loops`).
 - ``("out",)``: the outputs are the caller's from here on.
 - ``("in", [id or None, ...])``: the gradients of the inputs are the caller's from here on.
 - ``("grad", parameter, id)``: a parameter gets its gradient.
@@ -29,6 +31,8 @@ An event is a tuple that starts with its kind:
   the bytes of the whole tensor, of what a rank gives in an all-to-all, or of messages that it sends or
   receives, the larger of both; ``("begin", ..., "context")`` one over the context-parallel ranks.
 
+An operator with a number before it comes that many times: ``(510, "mm", ...)``.
+
 An id is a number, ``"x0"`` for the storage of the first input, or ``"d0"`` for that of the gradient of the
 first output.
 """
@@ -37,10 +41,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import zip_longest
 from math import prod
+from operator import mul
 from typing import Any, Literal, NamedTuple
 
 from dsx.memory.ledger import Label
@@ -48,7 +53,10 @@ from dsx.models.spec import ContextMethod, Model, Recompute
 
 Event = tuple[Any, ...]
 
-MEMORY = frozenset(("+", "-", "sum", "out", "in", "grad", "fetch", "release"))
+LABELLED = frozenset(("+", "sum", "many"))
+"""Kinds of events with a label."""
+
+MEMORY = LABELLED | {"-", "out", "in", "grad", "fetch", "release"}
 """Kinds of events that a ledger replays."""
 
 
@@ -186,8 +194,7 @@ class Kept(NamedTuple):
     remade: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedUse:
+class RecordedUse(NamedTuple):
     """One use of a parameter whose gradient waits in a divided backward (:mod:`dsx.nn.split`).
 
     Attributes:
@@ -247,7 +254,7 @@ class LayerRecord:
 
     def _replayed(self, events: Sequence[Event]) -> tuple[Event, ...]:
         return tuple(
-            (*event[:3], self.labels[event[3]], *event[4:]) if event[0] in ("+", "sum") else event
+            (*event[:3], self.labels[event[3]], *event[4:]) if event[0] in LABELLED else event
             for event in events
             if event[0] in MEMORY
         )
@@ -294,30 +301,30 @@ class LayerRecord:
         for event in self.forward:
             if event[0] == "+":
                 live[event[1]] = event[2]
+            elif event[0] == "many":
+                live[event[1]] = event[2] * event[4]
             elif event[0] == "-":
                 live.pop(event[1], None)
         return sum(live.values())
 
-    def scaled(self, other: LayerRecord, share: tuple[int, int]) -> LayerRecord | None:
-        """The record between this one and one of a larger micro-batch, every size in proportion.
+    @classmethod
+    def between(
+        cls, records: Sequence[LayerRecord], weights: tuple[Sequence[int], int]
+    ) -> LayerRecord | None:
+        """The record of a layer in another size: every number is a sum of others', by weights and a divisor.
 
-        Args:
-            other: The same layer's.
-            share: How far to go from here to there, as numerator and denominator.
-
-        Returns:
-            None if the two differ in more than sizes.
+        None if they differ in more than sizes, or a sum is no integer.
         """
-        names = [each.name for each in fields(self) if each.init and not each.name.startswith("_")]
+        names = [each.name for each in fields(cls) if each.init and not each.name.startswith("_")]
         try:
-            between = {name: _between(getattr(self, name), getattr(other, name), share) for name in names}
+            found = {name: _between([getattr(each, name) for each in records], weights) for name in names}
         except ValueError:
             return None
-        return LayerRecord(**between)
+        return cls(**found)
 
     def to_json(self) -> str:
         content = {each.name: getattr(self, each.name) for each in fields(self) if each.compare}
-        return json.dumps(content, separators=(",", ":"), default=asdict)
+        return json.dumps(content, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> LayerRecord:
@@ -334,34 +341,30 @@ class LayerRecord:
             forward=_events(content["forward"]),
             backward=_events(content["backward"]),
             backward_input=None if content["backward_input"] is None else _events(content["backward_input"]),
-            weights=tuple(
-                RecordedUse(use["parameter"], _events(use["begin"]), _events(use["finish"]))
-                for use in content["weights"]
-            ),
+            weights=tuple(RecordedUse(name, _events(b), _events(f)) for name, b, f in content["weights"]),
             num_labels=content["num_labels"],
         )
 
 
-def _between(one: Any, other: Any, share: tuple[int, int]) -> Any:
-    """What stands between two values, of texts word by word. Raises ValueError if they are unlike."""
-    if one == other:
+def _between(values: Sequence[Any], weights: tuple[Sequence[int], int]) -> Any:
+    """A weighted sum of values, of texts word by word. Raises ValueError if they are unlike."""
+    one = values[0]
+    if all(other == one for other in values):
         return one
-    kind = type(one)
-    if kind is int and type(other) is int:
-        step, rest = divmod((other - one) * share[0], share[1])
+    kind, shares = type(one), weights[0]
+    if any(type(other) is not kind for other in values):
+        raise ValueError("they differ in more than sizes")
+    if kind is int:
+        found, rest = divmod(sum(map(mul, values, shares)), weights[1])
         if not rest:
-            return one + step
-    elif kind is str and type(other) is str:
-        pairs = list(zip_longest(one.split(), other.split(), fillvalue=""))
-        if all(a == b or (a.isdigit() and b.isdigit()) for a, b in pairs):
-            return " ".join(str(_between(int(a), int(b), share)) if a.isdigit() else a for a, b in pairs)
-    elif isinstance(one, tuple) and kind is type(other) and len(one) == len(other):
-        each = [_between(a, b, share) for a, b in zip(one, other, strict=True)]
-        return tuple(each) if kind is tuple else kind(*each)
-    elif isinstance(one, RecordedUse) and isinstance(other, RecordedUse):
-        return RecordedUse(
-            one.parameter, _between(one.begin, other.begin, share), _between(one.finish, other.finish, share)
-        )
+            return found
+    elif kind is str:
+        words = zip_longest(*(value.split() for value in values), fillvalue="")
+        numbers = ([int(word) if word.isdigit() else word for word in several] for several in words)
+        return " ".join(str(_between(several, weights)) for several in numbers)
+    elif isinstance(one, tuple | list) and len({len(value) for value in values}) == 1:
+        each = [_between(several, weights) for several in zip(*values, strict=True)]
+        return kind(each) if kind in (tuple, list) else kind(*each)
     raise ValueError("they differ in more than sizes")
 
 
@@ -375,7 +378,8 @@ def counted(events: Iterable[Event]) -> tuple[tuple[Event, int], ...]:
             found.append((event, 1))
             since = {}
         elif event[0] not in MEMORY:
-            since[event] = since.get(event, 0) + 1
+            times, operator = (event[0], event[1:]) if isinstance(event[0], int) else (1, event)
+            since[operator] = since.get(operator, 0) + times
     return (*found, *since.items())
 
 

@@ -7,7 +7,6 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -92,6 +91,7 @@ class LayerRecorder(paper.UncompiledMode):
 
     Attributes:
         events: The list that events go to, which may be replaced at any time. None drops them.
+        numbers: How many numbers storages have.
     """
 
     def __init__(self, device_type: str, category: str) -> None:
@@ -101,7 +101,7 @@ class LayerRecorder(paper.UncompiledMode):
         self.labels: dict[Label, int] = {}
         self._ids: dict[int, int | str] = {}
         self._sizes: dict[int | str, int] = {}
-        self._next = 0
+        self.numbers = 0
         self._paused = 0
         self._path: list[str] = []
         self._paths: list[tuple[int, str]] = []
@@ -124,7 +124,7 @@ class LayerRecorder(paper.UncompiledMode):
 
     def restart(self) -> None:
         """Number anew; of what has been made before, and may go now, nothing is noted."""
-        self._next = self._collectives = 0
+        self.numbers = self._collectives = 0
         self._ids |= {key: GATHERED for key, known in self._ids.items() if isinstance(known, int)}
 
     @property
@@ -152,7 +152,7 @@ class LayerRecorder(paper.UncompiledMode):
         """A number for a storage that was followed under a name; None if it is gone."""
         if key not in self._ids:
             return None
-        number, self._next = self._next, self._next + 1
+        number, self.numbers = self.numbers, self.numbers + 1
         self._ids[key], self._sizes[number] = number, 1
         return number
 
@@ -255,7 +255,7 @@ class LayerRecorder(paper.UncompiledMode):
                     self.emit("+", known, size, self._label(tensor, func))
                 self._sizes[known] = size
             return
-        number, self._next = self._next, self._next + 1
+        number, self.numbers = self.numbers, self.numbers + 1
         self._ids[key] = number
         self._sizes[number] = size
         weakref.finalize(storage, self._gone, key)
@@ -459,6 +459,7 @@ class _LayerTracing:
         self._gathers: ModuleGathers | None = None
         self._positions: dict[int, Tensor] = {}
         self._stays: list[int] = []
+        self._numbers = 0
 
     def input(self, place: int) -> Tensor:
         form = self.forms[place]
@@ -602,6 +603,8 @@ class _LayerTracing:
         recorder.restart()
         recorder.events = forward
         end = self._forward()
+        if divided is not None:
+            recorder.numbers = self._numbers  # so that no storage of the other backward has the same
         backward: list[Event] = []
         recorder.events = backward
         if end is not None:
@@ -613,6 +616,7 @@ class _LayerTracing:
         if self._gathers is not None:
             self._gathers.rest()
         recorder.events = None
+        self._numbers = recorder.numbers
         return recorder.with_gradients(forward, backward), recorder.with_gradients(backward)
 
     def _left(self) -> list[int]:
@@ -680,7 +684,7 @@ class _LayerTracing:
                 recorder.events = None
                 found.append(RecordedUse(name, (), recorder.with_gradients(finish)))
         # What a use holds on to may go while the next one's communication begins.
-        return tuple(replace(use, begin=tuple(begin)) for use, begin in zip(found, begins, strict=True))
+        return tuple(use._replace(begin=tuple(begin)) for use, begin in zip(found, begins, strict=True))
 
 
 def record_layer(

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dsx.memory.layer_record import LOSS, LayerRecord, LayerRequest, Shape
+from dsx.memory.record_loops import fitted, folded
 from dsx.models.param import ParamSpec
 from dsx.models.params import layer_adapters, layer_kinds, param_specs
 from dsx.models.spec import HubModel, Model, ModelSpec
@@ -174,6 +175,9 @@ def recorded(request: LayerRequest) -> LayerRecord:
     ends = _ends(request)
     if ends and all(_place(end).exists() for end in ends) and (found := _between(request)):
         return found
+    if _loops(request) and (found := _by_short_ones(request)):
+        keep(place, found.to_json())
+        return found
     collects = gc.isenabled()
     gc.disable()  # while torch is loaded, a quarter of the time would go there
     try:
@@ -213,7 +217,68 @@ def _ends(request: LayerRequest) -> tuple[LayerRequest, ...]:
 def _between(request: LayerRequest) -> LayerRecord | None:
     """The record by those of both ends; None if the layer does other things with another micro-batch."""
     low, high = map(recorded, _ends(request))
-    return low.scaled(high, (request.shape.micro_batch - _ENDS[0], _ENDS[1] - _ENDS[0]))
+    here, (first, last) = request.shape.micro_batch, _ENDS
+    return LayerRecord.between((low, high), ((last - here, here - first), last - first))
+
+
+_TOKENS = 256
+"""Lengths of records from which others follow are as far apart: a multiple of the chunks that loops take."""
+
+
+def _lengths(request: LayerRequest) -> list[int]:
+    """A rank's tokens in the short records from which a long one follows, as many beyond a multiple.
+
+    Under ZeRO-3 mixers see all ranks' tokens (:mod:`dsx.hub.state_passing`), of which chunks count then.
+    """
+    shape = request.shape
+    apart = max(_TOKENS // shape.context, 2 * shape.tensor) if request.hooked else _TOKENS
+    return [shape.length % apart + apart * many for many in (5, 6, 7, 9)]
+
+
+def _at(request: LayerRequest, length: int, **changes: Any) -> LayerRequest:
+    """The same layer, where a rank has another length."""
+    shape = replace(request.shape, **changes)
+    return replace(request, shape=replace(shape, sequence_length=length * shape.context))
+
+
+def _plain(request: LayerRequest, length: int, **changes: Any) -> LayerRecord:
+    """That of a sequence, without recomputation and in one backward."""
+    short = _at(request, length, micro_batch=1, recompute="none", mlp_tiles=1, **changes)
+    return recorded(replace(short, divided=False))
+
+
+def _loops(request: LayerRequest) -> bool:
+    """Whether a layer is a long block of transformers' that goes through its sequence in a loop.
+
+    One that attends is none: its masks may begin to differ at any length, with a window.
+    """
+    shape, lengths = request.shape, _lengths(request)
+    if request.kind != "Block" or not isinstance(shape.model, HubModel) or shape.length < 2 * lengths[-1]:
+        return False
+    alone: dict[str, Any] = {"context": 1, "context_method": "all_gather", "sequence_parallel": False}
+    one = replace(_at(request, shape.length, **alone), hooked=False)
+    few, many = (_plain(one, length).forward for length in _lengths(one)[:2])
+    return len(few) < len(many) and not any(event[0] == "sdpa" for event in few)
+
+
+def _by_short_ones(request: LayerRequest) -> LayerRecord | None:
+    """The record by those of short sequences; None if polynomials do not give it.
+
+    Of the ranks of a context axis and its methods, as few are recorded as differ at the shortest.
+    """
+    shape, lengths = request.shape, _lengths(request)
+    for context in sorted({min(shape.context, 2), shape.context}):
+        other = _at(request, shape.length, context=context, context_method="all_gather")
+        if other != request and _plain(other, lengths[0]) == _plain(request, lengths[0]):
+            return recorded(other)
+    with suppress(ValueError):
+        return fitted([_folded(_at(request, each)) for each in lengths], lengths, shape.length)
+    return None
+
+
+@lru_cache(maxsize=1024)
+def _folded(request: LayerRequest) -> LayerRecord:
+    return folded(recorded(request))
 
 
 def _place(request: LayerRequest) -> Path:

@@ -195,6 +195,8 @@ class RecordedLayer:
             return [held[event[2]].hold()]
         elif kind == "out":
             return [held[number].hold() for number in self.record.output_ids]
+        elif kind == "many":
+            held[event[1]] = self._ledger.new(event[3], self._ledger.rounded(event[2]) * event[4])
         else:
             _, number, size, label, *first = event
             if first and held[first[0]].holders == 1:

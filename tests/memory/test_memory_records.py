@@ -209,4 +209,4 @@ def test_a_layer_that_does_other_things_with_more_samples_is_recorded_by_itself(
     few, many = (
         record_request(LayerRequest(shape=replace(shape, micro_batch=number), kind=LOSS)) for number in (2, 4)
     )
-    assert few.scaled(many, (1, 2)) is None
+    assert LayerRecord.between((few, many), ((1, 1), 2)) is None
