@@ -221,30 +221,18 @@ def _between(request: LayerRequest) -> LayerRecord | None:
     return LayerRecord.between((low, high), ((last - here, here - first), last - first))
 
 
-_TOKENS = 256
-"""Lengths of records from which others follow are as far apart: a multiple of the chunks that loops take."""
+def _short(request: LayerRequest, **changes: Any) -> list[LayerRequest]:
+    """The same layer with few tokens on a rank, from which follows what it does with so many.
 
-
-def _lengths(request: LayerRequest) -> list[int]:
-    """A rank's tokens in the short records from which a long one follows, as many beyond a multiple.
-
-    Under ZeRO-3 mixers see all ranks' tokens (:mod:`dsx.hub.state_passing`), of which chunks count then.
+    They are a multiple of loops' chunks apart. Under ZeRO-3 chunks are of all ranks' tokens.
     """
-    shape = request.shape
-    apart = max(_TOKENS // shape.context, 2 * shape.tensor) if request.hooked else _TOKENS
-    return [shape.length % apart + apart * many for many in (5, 6, 7, 9)]
-
-
-def _at(request: LayerRequest, length: int, **changes: Any) -> LayerRequest:
-    """The same layer, where a rank has another length."""
     shape = replace(request.shape, **changes)
-    return replace(request, shape=replace(shape, sequence_length=length * shape.context))
+    apart = max(256 // shape.context, 2 * shape.tensor) if request.hooked else 256
+    lengths = (request.shape.length % apart + apart * many for many in (5, 6, 7, 9))
+    return [replace(request, shape=replace(shape, sequence_length=each * shape.context)) for each in lengths]
 
 
-def _plain(request: LayerRequest, length: int, **changes: Any) -> LayerRecord:
-    """That of a sequence, without recomputation and in one backward."""
-    short = _at(request, length, micro_batch=1, recompute="none", mlp_tiles=1, **changes)
-    return recorded(replace(short, divided=False))
+_PLAIN = dict[str, Any](micro_batch=1, recompute="none", mlp_tiles=1, context_method="all_gather")
 
 
 def _loops(request: LayerRequest) -> bool:
@@ -252,13 +240,13 @@ def _loops(request: LayerRequest) -> bool:
 
     One that attends is none: its masks may begin to differ at any length, with a window.
     """
-    shape, lengths = request.shape, _lengths(request)
-    if request.kind != "Block" or not isinstance(shape.model, HubModel) or shape.length < 2 * lengths[-1]:
+    shape = request.shape
+    is_long = shape.length >= 2 * _short(request)[-1].shape.length
+    if request.kind != "Block" or not isinstance(shape.model, HubModel) or not is_long:
         return False
-    alone: dict[str, Any] = {"context": 1, "context_method": "all_gather", "sequence_parallel": False}
-    one = replace(_at(request, shape.length, **alone), hooked=False)
-    few, many = (_plain(one, length).forward for length in _lengths(one)[:2])
-    return len(few) < len(many) and not any(event[0] == "sdpa" for event in few)
+    one = replace(request, divided=False, hooked=False)
+    few, many = map(recorded, _short(one, **_PLAIN, context=1, sequence_parallel=False)[:2])
+    return len(few.forward) < len(many.forward) and not any(event[0] == "sdpa" for event in few.forward)
 
 
 def _by_short_ones(request: LayerRequest) -> LayerRecord | None:
@@ -266,13 +254,17 @@ def _by_short_ones(request: LayerRequest) -> LayerRecord | None:
 
     Of the ranks of a context axis and its methods, as few are recorded as differ at the shortest.
     """
-    shape, lengths = request.shape, _lengths(request)
+    shape, one = request.shape, replace(request, divided=False)
+    method = {"context_method": shape.context_method}
     for context in sorted({min(shape.context, 2), shape.context}):
-        other = _at(request, shape.length, context=context, context_method="all_gather")
-        if other != request and _plain(other, lengths[0]) == _plain(request, lengths[0]):
-            return recorded(other)
+        other = replace(shape, context=context, context_method="all_gather")
+        here, there = (_short(one, **_PLAIN | each)[0] for each in (method, {"context": context}))
+        if other != shape and recorded(here) == recorded(there):
+            length = shape.length * context
+            return recorded(replace(request, shape=replace(other, sequence_length=length)))
+    short = _short(request)
     with suppress(ValueError):
-        return fitted([_folded(_at(request, each)) for each in lengths], lengths, shape.length)
+        return fitted([*map(_folded, short)], [each.shape.length for each in short], shape.length)
     return None
 
 

@@ -14,10 +14,9 @@ from itertools import accumulate, pairwise
 from math import lcm, prod
 from typing import Any
 
-from dsx.memory.layer_record import LABELLED, MEMORY, Event, LayerRecord, RecordedUse
+from dsx.memory.layer_record import LABELLED, MEMORY, Event, LayerRecord
 
-_ROUNDS = 4
-"""Equal stretches that are a loop: fewer come by chance, and would not be there at another length."""
+_ROUNDS = 4  # of equal stretches: fewer come by chance, and would not be there at another length
 
 
 def fitted(records: Sequence[LayerRecord], lengths: Sequence[int], length: int) -> LayerRecord | None:
@@ -25,17 +24,13 @@ def fitted(records: Sequence[LayerRecord], lengths: Sequence[int], length: int) 
 
     These go through all records but the last; None if they do not give that.
     """
-    *points, proof = records
-    if LayerRecord.between(points, _weights(lengths[:-1], lengths[-1])) != proof:
-        return None
-    return LayerRecord.between(points, _weights(lengths[:-1], length))
-
-
-def _weights(points: Sequence[int], at: int) -> tuple[list[int], int]:
-    """Lagrange's: what values at ``points`` count for at another place, and their common denominator."""
-    found = [prod(Fraction(at - other, one - other) for other in points if other != one) for one in points]
-    common = lcm(*(share.denominator for share in found))
-    return [int(share * common) for share in found], common
+    *points, last = lengths
+    found = []
+    for at in (last, length):  # by Lagrange's polynomials
+        weights = [prod(Fraction(at - each, one - each) for each in points if each != one) for one in points]
+        common = lcm(*(weight.denominator for weight in weights))
+        found.append(LayerRecord.between(records[:-1], ([int(each * common) for each in weights], common)))
+    return found[1] if found[0] == records[-1] else None
 
 
 def folded(record: LayerRecord) -> LayerRecord:
@@ -45,29 +40,19 @@ def folded(record: LayerRecord) -> LayerRecord:
     round between has more than both of these, and a ledger finds the same peak.
     Raises ValueError for a loop of which that is not known.
     """
-    uses = [part for use in record.weights for part in (use.begin, use.finish)]
-    storages = _Storages(
-        (record.forward, record.backward, record.backward_input or (), *uses), record.output_ids
-    )
-    forward, backward, second, *rest = map(tuple, map(storages.folded, storages.parts))
-    ends = zip(record.weights, rest[::2], rest[1::2], strict=True)
-    return replace(
-        record,
-        forward=forward,
-        backward=backward,
-        backward_input=None if record.backward_input is None else second,
-        weights=tuple(RecordedUse(use.parameter, begin, finish) for use, begin, finish in ends),
-    )
+    lists = [record.forward, record.backward, record.backward_input or ()]
+    lists.append(tuple(event for use in record.weights for event in (*use.begin, *use.finish)))
+    storages = _Storages(lists, record.output_ids)
+    forward, backward, second, _ = map(tuple, map(storages.folded, storages.parts))
+    first = None if record.backward_input is None else second
+    return replace(record, forward=forward, backward=backward, backward_input=first)
 
 
 class _Storages:
-    """All events of a record, where among them storages begin and end, and which loops there are.
-
-    Attributes:
-        parts: Places of each of the record's lists of events.
-    """
+    """All events of a record, where among them storages begin and end, and which loops there are."""
 
     def __init__(self, lists: Sequence[Sequence[Event]], others: Iterable[Any]) -> None:
+        # Places of the lists of events.
         self.parts = [range(*ends) for ends in pairwise(accumulate(map(len, lists), initial=0))]
         self._events = [event for part in lists for event in part]
         self._born, self._ends = dict[Any, int](), dict[Any, list[int]]()
@@ -93,9 +78,7 @@ class _Storages:
             for start, period, rounds in self._loops
             for at in range(start + period, start + period * (rounds - 1))
         }
-        self._first: dict[Hashable, Any] = {}
-        for key in self._born:
-            self._first.setdefault(self._group(key), key)
+        self._first = {self._group(key): key for key in reversed(self._born)}
 
     def _token(self, at: int, event: Event, own: set[Any]) -> Hashable:
         """What equal events of two rounds have in common; of an event that no loop may have, its place."""
@@ -111,7 +94,6 @@ class _Storages:
         return key if None in found or len(found) == 1 else found
 
     def folded(self, part: range) -> Iterator[Event]:
-        """Events of a part."""
         done = part.start
         for start, period, rounds in self._loops:
             if start in part:
@@ -130,10 +112,10 @@ class _Storages:
             group = self._group(event[1])
             if not isinstance(group, tuple) or any(place[0] != start for place in group):
                 times[event[0] in LABELLED, group] += 1
-        yield from (("-", self._first[group]) for comes, group in times if not comes)
-        for group, count in ((group, count) for (comes, group), count in times.items() if comes):
+        for (comes, group), count in sorted(times.items(), key=lambda each: each[0][0]):
             _, *what = self._events[self._born[self._first[group]]][:4]
-            yield ("many", *what, count) if isinstance(group, tuple) else ("+", *what)
+            new = ("many", *what, count) if isinstance(group, tuple) else ("+", *what)
+            yield new if comes else ("-", what[0])
         yield from ((rounds, *event) for event in events[: len(places) // rounds] if event[0] not in MEMORY)
 
 
