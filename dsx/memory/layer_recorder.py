@@ -603,10 +603,8 @@ class _LayerTracing:
         recorder.restart()
         recorder.events = forward
         end = self._forward()
-        if divided is not None:
-            recorder.numbers = self._numbers  # so that no storage of the other backward has the same
-        backward: list[Event] = []
-        recorder.events = backward
+        recorder.numbers = max(recorder.numbers, self._numbers)  # no storage of two backwards has the same
+        recorder.events = backward = list[Event]()
         if end is not None:
             with nullcontext() if divided is None else divided.deferring(KEY):
                 with recorder.paused():

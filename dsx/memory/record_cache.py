@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dsx.memory.layer_record import LOSS, LayerRecord, LayerRequest, Shape
-from dsx.memory.record_loops import fitted, folded
 from dsx.models.param import ParamSpec
 from dsx.models.params import layer_adapters, layer_kinds, param_specs
 from dsx.models.spec import HubModel, Model, ModelSpec
@@ -262,6 +261,8 @@ def _by_short_ones(request: LayerRequest) -> LayerRecord | None:
         if other != shape and recorded(here) == recorded(there):
             length = shape.length * context
             return recorded(replace(request, shape=replace(other, sequence_length=length)))
+    from dsx.memory.record_loops import fitted
+
     short = _short(request)
     with suppress(ValueError):
         return fitted([*map(_folded, short)], [each.shape.length for each in short], shape.length)
@@ -270,6 +271,8 @@ def _by_short_ones(request: LayerRequest) -> LayerRecord | None:
 
 @lru_cache(maxsize=1024)
 def _folded(request: LayerRequest) -> LayerRecord:
+    from dsx.memory.record_loops import folded
+
     return folded(recorded(request))
 
 
