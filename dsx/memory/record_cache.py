@@ -223,11 +223,10 @@ def _between(request: LayerRequest) -> LayerRecord | None:
 def _short(request: LayerRequest, **changes: Any) -> list[LayerRequest]:
     """The same layer with few tokens on a rank, from which follows what it does with so many.
 
-    They are a multiple of loops' chunks apart. Under ZeRO-3 chunks are of all ranks' tokens.
+    They are a multiple of loops' chunks apart, of which experts have equal shares too.
     """
     shape = replace(request.shape, **changes)
-    apart = max(256 // shape.context, 2 * shape.tensor) if request.hooked else 256
-    lengths = (request.shape.length % apart + apart * many for many in (5, 6, 7, 9))
+    lengths = (request.shape.length % 256 + 256 * many for many in (5, 6, 7, 9))
     return [replace(request, shape=replace(shape, sequence_length=each * shape.context)) for each in lengths]
 
 

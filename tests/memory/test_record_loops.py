@@ -85,7 +85,7 @@ LOOPS = (
     ("qwen3_next", {"recompute": "full", "context": 4, "context_method": "ring", "micro_batch": 3}),
     ("olmo_hybrid", {"context": 2, "recompute": "full"}),
     ("olmo_hybrid", {"micro_batch": 11, "width": 4}),
-    ("qwen3_next", {"hooked": True, "context": 8}),
+    ("qwen3_next", {"hooked": True, "context": 2}),
     ("qwen3_next", {"mlp_tiles": 4}),
 )  # fmt: skip
 
