@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
@@ -24,6 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from dsx.hub import values
 from dsx.launch.spared import compilers_late
 from dsx.nn import attention, dropout, parameters
+from dsx.nn.experts import ExpertParallel
 from dsx.nn.parallel import TensorParallel
 
 Device = Literal["paper", "cpu"]
@@ -356,3 +358,26 @@ class DetachedTensorParallel(TensorParallel):
 
     def __post_init__(self) -> None:
         """Do nothing, because there is no group to check."""
+
+
+@dataclass(frozen=True, slots=True)
+class DetachedExpertParallel(ExpertParallel):
+    """One of the ranks that hold experts together, without the others.
+
+    Attributes:
+        imbalance: How many rows come to it for each that it sends: 1 if experts are equally busy.
+    """
+
+    imbalance: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Do nothing, because there is no group to check."""
+
+    def splits(self, own: torch.Tensor, theirs: torch.Tensor, rows: int) -> tuple[list[int], list[int]]:
+        """To each rank as many rows as to any other, and from each."""
+        del own, theirs
+        sent, received = (
+            [total // self.size + (rank < total % self.size) for rank in range(self.size)]
+            for total in (rows, round(self.imbalance * rows))
+        )
+        return sent, received

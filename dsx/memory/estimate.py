@@ -275,7 +275,15 @@ def _rank(
     at, width = job.layout.mesh.at(), job.states.width
     plain = (spec for spec in job.layout.params if spec.quantized == "none")
     layout = replace(job.layout, params=tuple(plain))
-    leaves = {spec.name: Leaf(spec.name, spec.local_shape(at), width) for spec in layout.params_of(pp_rank)}
+    leaves = {
+        spec.name: Leaf(
+            spec.name,
+            spec.local_shape(at),
+            width,
+            experts_over=1 if spec.experts is None else layout.mesh.ep,
+        )
+        for spec in layout.params_of(pp_rank)
+    }
     plan = layout.zero_plan(pp_rank)
     if not plan.groups:  # the one number that a rank trains with nothing to train (engine/initialize.py)
         leaves["spare"] = Leaf("spare", (1,), width)

@@ -279,7 +279,13 @@ _WIDTHS = {**WIDTHS, **{dtype: WIDTHS[name] for name, dtype in PRECISIONS.items(
 """Bytes of DeepSpeed's names of dtypes."""
 
 
-def job_of(config: RunConfig, *, device: DeviceKind = "cuda", capacity_bytes: int | None = None) -> Job:
+def job_of(
+    config: RunConfig,
+    *,
+    device: DeviceKind = "cuda",
+    capacity_bytes: int | None = None,
+    imbalance: float = 1.0,
+) -> Job:
     """The run that ``config`` describes, on a kind of device.
 
     Args:
@@ -287,6 +293,7 @@ def job_of(config: RunConfig, *, device: DeviceKind = "cuda", capacity_bytes: in
         device: The kind of device whose code paths the run takes.
         capacity_bytes: Memory of a device for tensors; ZeRO-1 and 2 flatten parameters on the host if it is
             too little for two copies. None for enough.
+        imbalance: Of experts that several ranks hold: rows that come to the fullest rank, over their mean.
 
     Raises:
         ConfigError: Something whose memory dsx does not know: an optimizer that nobody has declared
@@ -322,6 +329,8 @@ def job_of(config: RunConfig, *, device: DeviceKind = "cuda", capacity_bytes: in
         context=mesh.cp,
         context_method=config.dsx.parallel.method,
         mlp_tiles=config.mlp_tiles,
+        expert=mesh.ep,
+        imbalance=imbalance if mesh.ep > 1 else 1.0,
     )
     return Job(
         records=ModelRecords(shape),

@@ -29,7 +29,8 @@ An event is a tuple that starts with its kind:
   one whose arithmetic torch.utils.flop_counter knows.
 - ``("begin", number, kind, bytes)`` and ``("wait", number)``: a collective over the tensor-parallel ranks, by
   the bytes of the whole tensor, of what a rank gives in an all-to-all, or of messages that it sends or
-  receives, the larger of both; ``("begin", ..., "context")`` one over the context-parallel ranks.
+  receives, the larger of both; ``("begin", ..., "context")`` one over the context-parallel ranks, and
+  ``("begin", ..., "expert")`` one over those that hold experts together.
 
 An operator with a number before it comes that many times: ``(510, "mm", ...)``.
 
@@ -80,6 +81,8 @@ class Shape:
         context: Ranks that share each of them.
         context_method: How attention then sees them whole.
         mlp_tiles: Parts of a sequence that blocks' feed-forwards compute one after the other.
+        expert: Ranks that hold the experts of a layer together.
+        imbalance: Rows that come to this rank's experts, over those that its tokens send to any.
         width: Bytes of a parameter or an activation.
         vocab_multiple: Multiple to which each rank's vocabulary rows are padded.
         recompute: What blocks compute again.
@@ -102,6 +105,8 @@ class Shape:
     context: int = 1
     context_method: ContextMethod = "all_gather"
     mlp_tiles: int = 1
+    expert: int = 1
+    imbalance: float = 1.0
 
     @property
     def length(self) -> int:

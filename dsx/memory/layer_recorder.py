@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 from dsx.errors import ModelError
 from dsx.hub.context_probe import mixers
 from dsx.memory import device as paper
-from dsx.memory.device import DetachedTensorParallel, fake_build
+from dsx.memory.device import DetachedExpertParallel, DetachedTensorParallel, fake_build
 from dsx.memory.layer_record import (
     LOSS,
     Event,
@@ -44,6 +44,7 @@ from dsx.nn import collectives
 from dsx.nn.context import ContextParallel, DetachedContextParallel
 from dsx.nn.documents import PerMicroBatch
 from dsx.nn.embedding import TiedUse
+from dsx.nn.experts import ExpertParallel
 from dsx.nn.loss import loss_of
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.quantized import quantize
@@ -303,7 +304,7 @@ class LayerRecorder(paper.UncompiledMode):
                 found.append(event)
         return tuple(found)
 
-    # Communication of tensor-parallel and context-parallel ranks, which are not there
+    # Communication of the other ranks of the model, which are not there
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -333,8 +334,11 @@ class LayerRecorder(paper.UncompiledMode):
         def receive(room: Tensor, cp: ContextParallel, _: int, what: str) -> Any:
             return self._collective(what, _bytes(room), cp)
 
+        def exchange(found: Tensor, x: Tensor, ep: ExpertParallel, *_: Any) -> None:
+            self._collective("all_to_all", max(_bytes(found), _bytes(x)), ep).wait()
+
         noted: dict[str, Any] = {"start_all_reduce": all_reduce, "_all_gather": all_gather}
-        noted |= {"_reduce_scatter": reduce_scatter, "_all_to_all": all_to_all}
+        noted |= {"_reduce_scatter": reduce_scatter, "_all_to_all": all_to_all, "exchange": exchange}
         with ExitStack() as stack:
             for name, stand_in in (noted | {"send": send, "receive": receive, "_messages": messages}).items():
                 stack.enter_context(paper.swapped(collectives, name, stand_in))
@@ -342,7 +346,8 @@ class LayerRecorder(paper.UncompiledMode):
 
     def _collective(self, kind: str, size_bytes: int, ranks: collectives.Ranks) -> Any:
         number, self._collectives = self._collectives, self._collectives + 1
-        axis = ("context",) if isinstance(ranks, ContextParallel) else ()
+        kinds = {"context": ContextParallel, "expert": ExpertParallel}
+        axis = [name for name, each in kinds.items() if isinstance(ranks, each)]
         self.emit("begin", number, kind, size_bytes, *axis)
         return _Work(self, number)
 
@@ -783,6 +788,7 @@ def record_request(request: LayerRequest) -> LayerRecord:
             cp=DetachedContextParallel.largest(
                 shape.context, shape.context_method, in_turn=any(each.passing for each in tried)
             ),
+            ep=DetachedExpertParallel(shape.expert, imbalance=shape.imbalance),
             mlp_tiles=shape.mlp_tiles,
         )
         layer = layers[index]()

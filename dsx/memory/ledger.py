@@ -265,9 +265,10 @@ class Leaf(Tensor):
         grad: What backwards have summed up.
         accumulate: Takes each gradient over as it comes; None sums them in :attr:`grad`, as torch does.
         came: Called after each, once nobody else has it, as a hook of torch's is; None for nobody.
+        experts_over: Neighbours that hold the experts together of which it is; 1 for all other parameters.
     """
 
-    __slots__ = ("accumulate", "came", "grad", "name")
+    __slots__ = ("accumulate", "came", "experts_over", "grad", "name")
 
     def __init__(
         self,
@@ -277,9 +278,10 @@ class Leaf(Tensor):
         *,
         storage: Storage | None = None,
         accumulate: Callable[[Leaf, Tensor], None] | None = None,
+        experts_over: int = 1,
     ) -> None:
         super().__init__(shape, width, storage)
-        self.name, self.accumulate = name, accumulate
+        self.name, self.accumulate, self.experts_over = name, accumulate, experts_over
         self.grad: Tensor | None = None
         self.came: Callable[[Leaf], None] | None = None
 

@@ -126,9 +126,10 @@ class Bf16(Partitioned):
     def start(self) -> None:
         """Flat parameters, fp32 partition, fp32 gradients."""
         self.gradients: list[Tensor] = []
-        for size in self.flatten_groups(self.sizes, by_way_of_host=False):
+        for index, size in enumerate(self.flatten_groups(self.sizes, by_way_of_host=False)):
             self.make_master(size)
-            self.gradients.append(self.new("gradients", "fp32 gradients", size * self.plan.dp, 4))
+            whole = size * self.plan.ranks(index)
+            self.gradients.append(self.new("gradients", "fp32 gradients", whole, 4))
 
     def _add(self, leaf: Leaf, gradient: Tensor) -> None:
         """To the fp32 buffer at once (engine/zero/replicated.py)."""

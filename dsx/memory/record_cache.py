@@ -144,6 +144,8 @@ def alone(shape: Shape, index: int) -> Shape:
     # A chunk of more tokens than there are is all of them.
     chunk = min(shape.loss_chunk, shape.micro_batch * shape.length)
     shape = replace(shape, loss_chunk=chunk if kinds[index] == "Head" else 0)
+    if kinds[index] != "Block":
+        shape = replace(shape, expert=1, imbalance=1.0)
     model: Model = replace(shape.model, freeze=(), adapter=layer_adapters(shape.model)[index])
     if isinstance(model, HubModel):
         return replace(

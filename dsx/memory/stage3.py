@@ -36,9 +36,13 @@ class _Handle:
     def __init__(self, coordinator: Coordinator, leaves: Sequence[Leaf]) -> None:
         self._coordinator, self._leaves, self._complete = coordinator, leaves, False
         self._waiting = len(leaves)
-        apart = len(leaves) == 1 or coordinator.gathering.sequential or coordinator.dp == 1
-        self._own = [coordinator.own_buffer(leaf) for leaf in leaves] if apart else []
-        self._flat = None if apart else coordinator.flat_buffer(leaves)
+        self._own: dict[str, Tensor | None] = {}
+        self._flat: dict[int, Tensor] = {}
+        for ranks, together in coordinator.by_ranks(leaves).items():
+            if len(together) == 1 or coordinator.gathering.sequential or ranks == 1:
+                self._own |= {leaf.name: coordinator.own_buffer(leaf) for leaf in together}
+            else:
+                self._flat[ranks] = coordinator.flat_buffer(together)
 
     def wait(self) -> None:
         """The parameters are there; the flat buffer stays until :meth:`let_go` for each of them."""
@@ -46,11 +50,11 @@ class _Handle:
             return
         self._complete = True
         coordinator = self._coordinator
-        for place, leaf in enumerate(self._leaves):
-            if self._own:
-                whole = self._own[place]
-            elif self._flat is not None and coordinator.gathering.all_reduce:
-                whole = self._flat.detach()
+        for leaf in self._leaves:
+            if leaf.name in self._own:
+                whole = self._own[leaf.name]
+            elif coordinator.gathering.all_reduce:
+                whole = self._flat[coordinator.ranks(leaf)].detach()
             else:
                 whole = coordinator.copied(leaf)
             coordinator.settle(leaf, whole)
@@ -60,7 +64,7 @@ class _Handle:
         """One of the parameters is no longer waited for; after the last of them the flat buffer goes."""
         self._waiting -= 1
         if not self._waiting:
-            free(self._flat)
+            free(*self._flat.values())
 
 
 class _Recording:
@@ -116,9 +120,20 @@ class Coordinator:
 
     # Memory
 
+    def ranks(self, leaf: Leaf) -> int:
+        """How many a parameter is cut over."""
+        return self.dp // leaf.experts_over
+
+    def by_ranks(self, leaves: Sequence[Leaf]) -> dict[int, list[Leaf]]:
+        """Those that are gathered together: experts among their replicas, all others among all."""
+        found: dict[int, list[Leaf]] = {}
+        for leaf in leaves:
+            found.setdefault(self.ranks(leaf), []).append(leaf)
+        return found
+
     def padded(self, leaf: Leaf) -> int:
         """Elements of all partitions."""
-        return part_numel(leaf.numel, self.dp) * self.dp
+        return part_numel(leaf.numel, self.ranks(leaf)) * self.ranks(leaf)
 
     def copied(self, leaf: Leaf) -> Tensor:
         """A parameter copied out of a flat buffer."""
@@ -126,7 +141,7 @@ class Coordinator:
 
     def own_buffer(self, leaf: Leaf) -> Tensor | None:
         """What a single parameter is gathered into and stays in; None where the only partition is it."""
-        if self.dp == 1:
+        if self.ranks(leaf) == 1:
             return self.copied(leaf) if self.offloaded else None
         return self.gather_alone(leaf)
 
@@ -138,7 +153,7 @@ class Coordinator:
 
     def uploads(self, leaves: Sequence[Leaf]) -> list[Tensor]:
         """Partitions that come from the host to be gathered."""
-        sizes = [part_numel(leaf.numel, self.dp) for leaf in leaves] if self.offloaded else []
+        sizes = [part_numel(leaf.numel, self.ranks(leaf)) for leaf in leaves] if self.offloaded else []
         return [self._new("partitions on their way", size) for size in sizes]
 
     def _new(self, name: str, numel: int) -> Tensor:
@@ -278,17 +293,18 @@ class Coordinator:
 
     def gather_persistent(self, leaves: Sequence[Leaf]) -> None:
         """After an update small parameters are gathered for good (stage3.py, _post_step)."""
-        small = [leaf for leaf in leaves if leaf.name in self.persistent]
-        if len(small) == 1 or self.gathering.sequential:
+        persistent = [leaf for leaf in leaves if leaf.name in self.persistent]
+        for ranks, small in self.by_ranks(persistent).items():
+            if len(small) == 1 or self.gathering.sequential:
+                for leaf in small:
+                    self.settle(leaf, self.gather_alone(leaf))
+                continue
+            parts = [] if ranks == 1 else self.uploads(small)
             for leaf in small:
-                self.settle(leaf, self.gather_alone(leaf))
-            return
-        alone = self.dp == 1
-        parts = [] if alone else self.uploads(small)
-        for leaf in small:
-            whole = self.own_buffer(leaf) if alone else self._new("gathered parameters", self.padded(leaf))
-            self.settle(leaf, whole)
-        free(*parts)
+                size = self.padded(leaf)
+                whole = self.own_buffer(leaf) if ranks == 1 else self._new("gathered parameters", size)
+                self.settle(leaf, whole)
+            free(*parts)
 
     def gather_alone(self, leaf: Leaf) -> Tensor:
         """_allgather_params_sequential: a buffer of its own, on one rank too."""
@@ -335,7 +351,11 @@ class Stage3(States):
 
     def part(self, leaf: Leaf) -> int:
         """Elements of a rank's part of a parameter, padding included."""
-        return self.plan.part(leaf.numel)
+        return part_numel(leaf.numel, self.among(leaf)[0])
+
+    def has_own(self, leaf: Leaf) -> bool:
+        """Whether this rank's part of a parameter is more than padding."""
+        return self.part(leaf) * self.among(leaf)[1] < leaf.numel
 
     @property
     def wire(self) -> int:
@@ -380,7 +400,7 @@ class Stage3(States):
         kind, width = ("parameters", "partitions"), self.settings.width
         if self.offload.parameters:
             for group in self.plan.groups:
-                size = sum(self.plan.part(numel) for _, numel in group)
+                size = sum(self.part(self.leaves[name]) for name, _ in group)
                 self.on_host.append(self.host.pinned(*kind, size, width, pin=True))
             free(*self.parameters)
             self.parameters.clear()
@@ -462,7 +482,8 @@ class Stage3(States):
     def arrive(self, leaf: Leaf, gradient: Tensor) -> None:
         """Into the bucket if there is room; else reduced with the next, or at the backward's end."""
         bucket = self.settings.bucket
-        if self.elements + leaf.numel > bucket and self.elements:
+        others = self.in_bucket and self.in_bucket[0][0].experts_over != leaf.experts_over
+        if others or (self.elements + leaf.numel > bucket and self.elements):
             self.flush()
         fits = self.gathering.contiguous and self.elements + leaf.numel <= bucket
         self.in_bucket.append((leaf, None if fits else gradient))
@@ -502,7 +523,7 @@ class Stage3(States):
         alone = None if held else waiting[0][1]
         self.in_bucket.clear()
         for leaf, own in reversed(waiting):
-            if self.part(leaf) * self.dp_rank < leaf.numel:
+            if self.has_own(leaf):
                 so_far = self.new("temporaries", "sum so far", self.part(leaf), self.settings.accumulate)
                 free(before)
                 before = so_far
@@ -524,11 +545,12 @@ class Stage3(States):
         ]
         padded = sum(self.coordinator.padded(leaf) for leaf, _ in self.in_bucket)
         copies: list[Tensor] = []
+        ranks, place = self.among(self.in_bucket[0][0])
         if self.settings.gloo:
             numels = [leaf.numel for leaf, _ in self.in_bucket] if self.plan.dp > 1 else []
-            each = [(numel, -(-numel // self.plan.dp)) for numel in numels]
-            mine = sum(max(0, min(part, numel - part * self.dp_rank)) for numel, part in each)
-            sizes = sum(numels), (self.plan.dp - 1) * mine
+            each = [(numel, -(-numel // ranks)) for numel in numels]
+            mine = sum(max(0, min(part, numel - part * place)) for numel, part in each)
+            sizes = sum(numels), (ranks - 1) * mine
             copies += (
                 self.new("temporaries", "flat copy of the bucket", size, width) for size in sizes if size
             )
@@ -594,7 +616,7 @@ class Stage3(States):
         part: Tensor | None = None
         for leaf in self.order:
             size = self.part(leaf)
-            if size * self.dp_rank >= leaf.numel:
+            if not self.has_own(leaf):
                 continue
             if not self.offload.unified:
                 before, part = part, self.new("temporaries", "sum of gradients", size, width)

@@ -222,8 +222,9 @@ class CountedBuckets:
             free(states.take(piece.parameter))
         if not self._owners:
             return Bucket(pieces, flat)
-        mine = by_owner(pieces, self._owners, states.plan.dp)[states.dp_rank]
-        others = states.plan.dp - 1 if states.settings.gloo else 0
+        ranks, place = states.among(pieces[0].parameter)
+        mine = by_owner(pieces, self._owners, ranks)[place]
+        others = ranks - 1 if states.settings.gloo else 0
         return Bucket(mine, flat, self._flat(others * sum(piece.length for piece in mine)))
 
     def land(self, bucket: Bucket) -> None:
@@ -323,11 +324,15 @@ class States:
                 CountedBuckets(self),
                 sizes={leaf: leaf.numel for leaf in self.leaves.values() if leaf.name in self.trained},
                 uses=uses,
-                kinds=dict.fromkeys(self.leaves.values()),
+                kinds={leaf: leaf.experts_over > 1 for leaf in self.leaves.values()},
                 bucket_elements=self.settings.bucket,
                 rank=pp_rank,
             )
             self._schedule = schedule
+
+    def among(self, leaf: Leaf) -> tuple[int, int]:
+        """How many ranks hold the same elements of a parameter, and which of them this one is."""
+        return self.plan.dp // leaf.experts_over, self.dp_rank // leaf.experts_over
 
     def take(self, leaf: Leaf) -> Tensor | None:
         """The step's gradient, which the states forget: ``p.grad`` (engine/zero/replicated.py)."""
@@ -423,8 +428,9 @@ class States:
         """
         held = dict(zip((leaf.name for leaf in self.order), self.parameters, strict=True))
         self.parameters = []
-        for group, size in zip(self.plan.groups, sizes, strict=True):
-            self.parameters.append(self._flattened(held, group, size * self.plan.dp, by_way_of_host))
+        for index, size in enumerate(sizes):
+            whole = size * self.plan.ranks(index)
+            self.parameters.append(self._flattened(held, self.plan.groups[index], whole, by_way_of_host))
             yield size
         free(*held.values())
 

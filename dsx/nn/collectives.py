@@ -34,7 +34,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,10 @@ from dsx.errors import ModelError
 from dsx.nn.context import ContextParallel, slices
 from dsx.nn.parallel import TensorParallel, uncompiled
 
-Ranks: TypeAlias = "TensorParallel | ContextParallel"
+if TYPE_CHECKING:
+    from dsx.nn.experts import ExpertParallel
+
+Ranks: TypeAlias = "TensorParallel | ContextParallel | ExpertParallel"
 
 SEQUENCE = 1
 """Dim of [B, S, H] that sequence parallelism cuts."""
@@ -136,6 +139,13 @@ def _check_divides(x: Tensor, tp: TensorParallel, dim: int) -> None:
             f"{x.shape[dim]} does not divide by the tensor-parallel size {tp.size}",
             f"use a multiple of {tp.size} (the sequence length, under sequence parallelism)",
         )
+
+
+def exchange(
+    found: Tensor, x: Tensor, ep: ExpertParallel, received: list[int] | None, sent: list[int] | None
+) -> None:
+    """An all-to-all of the rows of ``x``, ``sent`` to each rank, into ``found``; None for as many to each."""
+    dist.all_to_all_single(found, x, received, sent, group=ep.group)
 
 
 def _all_gather(output: Tensor, x: Tensor, tp: Ranks) -> dist.Work | None:

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from dsx.nn import collectives
 from dsx.nn.parallel import check_place
 from dsx.parallel.mesh import ALONE, Coordinates
 
@@ -55,13 +55,27 @@ class ExpertParallel:
     def counts_of_all(self, counts: Tensor) -> Tensor:
         """What each rank has for this one: int64 [ep, ...] of [ep, ...], by an all-to-all."""
         received = torch.empty_like(counts)
-        dist.all_to_all_single(received, counts, group=self.group)
+        collectives.exchange(received, counts, self, None, None)
         return received
+
+    def splits(self, own: Tensor, theirs: Tensor, rows: int) -> tuple[list[int], list[int]]:
+        """How many rows go to each of the ranks, and how many come from it.
+
+        The one moment at which a host waits for its device.
+
+        Args:
+            own: How many of this rank's choices each expert gets, int64 [ep, E / ep].
+            theirs: How many this rank's experts get from each rank, likewise.
+            rows: This rank's choices, T k.
+        """
+        del rows
+        sent, received = torch.stack((own.sum(1), theirs.sum(1))).tolist()
+        return sent, received
 
     def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """The rows that the ranks send here, in their order, for those that go to each of them."""
         found = rows.new_empty((sum(received), *rows.shape[1:]))
-        dist.all_to_all_single(found, rows.contiguous(), [*received], [*sent], group=self.group)
+        collectives.exchange(found, rows.contiguous(), self, [*received], [*sent])
         return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
@@ -162,8 +176,7 @@ def over_ranks(
     counts = counts.scatter_add_(0, chosen.clamp(max=experts), torch.ones_like(chosen))
     counts = counts[:experts].view(ep.size, own)
     there = ep.counts_of_all(counts)
-    # The one moment at which a host waits for its device.
-    sent, received = torch.stack((counts.sum(1), there.sum(1))).tolist()
+    sent, received = ep.splits(counts, there, len(chosen))
     order = order[: sum(sent)]
     rows = _Travel.apply(_Spread.apply(hidden_TH, order, each), ep, sent, received)
     numbers = torch.arange(own, device=there.device).repeat(ep.size)

@@ -1,0 +1,92 @@
+"""What ranks that hold the experts of a layer together keep and take, against the tensors of real ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ranks
+from dsx.config.resolve import resolve
+from dsx.memory.estimate import estimate
+from dsx.memory.job import job_of
+from often import often
+
+EXPERTS, EACH, LENGTH = 8, 2, 128
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 1.0,
+    "zero_force_ds_cpu_optimizer": False,
+    "zero_optimization": {"reduce_bucket_size": 100_000},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    "dsx": {
+        "model": {
+            "config": {
+                "model_type": "qwen3_moe",
+                "hidden_size": 128,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 32,
+                "intermediate_size": 256,
+                "moe_intermediate_size": 96,
+                "num_experts": EXPERTS,
+                "num_experts_per_tok": EACH,
+                "num_hidden_layers": 3,
+                "vocab_size": 300,
+                "max_position_embeddings": 512,
+            },
+        },
+        "parallel": {"expert": 2, "tensor": 1, "pipeline": 1},
+        "data": {"sequence_length": LENGTH},
+        "train": {"steps": 2, "output": "runs/experts"},
+        "memory_check": "off",
+    },
+}
+
+
+def counted(rank, world_size, sets, to):
+    """Peaks of this rank's phases where every token goes to the first ``to`` experts, one as often as all."""
+    from dsx.hub import experts
+    from meta_engine.run import measure
+
+    over = experts.over_ranks
+
+    def told(hidden, index, weights, **given):
+        numbers = torch.arange(index.numel(), device=index.device).view_as(index) % to
+        return over(hidden, numbers, weights, **given)
+
+    experts.over_ranks = told
+    try:
+        return measure(resolve(CONFIG, world_size=world_size, overrides=sets)).phases
+    finally:
+        experts.over_ranks = over
+
+
+def compare(sets, world_size, to=EXPERTS, imbalance=1.0, which=None):
+    config = resolve(CONFIG, world_size=world_size, overrides=sets)
+    job = job_of(config, device="cpu", imbalance=imbalance)
+    found = []
+    for rank, real in enumerate(ranks.run(counted, world_size, sets, to)):
+        if which is None or rank in which:
+            phases = {phase.name: phase.peak_bytes for phase in estimate(job, rank).phases}
+            found += [(rank, name, phases[name], real[name]) for name in ("engine", "step 1", "step 2")]
+    return found
+
+
+CASES = {
+    f"ZeRO-{stage}, {precision}, dp {dp}": (
+        [f"zero_optimization.stage={stage}", f"bf16.enabled={str(precision == 'bf16').lower()}"],
+        dp,
+    )
+    for stage in range(4)
+    for precision in ("fp32", "bf16")
+    for dp in (2, 4)
+}
+
+
+@pytest.mark.parametrize("name", often(CASES, 4))
+def test_peaks_are_those_that_are_estimated(name):
+    sets, world_size = CASES[name]
+    for rank, phase, estimated, real in compare(sets, world_size):
+        assert estimated == pytest.approx(real, rel=0.001, abs=2000), (rank, phase)
