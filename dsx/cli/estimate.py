@@ -16,8 +16,10 @@ from dsx.cli.options import (
     CLUSTER,
     CONFIG,
     CONTEXT,
+    EXPERT,
     GPU_MEMORY,
     GPUS,
+    IMBALANCE,
     LAYERS,
     MICRO_BATCH,
     MODEL,
@@ -27,6 +29,7 @@ from dsx.cli.options import (
     TENSOR,
     ZERO,
     drawn,
+    how_busy,
     own_layers,
 )
 from dsx.cli.output import BAD, deliver, say, style_of
@@ -57,6 +60,8 @@ def estimate(
     tensor: Annotated[int | None, TENSOR] = None,
     pipeline: Annotated[int | None, PIPELINE] = None,
     context: Annotated[int | None, CONTEXT] = None,
+    expert: Annotated[int | None, EXPERT] = None,
+    imbalance: Annotated[float, IMBALANCE] = 1.0,
     zero: Annotated[int | None, ZERO] = None,
     micro_batch: Annotated[int | None, MICRO_BATCH] = None,
     overrides: Annotated[list[str] | None, SET] = None,
@@ -96,6 +101,7 @@ def estimate(
         "dsx.parallel.tensor": tensor,
         "dsx.parallel.pipeline": pipeline,
         "dsx.parallel.context": context,
+        "dsx.parallel.expert": expert,
         "dsx.parallel.chunks": chunks,
         "dsx.schedule.name": schedule,
         "zero_optimization.stage": zero,
@@ -105,12 +111,14 @@ def estimate(
     items = [f"{key}={value}" for key, value in given.items() if layers is None or not key.startswith("dsx.")]
     items += overrides or []
     if layers is None:
-        found = _of_model(config, model, items, gpus, gpu, room)
+        found = _of_model(config, model, items, gpus, gpu, room, imbalance)
     else:
         refused = {
             "--model": model,
             "--tensor": tensor,
             "--context": context,
+            "--expert": expert,
+            "--imbalance": imbalance if imbalance > 1 else None,
             "--micro-batch": micro_batch,
             **{f"--set {item}": item for item in overrides or () if item.startswith("dsx.")},
         }
@@ -181,6 +189,7 @@ def _of_model(
     gpus: int,
     cluster: Cluster | None,
     room: GpuMemory | None,
+    imbalance: float,
 ) -> _Found:
     from dsx.config.load import read
     from dsx.config.ordinary import complete
@@ -200,16 +209,22 @@ def _of_model(
         run = resolve(source, world_size=gpus, overrides=items)
         where = cluster and _on_sites(cluster, run, gpus)
         capacity = None if room is None else room.usable_bytes
-        memory = estimate_run(job_of(run, device=_device(where), capacity_bytes=capacity))
+        job = job_of(run, device=_device(where), capacity_bytes=capacity, imbalance=imbalance)
+        memory = estimate_run(job)
     several = "es" if run.accumulation > 1 else ""
     size = f"{run.micro_batch_size} x {run.sequence_length} tokens"
     told = [each for each in whole.assumed if not each.key.startswith(_WEIGHTLESS)]
     heading = [
         _title(run),
+        *([how_busy(imbalance)] if run.mesh.ep > 1 else []),
         f"{run.accumulation} micro-batch{several} of {size}",
         *(["assumed, unless --set says otherwise:", *(f"  {each}" for each in told)] if told else []),
     ]
-    facts = {"run": run.summary(), "assumed": {each.key: each.value for each in whole.assumed}}
+    facts: dict[str, Any] = {
+        "run": run.summary(),
+        "assumed": {each.key: each.value for each in whole.assumed},
+    }
+    facts |= {"imbalance": imbalance} if run.mesh.ep > 1 else {}
     beyond = beyond_tensors(_device(where), run.precision)
     return _Found(heading, facts, memory, beyond, lambda most: _advice(source, items, run, most, where))
 

@@ -73,6 +73,21 @@ TENSOR = count("--tensor", "Tensor-parallel degree.", most=MOST_RANKS)
 PIPELINE = count("--pipeline", "Pipeline degree.", most=MOST_RANKS)
 CONTEXT = count("--context", "Ranks that share each sequence.", most=MOST_RANKS)
 EXPERT = count("--expert", "Ranks that hold the experts of a layer together.", most=MOST_RANKS)
+IMBALANCE = typer.Option(
+    "--imbalance",
+    help="Rows that come to the rank with the busiest experts, over the mean of the ranks that share them: 1 if "
+    "all are equally busy, at most the expert degree.",
+    min=1.0,
+)
+
+
+def how_busy(imbalance: float) -> str:
+    """What an estimate or a plan with shared experts supposes of their load."""
+    if imbalance == 1:
+        return "experts are taken to be equally busy; --imbalance says otherwise"
+    return f"{imbalance:g} times the mean of rows are taken to come to the rank with the busiest experts"
+
+
 CHUNKS = count("--chunks", "Virtual stages per pipeline rank.")
 ZERO = typer.Option("--zero", metavar="STAGE", help="ZeRO stage, 0 to 3.", min=0, max=3)
 MICRO_BATCH = count("--micro-batch", "Sequences per micro-batch and data-parallel rank.")

@@ -16,9 +16,11 @@ from dsx.cli.options import (
     CLUSTER,
     CONFIG,
     CONTEXT,
+    EXPERT,
     FORMAT,
     GPU_MEMORY,
     GPUS,
+    IMBALANCE,
     LAYERS,
     MICRO_BATCH,
     MODEL,
@@ -27,6 +29,7 @@ from dsx.cli.options import (
     TENSOR,
     ZERO,
     count,
+    how_busy,
     own_layers,
 )
 from dsx.cli.output import judging, say, style_of, write
@@ -61,12 +64,14 @@ def plan(
     tensor: Annotated[int | None, TENSOR] = None,
     pipeline: Annotated[int | None, PIPELINE] = None,
     context: Annotated[int | None, CONTEXT] = None,
+    expert: Annotated[int | None, EXPERT] = None,
+    imbalance: Annotated[float, IMBALANCE] = 1.0,
     zero: Annotated[int | None, ZERO] = None,
     micro_batch: Annotated[int | None, MICRO_BATCH] = None,
     gpu_memory: Annotated[float | None, GPU_MEMORY] = None,
     overrides: Annotated[list[str] | None, SET] = None,
     layers: Annotated[str | None, LAYERS] = None,
-    top: Annotated[int, typer.Option(help="Meshes (tensor x pipeline x context) to show.", min=1)] = 5,
+    top: Annotated[int, typer.Option(help="Meshes (degrees of all axes) to show.", min=1)] = 5,
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure a layer of the model on this machine, and go by that.")
     ] = False,
@@ -98,7 +103,8 @@ def plan(
     code 1: nothing fits.
 
     Ranks that share sequences are tried from 32,768 tokens on, or where CONFIG or --set has
-    dsx.parallel.context: a number is kept, "auto" tries all.
+    dsx.parallel.context: a number is kept, "auto" tries all. Experts are shared out over as many ranks as is
+    best, or as dsx.parallel.expert says.
 
     With --layers the model is your own list of layers and CONFIG an ordinary DeepSpeed JSON: pipeline degree,
     schedule, chunks and ZeRO stage are searched for the micro-batch that the list shows.
@@ -124,6 +130,7 @@ def plan(
         tensor=tensor,
         pipeline=pipeline,
         context=context,
+        expert=expert,
         zero=zero,
         micro_batch=micro_batch,
         gpu_memory=gpu_memory,
@@ -144,6 +151,7 @@ def plan(
             global_batch=global_batch,
             sequence_length=sequence_length,
             overrides=overrides or (),
+            imbalance=imbalance,
         )
         site = site_inputs(joined, where) if several else joined
         known = _rests_on(site, where, saves_of, asked=goodput)
@@ -166,6 +174,8 @@ def plan(
             "--sequence-length": sequence_length,
             "--tensor": tensor,
             "--context": context,
+            "--expert": expert,
+            "--imbalance": imbalance if imbalance > 1 else None,
             "--micro-batch": micro_batch,
             "--measure": measure or None,
         }
@@ -293,6 +303,8 @@ def _text(inputs: PlanInputs, found: Plan, measured: Calibration | None, module:
     known = str(found.task.evidence(found.best[0].layout))
     hint = "" if measured is not None or module else "; --measure goes by this machine's rates"
     lines.append(known + hint)
+    if found.best[0].layout.mesh.ep > 1:
+        lines.append(how_busy(inputs.imbalance))
     if inputs.offloads:
         lines.append("offload: its memory counts, but what the host and the copies take of the time does not")
     told = (line if line == module else wrapped(line, columns(), indent="    ") for line in lines)

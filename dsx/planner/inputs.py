@@ -47,6 +47,7 @@ class PinnedChoices:
         tensor: Tensor-parallel degree.
         pipeline: Pipeline degree.
         context: Context-parallel degree.
+        expert: Expert-parallel degree.
         zero: ZeRO stage.
         micro_batch: Sequences.
         gpu_memory: All GiB of a GPU, its reserve included.
@@ -55,6 +56,7 @@ class PinnedChoices:
     tensor: int | None = None
     pipeline: int | None = None
     context: int | None = None
+    expert: int | None = None
     zero: int | None = None
     micro_batch: int | None = None
     gpu_memory: float | None = None
@@ -85,6 +87,7 @@ class PlanInputs(ABC):
         cluster: The cluster to train on.
         gpus: Number of its GPUs.
         global_batch: Samples per step.
+        imbalance: As :func:`~dsx.memory.job.job_of` has it.
     """
 
     name: str
@@ -92,6 +95,7 @@ class PlanInputs(ABC):
     cluster: Cluster
     gpus: int
     global_batch: int
+    imbalance: float = 1.0
 
     @property
     @abstractmethod
@@ -155,8 +159,8 @@ class PlanInputs(ABC):
         )
 
     def check(self, pinned: PinnedChoices) -> None:
-        given = {"tensor": pinned.tensor, "pipeline": pinned.pipeline, "context": pinned.context}
-        for name, value in given.items():
+        for name in ("tensor", "pipeline", "context", "expert"):
+            value = getattr(pinned, name)
             if value is not None and value < 1:
                 raise ConfigError(f"--{name} {value}", "not a degree", "use 1 or more")
         if pinned.zero is not None and not 0 <= pinned.zero <= 3:
@@ -186,7 +190,7 @@ class ModelInputs(PlanInputs):
 
     Attributes:
         run: The same, resolved for one rank with micro-batches of one sequence.
-        parallel: The config's ``dsx.parallel``, of which a plan takes the context axis.
+        parallel: The config's ``dsx.parallel``, of which a plan takes the axes of context and experts.
         outer: The config's ``dsx.outer``, which ``content`` and ``run`` are without.
         islands: The islands of which this is one, for the memory that they take; None for one job.
     """
@@ -218,6 +222,7 @@ class ModelInputs(PlanInputs):
         found, model = super(ModelInputs, self).decided, self.run.model
         contexts, method = self._contexts, self.parallel.context_method
         found["context"] = (1,) if contexts is None and unshared(model) is not None else contexts
+        found["expert"] = self._experts
         if "mlp_tiles" in self.run.dsx.model_fields_set:
             found["mlp_tiles"] = (self.run.dsx.mlp_tiles,)
         elif self.run.sequence_length >= LONG and has_tiles(self.run.model):
@@ -243,8 +248,16 @@ class ModelInputs(PlanInputs):
             return None if self.run.sequence_length >= LONG else (1,)
         return None if degree == "auto" else (degree,)
 
+    @property
+    def _experts(self) -> tuple[int, ...] | None:
+        """What the config says; else None, all degrees, of a model with experts that ranks may share out."""
+        degree = self.parallel.expert
+        if "expert" in self.parallel.model_fields_set and degree != "auto":
+            return (degree,)
+        return None if any(spec.experts is not None for spec in self.run.param_specs) else (1,)
+
     def task(self, rates: Calibration) -> Task:
-        return task_of(self.run, rates.cluster, rates.efficiency)
+        return task_of(self.run, rates.cluster, rates.efficiency, self.imbalance)
 
     def config_of(self, layout: Candidate, predictor: Predictor) -> dict[str, Any]:
         """The config of a layout: what :func:`~dsx.config.resolve.resolve` takes.
@@ -270,7 +283,8 @@ class ModelInputs(PlanInputs):
 
     def job(self, layout: Candidate, predictor: Predictor, capacity_bytes: int) -> Job:
         run = resolve(self.config_of(layout, predictor), world_size=self.gpus)
-        return replace(job_of(run, device=self.device, capacity_bytes=capacity_bytes), islands=self.islands)
+        job = job_of(run, device=self.device, capacity_bytes=capacity_bytes, imbalance=self.imbalance)
+        return replace(job, islands=self.islands)
 
 
 def plan_inputs(
@@ -282,6 +296,7 @@ def plan_inputs(
     global_batch: int | None,
     sequence_length: int | None,
     overrides: Sequence[str] = (),
+    imbalance: float = 1.0,
 ) -> ModelInputs:
     """Read and check everything that a plan needs.
 
@@ -295,6 +310,7 @@ def plan_inputs(
         global_batch: Sequences per step; None for that of ``config``.
         sequence_length: Tokens; None for that of ``config``.
         overrides: What is put over keys of ``config``, as ``--set`` takes it.
+        imbalance: As :func:`~dsx.memory.job.job_of` has it.
 
     Raises:
         ConfigError: Something is missing, unknown or cannot be.
@@ -332,6 +348,7 @@ def plan_inputs(
         run=run,
         parallel=ParallelConfig.model_validate(((written or {}).get("dsx") or {}).get("parallel") or {}),
         outer=outer,
+        imbalance=imbalance,
     )
 
 
@@ -415,10 +432,11 @@ def _written(config: Path, model: str | None, overrides: Sequence[str]) -> dict[
         said: dict[str, Any] = {}
         override(said, item)
         keys = value_at(said, "dsx.parallel")
-        if isinstance(keys, dict) and keys and keys.keys() <= {"context", "context_method"}:
+        if isinstance(keys, dict) and keys and keys.keys() <= {"context", "context_method", "expert"}:
             continue
         if any(value_at(said, key) is not None for key in _DECIDED):
-            fix = "leave it out, or pin it by --tensor, --pipeline, --context, --zero or --micro-batch"
+            pins = "--tensor, --pipeline, --context, --expert, --zero or --micro-batch"
+            fix = f"leave it out, or pin it by {pins}"
             raise ConfigError(f"--set {item_without_secrets(item)}", "a plan decides it", fix)
     content = content_of(config)
     if "dsx" in content:
@@ -517,6 +535,7 @@ def plan_search(
         "tensor": pinned.tensor,
         "pipeline": pinned.pipeline,
         "context": pinned.context,
+        "expert": pinned.expert,
         "micro_batches": pinned.micro_batch,
         "zero_stages": pinned.zero,
     }

@@ -11,7 +11,7 @@ from dsx.schedules.simulate import Costs
 
 PARTS = (
     *("again_seconds", "forward_wait", "again_wait", "backward_wait", "input_wait", "weight_wait"),
-    *("context_wait", "host_wait"),
+    *("context_wait", "expert_wait", "host_wait"),
 )
 """Seconds of a :class:`LayerCost` that are a part of others, 0 where nobody tells them apart."""
 
@@ -33,6 +33,7 @@ class LayerCost:
         weight_wait: The same of its second part.
         context_wait: Of the waits of a forward, of what is done again, and of a backward in one part or two:
             that for the ranks that share a sequence.
+        expert_wait: The same for those that hold experts together.
         host_wait: Of the waits of a forward, and of a backward in one part or two: that for copies to the
             host and back.
         kept_bytes: Activations kept from the forward to the backward.
@@ -52,6 +53,7 @@ class LayerCost:
     input_wait: float = 0.0
     weight_wait: float = 0.0
     context_wait: float = 0.0
+    expert_wait: float = 0.0
     host_wait: float = 0.0
     kept_bytes: int = 0
     pending_bytes: int = 0

@@ -1,8 +1,8 @@
 """What one layer and one micro-batch take on one rank: the operators of its record, priced one by one.
 
 A record (:mod:`dsx.memory.layer_record`) has every operator of a layer's forward and backward with its sizes,
-and every collective of its tensor-parallel or context-parallel ranks with what runs between its start and its
-end: nothing where these wait for keys and values, or heads. Memory traffic
+and every collective of the ranks with which tensors, a sequence or experts are shared, with what runs between
+its start and its end: nothing where these wait for keys and values, heads, or experts' rows. Memory traffic
 counts what each operator must read and write.
 """
 
@@ -113,25 +113,27 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class _Priced:
-    """Seconds of computing, and of waiting for collectives, of which some are those of a context axis."""
+    """Seconds of computing, and of waiting for collectives, of which some are those of an axis by itself."""
 
     computing: float
     waiting: float
     context: float
+    expert: float
 
 
 class _Pricing:
     """Prices events of one layer in order."""
 
-    def __init__(self, machine: Machine, tensor: int, width: int, context: int = 1) -> None:
+    def __init__(self, machine: Machine, tensor: int, width: int, context: int = 1, expert: int = 1) -> None:
         self._machine, self._group, self._width = machine, Group(tensor), width
         self._context = Group(context, tensor)  # which stands beside tensor in a mesh
+        self._expert = Group(expert, tensor)  # laid over context, and over data beside it
 
     def price(self, events: Iterable[tuple[Event, int]]) -> _Priced:
         """All of them, one after the other."""
-        computing = waiting = context = 0.0
+        computing = waiting = context = expert = 0.0
         kernels = 0
-        begun: dict[int, tuple[float, float, bool, bool]] = {}
+        begun: dict[int, tuple[float, float, str, bool]] = {}
         states: set[int] = set()
         handed: float | None = None  # when this rank got a state that the next one waits for
         for event, times in events:
@@ -144,22 +146,24 @@ class _Pricing:
                 case ("begin", number, "edge" | "state" as kind, size, *_):
                     apart = self._context.nodes(self._machine.network.cluster.gpus_per_node) > 1
                     seconds = self._machine.network.transfer_seconds(size, leaves_node=apart)
-                    begun[number] = computing, seconds, True, False
+                    begun[number] = computing, seconds, "context", False
                     states |= {number} if kind == "state" else set()
                 case ("begin", number, kind, size, *axis):
-                    group = self._context if axis else self._group
+                    name = axis[0] if axis else ""
+                    group = {"context": self._context, "expert": self._expert}.get(name, self._group)
                     taken = self._machine.network.seconds(kind, size, group)
-                    begun[number] = computing, taken, bool(axis), kind == "messages"
+                    begun[number] = computing, taken, name, kind == "messages"
                 case ("wait", number):
-                    start, collective, shares_rows, beside = begun.pop(number)
+                    start, collective, name, beside = begun.pop(number)
                     waits = self._machine.exposed if beside else self._machine.tensor_beside
                     seconds = waits(computing - start, collective)
-                    waiting, context = waiting + seconds, context + seconds * shares_rows
+                    waiting, context = waiting + seconds, context + seconds * (name == "context")
+                    expert += seconds * (name == "expert")
                     handed = computing if number in states else handed
                 case _:
                     seconds, count = self._operator(event)
                     computing, kernels = computing + times * seconds, kernels + times * count
-        return _Priced(self._machine.at_least(computing, kernels), waiting, context)
+        return _Priced(self._machine.at_least(computing, kernels), waiting, context, expert)
 
     def _operator(self, event: Event) -> tuple[float, int]:
         """Seconds and kernels of an operator; nothing for what is none."""
@@ -230,7 +234,7 @@ def layer_times(machine: Machine, shape: Shape) -> tuple[LayerCost, ...]:
     """Times of every layer of the layer list; the loss counts to the last one."""
     records, plain = ModelRecords(shape, many=True), ModelRecords(replace(shape, recompute="none"), many=True)
     once = plain if shape.mlp_tiles == 1 else ModelRecords(replace(plain.shape, mlp_tiles=1), many=True)
-    pricing = _Pricing(machine, shape.tensor, shape.width, shape.context)
+    pricing = _Pricing(machine, shape.tensor, shape.width, shape.context, shape.expert)
     known: dict[int, LayerCost] = {}
     found = []
     last = records.num_layers - 1
@@ -331,6 +335,7 @@ def _layer_time(
         input_wait=first.waiting,
         weight_wait=second.waiting,
         context_wait=forward.context + max(whole.context, again.context),
+        expert_wait=forward.expert + max(whole.expert, again.expert),
     )
 
 

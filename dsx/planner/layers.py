@@ -33,6 +33,7 @@ class ModelLayers(PlannedLayers):
         vocab_multiple: To which each rank's vocabulary rows are padded.
         documents: Whether documents of a sequence are kept apart.
         chunk_tokens: As ``dsx.loss.chunk_tokens`` has it.
+        imbalance: Of experts that several ranks hold, as :class:`~dsx.memory.layer_record.Shape` has it.
     """
 
     model: Model
@@ -41,6 +42,7 @@ class ModelLayers(PlannedLayers):
     vocab_multiple: int = 64
     documents: bool = False
     chunk_tokens: int | Literal["auto"] | None = None
+    imbalance: float = 1.0
 
     @property
     def asked(self) -> LayoutRequest:
@@ -72,6 +74,8 @@ class ModelLayers(PlannedLayers):
             mlp_tiles=tiles_of(
                 layout.mlp_tiles, self.model, layout.micro_batch * self.sequence_length // layout.mesh.cp
             ),
+            expert=layout.mesh.ep,
+            imbalance=self.imbalance if layout.mesh.ep > 1 else 1.0,
         )
 
     def _chunk(self, layout: Candidate) -> int:
@@ -94,9 +98,18 @@ class ModelLayers(PlannedLayers):
 
         Quantised ones are left out.
         """
+        return self._elements(tensor, trained=trained, experts=False)
+
+    def experts(self, tensor: int, *, trained: bool = False) -> tuple[int, ...]:
+        """Those of them that ranks may share out."""
+        return self._elements(tensor, trained=trained, experts=True)
+
+    def _elements(self, tensor: int, *, trained: bool, experts: bool) -> tuple[int, ...]:
         held, at = [0] * len(layer_kinds(self.model)), Mesh.of(tp=tensor).at()
         for spec in param_specs(self.model.for_tensor(tensor), pad_multiple=self.vocab_multiple):
-            if (trained and not spec.trained) or spec.quantized != "none":
+            if (trained and not spec.trained) or (experts and spec.experts is None):
+                continue
+            if spec.quantized != "none":
                 continue  # Each rank holds a quantised matrix whole, and ZeRO neither cuts nor gathers it.
             for layer in {spec.layer, len(held) - 1} if spec.tie is not None else {spec.layer}:
                 held[layer] += prod(spec.local_shape(at))
@@ -160,10 +173,11 @@ def model_task(
     vocab_multiple: int = 64,
     documents: bool = False,
     chunk_tokens: int | Literal["auto"] | None = None,
+    imbalance: float = 1.0,
 ) -> Task:
     """The training of a model; ``chunk_tokens`` as ``dsx.loss.chunk_tokens`` has it."""
     width = WIDTHS[machine.precision]
-    layers = ModelLayers(model, sequence_length, width, vocab_multiple, documents, chunk_tokens)
+    layers = ModelLayers(model, sequence_length, width, vocab_multiple, documents, chunk_tokens, imbalance)
     return Task(layers=layers, machine=machine, global_batch=global_batch)
 
 

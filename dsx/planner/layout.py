@@ -65,6 +65,10 @@ class PlannedLayers(ABC):
         Tied ones count at each use.
         """
 
+    def experts(self, tensor: int, *, trained: bool = False) -> tuple[int, ...]:
+        """Those of :meth:`elements` that are of experts which ranks may share out: none that are known."""
+        return tuple(0 for _ in self.elements(tensor, trained=trained))
+
     def shared_elements(self, tensor: int) -> int:
         """Those that the first and the last pipeline rank both hold and train."""
         return self.elements(tensor, trained=True)[-1] if self.is_tied else 0
@@ -130,8 +134,7 @@ class Task:
         if not kinds:
             return known
         why = f"none of the published runs that are compared has {' or '.join(kinds)}"
-        shared = "; others share experts out over ranks, which dsx does not, and are faster for it"
-        return f"{what}: {why}{shared if EXPERTS in kinds else ''}"
+        return f"{what}: {why}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +189,7 @@ class Candidate:
     def timing(self) -> tuple[object, ...]:
         """What the layers' times, and what they keep, depend on."""
         context = self.mesh.cp, self.context_method
-        again = self.recompute, self.mlp_tiles
+        again = self.recompute, self.mlp_tiles, self.mesh.ep
         return self.tensor, self.sequence_parallel, self.micro_batch, *again, *context
 
     @property
@@ -206,6 +209,7 @@ class Candidate:
         shared = {"context": self.mesh.cp, "context_method": self.context_method} if self.mesh.cp > 1 else {}
         return {
             **{f"dsx.parallel.{key}": value for key, value in shared.items()},
+            **({} if self.mesh.ep == 1 else {"dsx.parallel.expert": self.mesh.ep}),
             **({} if self.mlp_tiles == 1 else {"dsx.mlp_tiles": self.mlp_tiles}),
             "dsx.recompute": self.recompute,
             "train_micro_batch_size_per_gpu": self.micro_batch,
@@ -265,6 +269,7 @@ class Space:
         pipeline: Pipeline degrees; None: all.
         context: Context-parallel degrees; None: all that leave a rank enough of a sequence.
         methods: How attention may see sequences that ranks share.
+        expert: Expert-parallel degrees; None: all.
         micro_batches: Sizes of micro-batches; None: up to 32.
         zero_stages: ZeRO stages; 2 is meant with a reduction per micro-batch, for otherwise it takes the time
             and the memory of 1 (docs/adr/0008).
@@ -287,6 +292,7 @@ class Space:
     pipeline: tuple[int, ...] | None = None
     context: tuple[int, ...] | None = (1,)
     methods: tuple[ContextMethod, ...] = get_args(ContextMethod)
+    expert: tuple[int, ...] | None = (1,)
     micro_batches: tuple[int, ...] | None = None
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
     names: tuple[str, ...] = NAMES
@@ -318,7 +324,7 @@ class Space:
 
 
 def meshes(task: Task, space: Space) -> Iterator[Candidate]:
-    """One candidate per mesh: tensor, pipeline, context and data degree.
+    """One candidate per mesh: tensor, pipeline, context, data and expert degree.
 
     Raises:
         LayoutError: A degree that is asked for and cannot be, or a batch that no mesh can share out.
@@ -344,20 +350,27 @@ def _meshes(task: Task, space: Space) -> Iterator[Mesh]:
     contexts = _degrees(replace(asked, tensor=1), "context", space.context)
     if space.context is None:
         contexts = [each for each in contexts if each == 1 or (asked.row or 0) // each >= _LEAST_PART]
+    alone = replace(asked, tensor=1, pipeline=1)
+    experts = [1] if space.expert == (1,) else _degrees(alone, "expert", space.expert)
     for tensor in _degrees(asked, "tensor", space.tensor):
         if space.tensor is None and (tensor > node or node % tensor):
             continue
         pipelines = _degrees(asked, "pipeline", space.pipeline)
         for pipeline in possible(replace(asked, tensor=tensor), "pipeline", pipelines):
             for context in possible(replace(asked, tensor=tensor, pipeline=pipeline), "context", contexts):
-                found = True
-                yield Mesh.over(space.gpus, pp=pipeline, tp=tensor, cp=context)
+                laid = replace(asked, tensor=tensor, pipeline=pipeline, context=context)
+                for expert in possible(laid, "expert", experts):
+                    found = True
+                    yield Mesh.over(space.gpus, pp=pipeline, tp=tensor, cp=context, ep=expert)
     if not found:
         wanted = {"tensor": space.tensor, "pipeline": space.pipeline, "context": space.context}
-        given: dict[str, Any] = {key: each[0] for key, each in wanted.items() if each is not None}
-        named = [f"{key} {degree}" for key, degree in given.items() if (key, degree) != ("context", 1)]
+        given: dict[str, Any] = {
+            key: each[0] for key, each in (wanted | {"expert": space.expert}).items() if each is not None
+        }
+        optional = ("context", "expert")
+        named = [f"{key} {degree}" for key, degree in given.items() if key not in optional or degree > 1]
         broken = next(violations(replace(asked, **given)), None)
-        if broken is None or space.gpus % prod(given.values()):
+        if broken is None or space.gpus % prod(given[key] for key in wanted if key in given):
             why, fix = f"their product does not divide {space.gpus} GPUs", "leave one of them open"
         else:
             why, fix = broken.why, broken.fix
@@ -385,6 +398,8 @@ def variants(task: Task, space: Space, layout: Candidate) -> Iterator[Candidate]
     stages = space.zero_stages
     if layout.mesh.num_replicas == 1:
         stages = tuple(stage for stage in stages if stage < 2) or stages  # There is nothing to cut.
+    if layout.mesh.ep > 1:
+        stages = tuple(stage for stage in stages if stage != 2) or stages  # It is 1 where dsx reduces.
     length, context, model = task.layers.sequence_length, layout.mesh.cp, task.layers.asked.model
     sequence = LayoutRequest(sequence_length=length, context=context)
     shared = LayoutRequest(model=model, tensor=layout.tensor, context=context)
@@ -399,7 +414,7 @@ def variants(task: Task, space: Space, layout: Candidate) -> Iterator[Candidate]
             micro_batch=size,
             recompute=mode,
             zero_stage=zero,
-            reduces_micro_batches=zero == 2,
+            reduces_micro_batches=zero == 2 and layout.mesh.ep == 1,  # DeepSpeed's knows no experts
             sequence_parallel=cut,
             context_method=method,
             mlp_tiles=space.mlp_tiles[0],

@@ -10,7 +10,7 @@ from dsx.errors import DsxError, LayoutError, ScheduleError
 from dsx.parallel.mesh import Mesh
 from dsx.planner.best_first import best_first
 from dsx.planner.layout import CHUNKS, Candidate, Space, Task, meshes, scheduled, variants
-from dsx.planner.step_time import Predictor, StepTime
+from dsx.planner.step_time import Predictor, StepTime, total
 from dsx.terminal import amount
 
 _ALL_LIVE = ("gpipe", "looped_bfs")  # Keep every micro-batch.
@@ -37,14 +37,15 @@ class MemoryFloor:
         """Parameters, gradients and optimizer state of a mean pipeline rank (arXiv:1910.02054, section 5)."""
         width = self.predictor.task.width
         held, trained = (
-            sum(self.predictor.elements(layout.tensor, trained=only)) / layout.pipeline
+            total(self.predictor.held(layout, trained=only)).times(1 / layout.pipeline)
             for only in (False, True)
         )
-        shares = [
-            1 / layout.replicas if layout.zero_stage >= stage else 1.0
-            for stage in (3, 2 if layout.reduces_micro_batches else 3, 1)
-        ]
-        return held * width * shares[0] + trained * (width * shares[1] + self.update_bytes * shares[2])
+        stages = (3, 2 if layout.reduces_micro_batches else 3, 1)
+        sizes = (held, width), (trained, width), (trained, self.update_bytes)
+        return sum(
+            size * (each.parts(layout) if layout.zero_stage >= stage else each.total)
+            for stage, (each, size) in zip(stages, sizes, strict=True)
+        )
 
     def activations(self, layout: Candidate) -> float:
         """What the blocks of the first pipeline rank keep for the micro-batches under way."""

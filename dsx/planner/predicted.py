@@ -20,8 +20,10 @@ from dsx.planner.step_time import Predictor, StepTime
 from dsx.terminal import amount
 
 
-def task_of(run: RunConfig, cluster: Cluster, efficiency: Efficiency | None = None) -> Task:
-    """The task of a run on ``cluster``."""
+def task_of(
+    run: RunConfig, cluster: Cluster, efficiency: Efficiency | None = None, imbalance: float = 1.0
+) -> Task:
+    """The task of a run on ``cluster``; ``imbalance`` as :func:`~dsx.memory.job.job_of` has it."""
     cluster.peak(run.precision)
     return model_task(
         run.model,
@@ -35,6 +37,7 @@ def task_of(run: RunConfig, cluster: Cluster, efficiency: Efficiency | None = No
         vocab_multiple=run.dsx.model.vocab_multiple,
         documents=run.dsx.data.keeps_apart,
         chunk_tokens=run.dsx.loss.chunk_tokens,
+        imbalance=imbalance,
     )
 
 

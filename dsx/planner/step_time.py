@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 from dsx.parallel.partition import balanced
 from dsx.parallel.reduction import elements_of_a_bucket
@@ -183,13 +184,40 @@ class Wire:
             self.action += seconds
 
 
+class Held(NamedTuple):
+    """Parameters on a rank: those of experts that it shares out with others, and all others."""
+
+    plain: float
+    experts: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.plain + self.experts
+
+    def times(self, share: float) -> Held:
+        return Held(share * self.plain, share * self.experts)
+
+    def parts(self, layout: Candidate) -> float:
+        """What each rank has of them, where those with the same divide them among themselves."""
+        return self.plain / layout.replicas + self.experts / layout.mesh.replicas(experts=True)
+
+    def seconds(self, kind: Kind, width: int, task: Task, layout: Candidate, share: float = 1.0) -> float:
+        """A collective over all of them, of experts over their own replicas; ``share`` as the network's."""
+        network, mesh = task.machine.network, layout.mesh
+        seconds = network.seconds(kind, self.plain * width, Group(layout.replicas, layout.tensor), share)
+        if not self.experts:
+            return seconds
+        among = Group(mesh.replicas(experts=True), layout.tensor * mesh.ep)
+        return seconds + network.seconds(kind, self.experts * width, among, share)
+
+
 @dataclass(frozen=True, slots=True)
 class StageTotal:
     """A virtual stage: its layers' time, their parameters on a rank, those that are trained, their number."""
 
     cost: LayerCost
-    elements: int
-    trained: int
+    elements: Held
+    trained: Held
     layers: int
 
 
@@ -201,8 +229,8 @@ class ZeroActions:
     """
 
     def __init__(self, task: Task, layout: Candidate) -> None:
-        self._machine, self._group = task.machine, Group(layout.replicas, layout.tensor)
-        self._width, self._share = task.width, task.machine.software.gather_share
+        self._task, self._layout, self._machine = task, layout, task.machine
+        self._share = task.machine.software.gather_share
         self._stage, self._each = layout.zero_stage, layout.reduces_micro_batches
         self._layers = task.machine.network.efficiency.gather_seconds if layout.zero_stage == 3 else 0.0
         self._action = task.machine.network.efficiency.action_seconds
@@ -232,19 +260,17 @@ class ZeroActions:
     def _beside(self, seconds: float, wire: float, hooks: float) -> float:
         return self._machine.host(self._machine.beside(seconds, wire), self._action + hooks)
 
-    def _gather(self, elements: int) -> float:
-        return self._collective("all_gather", elements) if self._stage == 3 else 0.0
+    def _gather(self, elements: Held) -> float:
+        return self._collective("all_gather", elements, self._share) if self._stage == 3 else 0.0
 
-    def _reduce(self, elements: int) -> float:
-        return self._collective("reduce_scatter", elements) if self._stage == 3 else 0.0
+    def _reduce(self, elements: Held) -> float:
+        return self._collective("reduce_scatter", elements, self._share) if self._stage == 3 else 0.0
 
-    def _reduce_after(self, elements: int) -> float:
-        if not self._each or self._stage != 2:
-            return 0.0
-        return self._machine.network.seconds("all_reduce", elements * self._width, self._group)
+    def _reduce_after(self, elements: Held) -> float:
+        return self._collective("all_reduce", elements) if self._each and self._stage == 2 else 0.0
 
-    def _collective(self, kind: Kind, elements: int) -> float:
-        return self._machine.network.seconds(kind, elements * self._width, self._group, self._share)
+    def _collective(self, kind: Kind, elements: Held, share: float = 1.0) -> float:
+        return elements.seconds(kind, self._task.width, self._task, self._layout, share)
 
 
 def update_bytes(width: int) -> int:
@@ -266,6 +292,7 @@ class StepTime:
         recompute: Forward done again, without its communication.
         tensor: Tensor-parallel communication that somebody waits for.
         context: The same of ranks that share sequences: keys and values, or heads.
+        expert: The same of ranks that hold experts together: rows to them, and back.
         host: Copies of activations to the host and back that computing does not hide.
         transfers: Pipeline transfers that a rank cannot compute beside; others show as bubble.
         gathers: ZeRO-3's gathers, and reductions after each micro-batch, where they are longer than what they
@@ -288,6 +315,7 @@ class StepTime:
     parameters: float
     bubble_over_ideal: float
     context: float = 0.0
+    expert: float = 0.0
     host: float = 0.0
 
     @property
@@ -300,6 +328,7 @@ class StepTime:
             "recompute": self.recompute,
             "tensor-parallel communication": self.tensor,
             **({"context communication": self.context} if self.context else {}),
+            **({"expert communication": self.expert} if self.expert else {}),
             **({"copies to the host": self.host} if self.host else {}),
             "transfers": self.transfers,
             "ZeRO gathers": self.gathers,
@@ -312,7 +341,7 @@ class StepTime:
     @property
     def communication_share(self) -> float:
         """Part of the step that communication alone takes, 0 to 1."""
-        waits = self.tensor + self.context + self.transfers + self.gathers
+        waits = self.tensor + self.context + self.expert + self.transfers + self.gathers
         return (waits + self.gradients + self.parameters) / self.seconds
 
 
@@ -324,6 +353,7 @@ class Predictor:
     _times: dict[object, tuple[LayerCost, ...]] = field(default_factory=dict)
     _bounds: dict[object, tuple[int, ...]] = field(default_factory=dict)
     _elements: dict[tuple[int, bool], tuple[int, ...]] = field(default_factory=dict)
+    _held: dict[object, list[Held]] = field(default_factory=dict)
     _totals: dict[object, tuple[StageTotal, ...]] = field(default_factory=dict)
     _pipelines: dict[object, PipelineStep] = field(default_factory=dict)
     _runs: dict[object, PipelineTime] = field(default_factory=dict)
@@ -340,6 +370,20 @@ class Predictor:
         if key not in self._elements:
             self._elements[key] = self.task.layers.elements(tensor, trained=trained)
         return self._elements[key]
+
+    def held(self, layout: Candidate, *, trained: bool = False) -> list[Held]:
+        """The same of a layout, whose ranks may share experts out."""
+        key = layout.tensor, layout.mesh.ep, trained
+        if key not in self._held:
+            every = self.elements(layout.tensor, trained=trained)
+            ranks = layout.mesh.ep
+            shared = (
+                self.task.layers.experts(layout.tensor, trained=trained) if ranks > 1 else (0,) * len(every)
+            )
+            self._held[key] = [
+                Held(whole - experts, experts / ranks) for whole, experts in zip(every, shared, strict=True)
+            ]
+        return self._held[key]
 
     def stages(self, layout: Candidate) -> StageMap:
         count = layout.pipeline * layout.chunks
@@ -367,7 +411,7 @@ class Predictor:
             # Nothing goes back below the lowest trained layer.
             whole.append(zero.backward(total) + returned if total.cost.backward_seconds else 0.0)
             first.append(zero.inputs(total) + returned if total.cost.backward_seconds else 0.0)
-            second.append(zero.weights(total) if total.trained else 0.0)
+            second.append(zero.weights(total) if total.trained.total else 0.0)
         return Costs(
             forward_seconds=tuple(forward),
             backward_seconds=tuple(whole),
@@ -380,10 +424,9 @@ class Predictor:
         """Time and parameters of every virtual stage."""
         key = (layout.timing, bounds)
         if key not in self._totals:
-            times, held = self.times(layout), self.elements(layout.tensor)
-            trained = self.elements(layout.tensor, trained=True)
+            times, held, trained = self.times(layout), self.held(layout), self.held(layout, trained=True)
             self._totals[key] = tuple(
-                StageTotal(LayerCost.total(times[a:b]), sum(held[a:b]), sum(trained[a:b]), b - a)
+                StageTotal(LayerCost.total(times[a:b]), total(held[a:b]), total(trained[a:b]), b - a)
                 for a, b in pairwise(bounds)
             )
         return self._totals[key]
@@ -400,7 +443,7 @@ class Predictor:
         Returns:
             What may run beside all computation, and what cannot.
         """
-        network, width = self.task.machine.network, self.task.width
+        network, task = self.task.machine.network, self.task
         if not network.cluster.gpus_per_site:
             return 0.0, 0.0
         group, count = Group(layout.replicas, layout.tensor), layout.micro_batches(self.task.global_batch)
@@ -411,21 +454,20 @@ class Predictor:
         if network.sites(group) == 1:
             return beside, after
         held, trained = (
-            sum(self.elements(layout.tensor, trained=only)) / layout.pipeline * width
-            for only in (False, True)
+            total(self.held(layout, trained=only)).times(1 / layout.pipeline) for only in (False, True)
         )
         if layout.zero_stage == 3:
-            share = self.task.machine.software.gather_share
-            gathers = network.seconds("all_gather", held + trained, group, share)
-            reduction = network.seconds("reduce_scatter", trained, group, share)
+            given = task.width, task, layout, task.machine.software.gather_share
+            gathers = total([held, trained]).seconds("all_gather", *given)
+            reduction = trained.seconds("reduce_scatter", *given)
             return max(beside, count * (gathers + reduction)), after
-        reduction = network.seconds(_reduces(layout), trained, group)
+        reduction = trained.seconds(_reduces(layout), task.width, task, layout)
         if layout.reduces_micro_batches:
             after += count * reduction
         else:
             beside = max(beside, reduction)
         if layout.zero_stage:
-            after += network.seconds("all_gather", trained, group)
+            after += trained.seconds("all_gather", task.width, task, layout)
         return beside, after
 
     def predict(self, layout: Candidate) -> StepTime:
@@ -457,6 +499,7 @@ class Predictor:
             parameters=parameters,
             bubble_over_ideal=ran.bubble,
             context=mean.context,
+            expert=mean.expert,
             host=mean.host,
         )
 
@@ -490,27 +533,29 @@ class Predictor:
         rank: int,
     ) -> tuple[float, float, float]:
         """After the schedule, on one pipeline rank: reduction, update, gathering."""
-        elements, task = self.elements(layout.tensor, trained=True), self.task
+        elements, task = self.held(layout, trained=True), self.task
         whole = not layout.program.divides
         chunks = [
-            (ran.left_seconds[s], backwards[s] * whole, sum(elements[layer] for layer in stages.layers(s)))
+            (
+                ran.left_seconds[s],
+                backwards[s] * whole,
+                total([elements[layer] for layer in stages.layers(s)]),
+            )
             for s in stages.stages_of(rank)
         ]
-        number = sum(count for *_, count in chunks)
-        network, software = task.machine.network, task.machine.software
-        group = Group(layout.replicas, layout.tensor)
+        number, software = total([count for *_, count in chunks]), task.machine.software
         reduction = 0.0
         if layout.zero_stage < 3 and not layout.reduces_micro_batches:
-            reduction = self._reduction(chunks, _reduces(layout), group)
+            reduction = self._reduction(chunks, layout)
             if software.gradients == "backward":
                 reduction = max(0.0, reduction - max(backwards))
         if layout.pipeline > 1:
             reduction += self._tied_seconds(layout)
-        own = number / (layout.replicas if layout.zero_stage else 1)
+        own = number.parts(layout) if layout.zero_stage else number.total
         update = task.machine.traffic(own * update_bytes(task.width))
         gathered = 0.0
         if layout.zero_stage in (1, 2):
-            gathered = network.seconds("all_gather", number * task.width, group)
+            gathered = number.seconds("all_gather", task.width, task, layout)
         return reduction, update, gathered
 
     def _tied_seconds(self, layout: Candidate) -> float:
@@ -520,29 +565,38 @@ class Predictor:
         network = self.task.machine.network
         return network.seconds("all_reduce", shared * self.task.width, pair) if shared else 0.0
 
-    def _reduction(self, chunks: list[tuple[float, float, int]], kind: Kind, group: Group) -> float:
+    def _reduction(self, chunks: list[tuple[float, float, Held]], layout: Candidate) -> float:
         """What is left of the reduction of all gradients after the schedule has ended.
 
         Args:
             chunks: For each, what is left after its last action, how long the last backward is in which its
                 gradients leave (0 if it is split), and their number of elements.
-            kind: The collective.
-            group: The ranks that hold the same parameters.
+            layout: Of which the ranks with the same parameters sum them.
         """
-        network, software, width = self.task.machine.network, self.task.machine.software, self.task.width
+        network, software = self.task.machine.network, self.task.machine.software
+
+        def seconds(of: Held) -> float:
+            return of.seconds(_reduces(layout), self.task.width, self.task, layout)
+
         if software.gradients != "chunk":
-            whole = sum(count for *_, count in chunks)
+            whole = total([count for *_, count in chunks])
             started = -min(left for left, *_ in chunks) if software.gradients == "end" else 0.0
-            return max(0.0, started + network.seconds(kind, whole * width, group))
+            return max(0.0, started + seconds(whole))
         now = -max(left + backward for left, backward, _ in chunks)
         for left, backward, count in sorted(chunks, reverse=True):
             # Bucket after bucket as gradients come, the last of them when the backward is over.
-            hides = count and not network.cluster.is_host
-            buckets = -(-count // elements_of_a_bucket(count, count)) if hides else 1
+            number = round(count.total)
+            hides = number and not network.cluster.is_host
+            buckets = -(-number // elements_of_a_bucket(number, number)) if hides else 1
             first = -left - backward * (buckets - 1) / buckets
-            now = max(now, first) + network.seconds(kind, count * width, group)
-            now = max(now, -left + network.seconds(kind, count * width / buckets, group))
+            now = max(now, first) + seconds(count)
+            now = max(now, -left + seconds(count.times(1 / buckets)))
         return max(0.0, now)
+
+
+def total(held: Sequence[Held]) -> Held:
+    """Of several layers."""
+    return Held(sum(each.plain for each in held), sum(each.experts for each in held))
 
 
 def _reduces(layout: Candidate) -> Kind:
@@ -558,25 +612,27 @@ class _Mean:
     recompute: float
     tensor: float
     context: float
+    expert: float
     host: float
     transfers: float
     gathers: float
 
     @classmethod
     def of(cls, predictor: Predictor, layout: Candidate, ran: PipelineTime, pipeline: PipelineStep) -> _Mean:
-        total, ranks = LayerCost.total(predictor.times(layout)), layout.pipeline
+        every, ranks = LayerCost.total(predictor.times(layout)), layout.pipeline
         divided, stages = pipeline.divided_share, predictor.stages(layout)
-        waits = total.forward_wait + total.again_wait + (1 - divided) * total.backward_wait
-        waits += divided * (total.input_wait + total.weight_wait)
+        waits = every.forward_wait + every.again_wait + (1 - divided) * every.backward_wait
+        waits += divided * (every.input_wait + every.weight_wait)
         each = pipeline.num_micro_batches / ranks
-        compute = each * total.computing_seconds
-        recompute, context = each * total.again_seconds, each * total.context_wait
-        host = each * total.host_wait
-        tensor = each * waits - context - host
+        compute = each * every.computing_seconds
+        recompute, context = each * every.again_seconds, each * every.context_wait
+        expert, host = each * every.expert_wait, each * every.host_wait
+        tensor = each * waits - context - expert - host
         wire = Wire(predictor.task, layout)
         crossings = sum(a != b for a, b in pairwise(map(stages.rank_of, range(stages.num_stages))))
         transfers = each * 2 * crossings * wire.action
-        rest = sum(ran.busy_seconds) / ranks - compute - recompute - tensor - context - host - transfers
+        told = compute + recompute + tensor + context + expert + host + transfers
+        rest = sum(ran.busy_seconds) / ranks - told
         # What is left are gathers, or Python where actions are too short to hide it.
         gathers = rest if layout.zero_stage >= 2 else 0.0
         return cls(
@@ -584,6 +640,7 @@ class _Mean:
             recompute=recompute,
             tensor=tensor,
             context=context,
+            expert=expert,
             host=host,
             transfers=transfers,
             gathers=gathers,

@@ -222,7 +222,9 @@ def _smaller(found: BestLayout) -> Iterator[Rung]:
     inputs, layout, batch = found.inputs, found.best.layout, found.inputs.global_batch
     count, nodes = 0, inputs.cluster.hosts(inputs.gpus)
     for data in range(layout.data - 1, max(1, layout.data // 2) - 1, -1):
-        mesh = Mesh.of(tp=layout.tensor, pp=layout.pipeline, cp=layout.mesh.cp, dp=data)
+        if data * layout.mesh.cp % layout.mesh.ep:
+            continue
+        mesh = Mesh.of(**dict(layout.mesh.axes) | {"dp": data})
         needs = inputs.cluster.hosts(mesh.size)
         if batch % data or needs >= nodes or count == _MOST_RUNGS:
             continue
