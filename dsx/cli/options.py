@@ -75,7 +75,7 @@ CONTEXT = count("--context", "Ranks that share each sequence.", most=MOST_RANKS)
 EXPERT = count("--expert", "Ranks that hold the experts of a layer together.", most=MOST_RANKS)
 IMBALANCE = typer.Option(
     "--imbalance",
-    help="Rows that come to the rank with the busiest experts, over the mean of the ranks that share them: 1 if "
+    help="Rows that come to the rank with the busiest experts, over the mean of those that share them: 1 if "
     "all are equally busy, at most the expert degree.",
     min=1.0,
 )

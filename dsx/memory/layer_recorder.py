@@ -44,7 +44,6 @@ from dsx.nn import collectives
 from dsx.nn.context import ContextParallel, DetachedContextParallel
 from dsx.nn.documents import PerMicroBatch
 from dsx.nn.embedding import TiedUse
-from dsx.nn.experts import ExpertParallel
 from dsx.nn.loss import loss_of
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.quantized import quantize
@@ -334,8 +333,8 @@ class LayerRecorder(paper.UncompiledMode):
         def receive(room: Tensor, cp: ContextParallel, _: int, what: str) -> Any:
             return self._collective(what, _bytes(room), cp)
 
-        def exchange(found: Tensor, x: Tensor, ep: ExpertParallel, *_: Any) -> None:
-            self._collective("all_to_all", max(_bytes(found), _bytes(x)), ep).wait()
+        def exchange(found: Tensor, x: Tensor, *_: Any) -> None:
+            self._begun("all_to_all", max(_bytes(found), _bytes(x)), "expert").wait()
 
         noted: dict[str, Any] = {"start_all_reduce": all_reduce, "_all_gather": all_gather}
         noted |= {"_reduce_scatter": reduce_scatter, "_all_to_all": all_to_all, "exchange": exchange}
@@ -345,9 +344,11 @@ class LayerRecorder(paper.UncompiledMode):
             yield
 
     def _collective(self, kind: str, size_bytes: int, ranks: collectives.Ranks) -> Any:
+        axis = ("context",) if isinstance(ranks, ContextParallel) else ()
+        return self._begun(kind, size_bytes, *axis)
+
+    def _begun(self, kind: str, size_bytes: int, *axis: str) -> Any:
         number, self._collectives = self._collectives, self._collectives + 1
-        kinds = {"context": ContextParallel, "expert": ExpertParallel}
-        axis = [name for name, each in kinds.items() if isinstance(ranks, each)]
         self.emit("begin", number, kind, size_bytes, *axis)
         return _Work(self, number)
 

@@ -34,7 +34,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -45,10 +45,7 @@ from dsx.errors import ModelError
 from dsx.nn.context import ContextParallel, slices
 from dsx.nn.parallel import TensorParallel, uncompiled
 
-if TYPE_CHECKING:
-    from dsx.nn.experts import ExpertParallel
-
-Ranks: TypeAlias = "TensorParallel | ContextParallel | ExpertParallel"
+Ranks: TypeAlias = "TensorParallel | ContextParallel"
 
 SEQUENCE = 1
 """Dim of [B, S, H] that sequence parallelism cuts."""
@@ -142,10 +139,17 @@ def _check_divides(x: Tensor, tp: TensorParallel, dim: int) -> None:
 
 
 def exchange(
-    found: Tensor, x: Tensor, ep: ExpertParallel, received: list[int] | None, sent: list[int] | None
+    found: Tensor,
+    x: Tensor,
+    group: dist.ProcessGroup | None,
+    received: list[int] | None,
+    sent: list[int] | None,
 ) -> None:
-    """An all-to-all of the rows of ``x``, ``sent`` to each rank, into ``found``; None for as many to each."""
-    dist.all_to_all_single(found, x, received, sent, group=ep.group)
+    """An all-to-all of the rows of ``x``, ``sent`` to each rank, into ``found``; None for as many to each.
+
+    Of ranks that hold experts together (:mod:`dsx.nn.experts`).
+    """
+    dist.all_to_all_single(found, x, received, sent, group=group)
 
 
 def _all_gather(output: Tensor, x: Tensor, tp: Ranks) -> dist.Work | None:

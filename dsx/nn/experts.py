@@ -55,7 +55,7 @@ class ExpertParallel:
     def counts_of_all(self, counts: Tensor) -> Tensor:
         """What each rank has for this one: int64 [ep, ...] of [ep, ...], by an all-to-all."""
         received = torch.empty_like(counts)
-        collectives.exchange(received, counts, self, None, None)
+        collectives.exchange(received, counts, self.group, None, None)
         return received
 
     def splits(self, own: Tensor, theirs: Tensor, rows: int) -> tuple[list[int], list[int]]:
@@ -75,7 +75,7 @@ class ExpertParallel:
     def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """The rows that the ranks send here, in their order, for those that go to each of them."""
         found = rows.new_empty((sum(received), *rows.shape[1:]))
-        collectives.exchange(found, rows.contiguous(), self, [*received], [*sent])
+        collectives.exchange(found, rows.contiguous(), self.group, [*received], [*sent])
         return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:

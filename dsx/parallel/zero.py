@@ -142,10 +142,6 @@ class ZeroPlan:
                         found.setdefault(piece.name, []).append((its[0], piece.start, piece.stop))
         return found
 
-    def part(self, numel: int) -> int:
-        """:func:`part_numel` of a parameter of ``numel`` elements, but for experts."""
-        return part_numel(numel, self.dp)
-
     def sub_groups(self) -> list[tuple[int, tuple[tuple[str, int], ...]]]:
         """Stage 3: optimizer group of each sub-group, and the parameters in it."""
         found: list[tuple[int, tuple[tuple[str, int], ...]]] = []

@@ -63,15 +63,18 @@ def counted(rank, world_size, sets, to):
         experts.over_ranks = over
 
 
-def compare(sets, world_size, to=EXPERTS, imbalance=1.0, which=None):
+def compare(sets, world_size, to=EXPERTS, imbalance=1.0):
+    """(phase, what is estimated of rank 0, the least peak of the ranks that are like it).
+
+    Not of each of them, because gloo's threads let go of what they have sent whenever they get to run.
+    """
     config = resolve(CONFIG, world_size=world_size, overrides=sets)
     job = job_of(config, device="cpu", imbalance=imbalance)
-    found = []
-    for rank, real in enumerate(ranks.run(counted, world_size, sets, to)):
-        if which is None or rank in which:
-            phases = {phase.name: phase.peak_bytes for phase in estimate(job, rank).phases}
-            found += [(rank, name, phases[name], real[name]) for name in ("engine", "step 1", "step 2")]
-    return found
+    alike = range(world_size) if to == EXPERTS else range(0, world_size, config.mesh.ep)
+    real = ranks.run(counted, world_size, sets, to)
+    phases = {phase.name: phase.peak_bytes for phase in estimate(job, 0).phases}
+    names = "engine", "step 1", "step 2"
+    return [(name, phases[name], min(real[rank][name] for rank in alike)) for name in names]
 
 
 CASES = {
@@ -85,8 +88,41 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", often(CASES, 4))
+@pytest.mark.parametrize("name", often(CASES, 8))
 def test_peaks_are_those_that_are_estimated(name):
     sets, world_size = CASES[name]
-    for rank, phase, estimated, real in compare(sets, world_size):
-        assert estimated == pytest.approx(real, rel=0.001, abs=2000), (rank, phase)
+    for phase, estimated, real in compare(sets, world_size):
+        assert estimated == pytest.approx(real, rel=0.001), phase
+
+
+MORE = {
+    "recomputed, ZeRO-2": ["zero_optimization.stage=2", "dsx.recompute=full", "bf16.enabled=true"],
+    "cut by tensor ranks": ["zero_optimization.stage=1", "dsx.parallel.tensor=2"],
+    "zero bubble": [
+        "zero_optimization.stage=1",
+        "dsx.parallel.pipeline=2",
+        "dsx.schedule.name=zb_h1",
+        "dsx.partition.method=uniform",
+    ],
+    "all ranks, offloaded": [
+        "zero_optimization.stage=3",
+        "dsx.parallel.expert=4",
+        "zero_optimization.offload_optimizer.device=cpu",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", often(MORE, 4))
+def test_so_are_those_of_other_layouts(name):
+    for phase, estimated, real in compare(MORE[name], 4):
+        assert estimated == pytest.approx(real, rel=0.001), phase
+
+
+@pytest.mark.parametrize("stage", often((1, 0), 2))
+def test_busy_experts_take_what_their_imbalance_says(stage):
+    """Where all tokens go to the experts of the first of two ranks, twice as many rows come to it."""
+    sets = [f"zero_optimization.stage={stage}"]
+    found, balanced = compare(sets, 2, EXPERTS // 2, 2.0), compare(sets, 2)
+    for (phase, estimated, real), (_, less, _) in zip(found, balanced, strict=True):
+        assert estimated == pytest.approx(real, rel=0.001), phase
+        assert estimated > 1.05 * less or phase == "engine"
