@@ -1,4 +1,4 @@
-"""Ranks that hold experts together, in plans: bytes beside the formula, parameters, degrees that are tried."""
+"""Ranks that hold experts together, in plans: bytes beside the formula, parameters, degrees tried."""
 
 import json
 
