@@ -291,6 +291,28 @@ def check_combinations(facts: Facts) -> Iterator[ConfigError]:
     yield from zero_problems(facts.dsx.zero, zero_stage(facts.deepspeed))
 
 
+def check_moe(facts: Facts) -> Iterator[ConfigError]:
+    """Check that the model has the routers that ``dsx.moe`` is about."""
+    moe, model = facts.dsx.moe, facts.model
+    for name, value in ((name, value) for name, value in moe.model_dump().items() if value):
+        key, off = at(f"dsx.moe.{name}", value), "set it to 0, or leave it out"
+        if not isinstance(model, HubModel) or not model.expert_counts:
+            yield ConfigError(key, f"{model.family}: no block has experts in stacks that dsx counts", off)
+            continue
+        from dsx.hub import balance, experts  # here: other models need nothing of it
+
+        if name == "z_loss":
+            why = balance.no_z_loss(model.config)
+        else:
+            why = experts.no_biases(model, precision(facts.deepspeed))
+            if facts.dsx.outer is not None:
+                why = "islands average parameters, and biases would go their own ways (dsx.outer)"
+            elif facts.dsx.adapter is not None:
+                why = "biases belong to the model that an adapter leaves as it is (dsx.adapter)"
+        if why is not None:
+            yield ConfigError(key, f"{model.family}: {why}", off)
+
+
 CHECKS = (
     check_positions,
     check_training,
@@ -300,6 +322,7 @@ CHECKS = (
     check_gathering,
     check_freeze,
     check_profile,
+    check_moe,
 )
 
 
@@ -702,6 +725,10 @@ def _resolve(name: str, deepspeed: dict[str, Any], dsx: DsxConfig, world_size: i
         deepspeed=deepspeed, dsx=dsx, model=spec, mesh=degrees.mesh, chunks=degrees.chunks, batch=batch
     )
     raise_all(name, [problem for check in CHECKS for problem in check(facts)])
+    if dsx.moe.z_loss and isinstance(spec, HubModel):
+        from dsx.hub.balance import with_z_loss  # here: other models need nothing of it
+
+        spec = with_z_loss(spec, dsx.moe.z_loss)
     size = {"pp": degrees.mesh.pp, "chunks": degrees.chunks, "accumulation": batch.accumulation}
     if written is not None:
         check_file(dsx, written, **size)

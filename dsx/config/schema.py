@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from dsx.config.schema_block import MistakeError, Positive, SchemaBlock, Seed
+from dsx.config.schema_moe import MoeConfig
 from dsx.config.schema_parallel import ParallelConfig
 from dsx.models.spec import PresetFamily, Recompute
 from dsx.parallel.islands import wrong_meeting
@@ -685,6 +686,7 @@ class DsxConfig(SchemaBlock):
     partition: PartitionConfig = Field(default=PartitionConfig(), description="Layers of each stage.")
     zero: ZeroConfig = Field(default=ZeroConfig(), description="When ZeRO communicates.")
     loss: LossConfig = Field(default=LossConfig(), description="Head and loss.")
+    moe: MoeConfig = Field(default=MoeConfig(), description="Routers of experts.")
     profile: Annotated[str, Field(min_length=1)] | None = Field(
         default=None,
         description='Times and bytes of the layers: "measure" measures them when the run starts and writes '

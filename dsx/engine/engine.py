@@ -16,6 +16,7 @@ from deepspeed.utils import RepeatingLoader
 from dsx.config.run import RunConfig
 from dsx.config.schema import ZeroConfig
 from dsx.engine.executor import Mode, StepRun
+from dsx.engine.expert_load import ExpertLoad
 from dsx.engine.micro_batches import BatchSource, TrainedTokens, each, leaves
 from dsx.engine.optimizers import hide_spare, prepare
 from dsx.engine.p2p import Signatures, header_group, open_channels
@@ -163,6 +164,7 @@ class PipelineEngine:
         names: The further names of stock PipelineEngine, which are looked up there.
         run_config: The resolved dsx config, if it was built from one; ``config`` is DeepSpeed's.
         outer: The steps that islands take together (``dsx.outer``); None without islands.
+        expert_load: How many tokens each expert got in a step.
     """
 
     def __init__(
@@ -204,6 +206,8 @@ class PipelineEngine:
             model.device, looked_at, self.rank_progress.move, cp=model.groups.context_parallel
         )
         self.step_control = StepControl(torch.zeros(4, device=model.device))
+        speed = 0.0 if config is None else config.dsx.moe.bias_update_speed
+        self.expert_load = ExpertLoad(model.chunks, model.groups, model.device, speed)
         self.names = EngineNames(self, self.step_control.sums)
         open_channels(model.groups, model.stage_map, model.device)
         self.outer = None if config is None or config.islands is None else self._outer_steps(config)
@@ -356,6 +360,7 @@ class PipelineEngine:
             self.outer.join()
         self.pipeline.train()
         self.names.begin_step()
+        self.expert_load.begin()
         mode = Mode(training=True, release_outputs=self.pipeline.release_outputs)
         here, number = self.rank_progress, int(self.global_steps) + 1
         schedule, _ = self.programs.step(count, training=True)
@@ -378,6 +383,8 @@ class PipelineEngine:
             self._backwards.at_boundary = True
             engine.step()
             self._backwards.at_boundary = self._in_step = False
+            if self.step_applied:
+                self.expert_load.move_biases()
             reduced.wait()
         here.enter("after the step")
         self.step_control.sums.copy_(sums)

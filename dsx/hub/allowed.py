@@ -15,7 +15,7 @@ def has_tiles(model: Model) -> bool:
         return True
     from dsx.hub.feed_forward import feed_forwards  # here: as above
 
-    return any(feed_forwards(model.config))
+    return any(feed_forwards(model.config, balanced=model.balance is not None))
 
 
 def unshared(model: Model | None, ranks: int = 2, method: ContextMethod = "all_gather") -> str | None:

@@ -1,4 +1,4 @@
-"""The auxiliary loss that keeps a router's experts equally busy, over blocks on several ranks.
+"""The auxiliary losses of routers, over blocks on several ranks.
 
 transformers adds ``coefficient * experts * sum_e f_e P_e`` to the loss, where f_e is the share of the tokens
 of all layers that go to expert e and P_e its mean probability (``load_balancing_loss_func``; Fedus et al.
@@ -6,24 +6,36 @@ of all layers that go to expert e and P_e its mean probability (``load_balancing
 to block beside the hidden states, every block adds its own, and the loss is computed where the logits are:
 autograd then takes the gradient of P back through the stages.
 
-Shapes: E experts; the sums are float32 [3, E]: tokens by expert, probabilities by expert, and the number of
-rows in the first element of the last row.
+The z-loss keeps logits small (Zoph et al. 2022, arXiv:2202.08906, equation 5): ``coefficient * mean over
+tokens of logsumexp(logits)^2``, here summed over layers. It travels with those sums.
+
+Both are of a rank's micro-batch, with context parallelism of its whole rows, and a step has the mean of its
+micro-batches' and replicas': transformers' loss is of the batch that a process is given, too.
+
+Shapes: E experts; the sums are float32 [3, E]: tokens by expert, probabilities by expert, and in the last row
+the number of rows and the z-loss without its coefficient.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dsx.errors import ModelError
+from dsx.hub.context_probe import block_calls
+from dsx.hub.model_structure import structure_of
+from dsx.hub.shrunk import random_model, shrunk
 from dsx.models.config_values import at
-from dsx.models.spec import Balance
+from dsx.models.spec import Balance, HubModel
+from dsx.models.transformers_settings import first_line, torch_forms
 
 _LOGITS = "router_logits"
 
@@ -65,28 +77,63 @@ def _unknown(why: str) -> ModelError:
     )
 
 
+def with_z_loss(model: HubModel, coefficient: float) -> HubModel:
+    """The model with the z-loss of its routers."""
+    balance = model.balance or Balance(experts=max(model.expert_counts))
+    return replace(model, balance=replace(balance, z_loss=coefficient))
+
+
+@lru_cache(maxsize=8)
+def no_z_loss(config: str) -> str | None:
+    """Why a model's routers have no z-loss, found by trying a small one of its kind; None if they have."""
+    try:
+        with torch_forms(), torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(1)
+            small = shrunk(json.loads(config), tensor=1)
+            model, path = random_model(small).eval(), structure_of(json.dumps(small, sort_keys=True)).blocks
+            found: list[Tensor] = []
+            for number, (block, call) in enumerate(block_calls(model, path, 1)):
+                with Routers(model, block, f"{path}.{number}").collected() as logits:
+                    call.make(block, call.hidden)
+                found += logits
+    except Exception as error:  # noqa: BLE001 - whatever the family's code does on this machine
+        return f"no small model of it runs ({first_line(error)})"
+    if not found:
+        return "transformers records no logits of its routers"
+    # Probabilities are not negative, their logarithms not positive.
+    plain = all(each.is_floating_point() and bool((each > 0).any() and (each < 0).any()) for each in found)
+    return None if plain else "what transformers records of its routers are no logits"
+
+
 def fresh_sums(balance: Balance, like: Tensor) -> Tensor:
     """The sums before the first block."""
     return torch.zeros(3, balance.experts, dtype=torch.float32, device=like.device)
 
 
-def sums_of(logits: Tensor, balance: Balance) -> Tensor:
-    """The sums of one router's logits [tokens, E]."""
-    probabilities = torch.softmax(logits, dim=-1)
-    chosen = torch.topk(probabilities, balance.chosen, dim=-1).indices
-    ones = torch.ones((), dtype=torch.float32, device=logits.device).expand(chosen.numel())
-    counts = torch.zeros(balance.experts, dtype=torch.float32, device=logits.device)
-    counts = counts.scatter_add(0, chosen.flatten(), ones)
-    rows = torch.zeros_like(counts)
+def sums_of(logits: Tensor, balance: Balance, parts: int = 1) -> Tensor:
+    """The sums of one router's logits [tokens, E], of one of ``parts`` equal parts of the rows."""
+    zeros = torch.zeros(balance.experts, dtype=torch.float32, device=logits.device)
+    counts = probabilities = zeros
+    if balance.coefficient:
+        softmax = torch.softmax(logits, dim=-1)
+        chosen = torch.topk(softmax, balance.chosen, dim=-1).indices
+        ones = torch.ones((), dtype=torch.float32, device=logits.device).expand(chosen.numel())
+        counts, probabilities = zeros.scatter_add(0, chosen.flatten(), ones), softmax.float().sum(dim=0)
+    rows = zeros.clone()
     rows[0] = logits.shape[0]
-    return torch.stack((counts, probabilities.float().sum(dim=0), rows))
+    if balance.z_loss:
+        rows[1] = torch.logsumexp(logits.float(), dim=-1).square().mean() / parts
+    return torch.stack((counts, probabilities, rows))
 
 
 def loss_of(sums: Tensor, balance: Balance) -> Tensor:
-    """The auxiliary loss, a scalar."""
+    """The auxiliary losses, a scalar."""
+    z_loss = balance.z_loss * sums[2, 1]
+    if not balance.coefficient:
+        return z_loss
     counts, probabilities, rows = sums.detach()[0], sums[1], sums.detach()[2, 0]
     total = (counts / rows * (probabilities / rows)).sum()
-    return balance.coefficient * balance.experts * total
+    return balance.coefficient * balance.experts * total + z_loss
 
 
 @dataclass(frozen=True, slots=True)

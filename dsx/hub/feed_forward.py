@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsx.hub.balance import Routers, balance_of
+from dsx.hub.balance import Routers
 from dsx.hub.context_probe import FAR, block_calls
 from dsx.hub.model_structure import BlockCall, structure_of
 from dsx.hub.shrunk import kinds_of, random_model, shrunk
@@ -19,34 +19,38 @@ from dsx.models.transformers_settings import torch_forms
 _MATRIX = 2  # dims
 
 
-def feed_forwards(config: str) -> list[frozenset[str]]:
+def feed_forwards(config: str, *, balanced: bool = False) -> list[frozenset[str]]:
     """For every block of a model, the paths of what may compute some tokens of its input at a time.
 
     These are modules that take hidden states alone, give as many, and of some tokens the same as of all.
     Experts whose auxiliary loss is trained are left out: it counts the tokens that a router sees. Of a model
     of which no small one runs, nothing is known, and nothing found.
+
+    Args:
+        config: The model's config, as JSON.
+        balanced: Whether a loss of routers is trained.
     """
-    found = _found(config)
+    found = _found(config, balanced)
     return [found.get(kind, frozenset()) for kind in kinds_of(structure_of(config))]
 
 
 @lru_cache(maxsize=8)
-def _found(config: str) -> Mapping[Hashable, frozenset[str]]:
+def _found(config: str, balanced: bool) -> Mapping[Hashable, frozenset[str]]:
     try:
         with torch_forms(), torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(1)
-            return _tried(config)
+            return _tried(config, balanced)
     except Exception:  # noqa: BLE001 - whatever the family's code does on this machine
         return {}
 
 
-def _tried(config: str) -> Mapping[Hashable, frozenset[str]]:
+def _tried(config: str, balanced: bool) -> Mapping[Hashable, frozenset[str]]:
     small = shrunk(json.loads(config), tensor=1)
     structure, model = structure_of(json.dumps(small, sort_keys=True)), random_model(small).eval()
-    kinds, balance = kinds_of(structure), balance_of(structure_of(config).model)
+    kinds = kinds_of(structure)
     found = dict[Hashable, frozenset[str]]()
     for number, (block, call) in enumerate(block_calls(model, structure.blocks, 1)):
-        routed = None if balance is None else Routers(model, block, f"{structure.blocks}.{number}")
+        routed = Routers(model, block, f"{structure.blocks}.{number}") if balanced else None
         found.setdefault(kinds[number], _by_token(block, call, routed))
     return found
 

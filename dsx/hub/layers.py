@@ -6,6 +6,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -18,7 +19,7 @@ from dsx.hub.balance import Routers, fresh_sums, sums_of
 from dsx.hub.block_arguments import BlockArguments
 from dsx.hub.context import ContextAttention, Gathered, ShapesAlone, gather_around, put_context
 from dsx.hub.context_probe import mixers
-from dsx.hub.experts import share_experts
+from dsx.hub.experts import biases_in, share_experts, tallies_of
 from dsx.hub.feed_forward import feed_forwards
 from dsx.hub.model_structure import BlockCall, structure_of
 from dsx.hub.on_meta import copied
@@ -31,6 +32,7 @@ from dsx.nn.block import again
 from dsx.nn.context import ContextParallel
 from dsx.nn.documents import Given, Places, Stream, carried, hidden_of
 from dsx.nn.embedding import looked_up, own_rows
+from dsx.nn.expert_load import Tally, counted
 from dsx.nn.linear import column_linear
 from dsx.nn.parameters import Weights
 from dsx.nn.tiling import tile
@@ -176,14 +178,18 @@ class HubBlock(nn.Module):
             put_context(self.block, weights.cp, ContextAttention)
         plan = block_plan(model, structure, number)
         summed = apply_plan(self.block, plan, weights.tp, weights.split, around.paths)
+        self.tallies = tallies_of(self.block, number, weights.device)
         share_experts(self.block, weights.ep)
         pass_states(self.block, around.passing, weights.cp)
         gather_around(self.block, around.paths - around.passing, weights.cp)
         settled(self, model, weights, {f"block.{path}" for path in summed})
-        for path in feed_forwards(model.config)[number] if weights.mlp_tiles > 1 else ():
+        balanced = model.balance is not None
+        tiled = feed_forwards(model.config, balanced=balanced)[number] if weights.mlp_tiles > 1 else ()
+        for path in tiled:
             tile(self.block.get_submodule(path), weights.mlp_tiles, weights.split)
         for inner in filter(loops_over_children, self.block.modules()):
             inner._z3_leaf = True  # noqa: SLF001 (deepspeed/utils/z3_leaf_module.py)
+        self._parts = weights.cp.size
         self._balance, path = model.balance, f"{structure.blocks}.{number}"
         self._routers = None if self._balance is None else Routers(structure.model, self.block, path)
 
@@ -196,7 +202,14 @@ class HubBlock(nn.Module):
         # Where the hidden states leave, whoever computes the block again must not hold them.
         once = partial(self._run, call if self.host is None else replace(call, hidden=x.new_empty(0)))
         run = again(self._recompute, self.host, once, random=training)
-        return Stream(*run(x, sums), places).flat()
+        with counted(self.tallies, training=training) if self.tallies else nullcontext():
+            y, sums = run(x, sums)
+        return Stream(y, sums, places).flat()
+
+    def biases(self) -> Iterator[tuple[Tally, Tensor]]:
+        """Each module of experts with the bias [E] by which its router chooses, of a family that has one."""
+        sizes = [each.experts for each in self.tallies]
+        yield from zip(self.tallies, biases_in(self.block, sizes), strict=False)
 
     @property
     def why_not_compiled(self) -> str:
@@ -213,7 +226,7 @@ class HubBlock(nn.Module):
             return compute(call, x), sums
         with self._routers.collected() as logits:
             y = compute(call, x)
-        return y, sum((sums_of(each, self._balance) for each in logits), sums)
+        return y, sum((sums_of(each, self._balance, self._parts) for each in logits), sums)
 
 
 def loops_over_children(module: nn.Module) -> bool:

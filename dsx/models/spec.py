@@ -183,17 +183,19 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Balance:
-    """The auxiliary loss of a router; :mod:`dsx.hub.balance` computes it.
+    """The auxiliary losses of routers; :mod:`dsx.hub.balance` computes them.
 
     Attributes:
         experts: Number of experts.
         chosen: Experts that a token is sent to.
-        coefficient: What the loss is multiplied by.
+        coefficient: What the loss for equally busy experts is multiplied by; 0 without one.
+        z_loss: What the z-loss is multiplied by; 0 without one.
     """
 
     experts: int
-    chosen: int
-    coefficient: float
+    chosen: int = 0
+    coefficient: float = 0.0
+    z_loss: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,9 +288,14 @@ class HubModel:
         """Whether so many ranks have to share key/value heads."""
         return self.heads is not None and self.heads[1] % tensor != 0
 
+    @property
+    def expert_counts(self) -> frozenset[int]:
+        """How many experts its layers have; empty without any in stacks."""
+        return frozenset(spec.shape[0] for spec in self.params if spec.experts == 0 and not spec.adapts)
+
     def unshared_experts(self, ranks: int) -> str | None:
         """Why ``ranks`` ranks cannot hold the experts of a layer together; None if they can."""
-        counts = {spec.shape[0] for spec in self.params if spec.experts == 0 and not spec.adapts}
+        counts = self.expert_counts
         if not counts:
             return (
                 f"{self.family}: no block has experts in stacks that transformers' registry of experts knows"

@@ -19,6 +19,7 @@ from dsx.config.run import RunConfig
 from dsx.islands.standing import OuterReport
 from dsx.models.flops import flops_per_token, peak_flops
 from dsx.terminal import amount, complain, lost_output, printable, seconds
+from dsx.train.expert_metrics import told
 
 Rows = Iterable[tuple[str, str]]
 
@@ -83,6 +84,7 @@ class StepReport:
         peak_reserved_bytes: Largest memory held by the allocator on the fullest rank; None on a CPU.
         estimated_bytes: What the estimator predicted for the fullest rank.
         rounds: Rounds between islands since the last line, the latest last; for the line alone.
+        experts: Metrics of how busy experts are (:mod:`dsx.train.expert_metrics`); empty without experts.
     """
 
     rates: RunRates
@@ -105,6 +107,7 @@ class StepReport:
     peak_reserved_bytes: int | None = None
     estimated_bytes: int | None = None
     rounds: tuple[OuterReport, ...] = ()
+    experts: Mapping[str, float | int] = field(default_factory=dict)
 
     @property
     def tokens_per_second(self) -> float:
@@ -144,7 +147,7 @@ class StepReport:
             "memory/peak_reserved_gib": _scaled(self.peak_reserved_bytes, 1 / _GIB),
             "memory/estimated_gib": _scaled(self.estimated_bytes, 1 / _GIB),
         }
-        return {name: value for name, value in values.items() if value is not None}
+        return {name: value for name, value in values.items() if value is not None} | dict(self.experts)
 
     def line(self) -> str:
         """One console line; lines of a run are aligned."""
@@ -159,6 +162,8 @@ class StepReport:
         parts += [f"{compact(self.tokens_per_second):>6} tok/s", f"{seconds(self.step_seconds):>7}/step"]
         if self.mfu is not None:
             parts.append(f"MFU {100 * self.mfu:4.1f}%")
+        if self.experts:
+            parts.append(told(self.experts))
         if self.peak_allocated_bytes is not None:
             parts.append(amount(self.peak_allocated_bytes))
         if self.elapsed_seconds is not None:
