@@ -10,6 +10,7 @@ import typer
 from dsx.cli.options import FORMAT, OUTPUT, drawn
 from dsx.cli.output import deliver, say, say_json, style_of, text_of, write
 from dsx.cli.picture import as_file, picture_of
+from dsx.errors import ConfigError
 from dsx.terminal import columns
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def plot(
             "--output",
             metavar="FILE",
             help="Picture to write: .html, .png, .svg or .pdf.",
-            show_default="loss.png in the first run's folder",
+            show_default="loss.png (experts.png) in the first run's folder",
         ),
     ] = None,
     metrics: Annotated[
@@ -43,22 +44,32 @@ def plot(
             show_default="loss, gradient norm and tokens per second",
         ),
     ] = None,
+    experts: Annotated[
+        bool,
+        typer.Option("--experts", help="Draw how unevenly experts are busy instead, layers x steps."),
+    ] = False,
     style: Annotated[Literal["table", "json"], FORMAT] = "table",
 ) -> None:
     """Draw the curves of one or more runs from their metrics.jsonl.
 
     It needs matplotlib, which the extra "plot" installs.
     """
-    from dsx.train.curves import choose, draw, read_runs
+    from dsx.train.curves import IMBALANCE, choose, draw, draw_experts, read_runs
 
     read = read_runs(runs)
     if output is None:
-        output = (runs[0] if runs[0].is_dir() else runs[0].parent) / "loss.png"
+        output = (runs[0] if runs[0].is_dir() else runs[0].parent) / (
+            "experts.png" if experts else "loss.png"
+        )
     kind = style_of(None, output, _PICTURES, needs_ending=True)
-    panels = choose(read, metrics or [])
-    write(as_file(draw(read, panels), kind, title=", ".join(run.name for run in read)), output)
+    if experts and metrics:
+        raise ConfigError("--experts and --metric", "each is a picture of its own", "leave one of them out")
+    panels = [] if experts else choose(read, metrics or [])
+    figure = draw_experts(read) if experts else draw(read, panels)
+    write(as_file(figure, kind, title=", ".join(run.name for run in read)), output)
     if style == "json":
         drawn = [metric for panel in panels for metric in (panel.metric, panel.points) if metric]
+        drawn += [f"{IMBALANCE}*"] * experts
         say_json({"wrote": str(output), "runs": [run.name for run in read], "metrics": drawn})
         return
     say(f"wrote {output}")

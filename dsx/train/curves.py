@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 METRICS_FILE = "metrics.jsonl"
 STEP = "train/step"
+IMBALANCE = "moe/imbalance/"
+"""What the metrics of layers' imbalance begin with; a layer's name follows."""
 
 # Colours that differ in print and for the colour-blind (Okabe and Ito 2008, without yellow).
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
@@ -171,6 +175,50 @@ def draw(runs: Sequence[Run], panels: Sequence[Panel]) -> Figure:
         columns = max(1, min(len(runs), 100 // (longest + 8)))
         figure.legend(handles=handles, loc="outside upper left", ncols=columns, frameon=False)
     return figure
+
+
+def draw_experts(runs: Sequence[Run]) -> Figure:
+    """Heat maps of how unevenly experts were busy, one per run: layers from below, steps on x.
+
+    The colour is the busiest expert's load over the mean, on one scale from 1 for all runs.
+
+    Raises:
+        ConfigError: No run has experts, or matplotlib is missing.
+    """
+    kept = [(run, sorted(_layers(run), key=_in_order)) for run in runs]
+    kept = [(run, names) for run, names in kept if names]
+    if not kept:
+        fix = "name the folder of a run with experts, of whose steps metrics were logged"
+        raise ConfigError("--experts", f"no run has a metric {IMBALANCE}*", fix)
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise no_matplotlib("dsx plot") from None
+    sizes = [max(1.6, min(7.0, 0.28 * len(names))) for _, names in kept]
+    figure = Figure(figsize=(8.0, 0.9 * len(kept) + sum(sizes)), layout="constrained")
+    grid = figure.subplots(len(kept), 1, squeeze=False, height_ratios=sizes)
+    most = max(value for run, names in kept for name in names for value in run.series[name].values)
+    for (run, names), axes in zip(kept, grid[:, 0], strict=True):
+        steps = sorted({step for name in names for step in run.series[name].steps})
+        rows = [dict(zip(run.series[name].steps, run.series[name].values, strict=True)) for name in names]
+        values = [[row.get(step, math.nan) for step in steps] for row in rows]
+        edges = [steps[0] - 0.5, *((a + b) / 2 for a, b in pairwise(steps)), steps[-1] + 0.5]
+        mesh = axes.pcolormesh(edges, range(len(names) + 1), values, vmin=1, vmax=max(most, 1.01))
+        shown = range(0, len(names), -(-len(names) // 20))
+        axes.set_yticks([row + 0.5 for row in shown], [names[row][len(IMBALANCE) :] for row in shown])
+        axes.set_title(shortened(run.name, 90), loc="left", fontsize="medium", fontweight="bold")
+        axes.locator_params(axis="x", integer=True, min_n_ticks=1)
+    grid[-1, 0].set_xlabel("optimizer step")
+    figure.colorbar(mesh, ax=list(grid[:, 0]), label="tokens of the busiest expert / mean")
+    return figure
+
+
+def _layers(run: Run) -> list[str]:
+    return [name for name in run.series if name.startswith(IMBALANCE)]
+
+
+def _in_order(name: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", name)]
 
 
 def _look(index: int) -> dict[str, Any]:

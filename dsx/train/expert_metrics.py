@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-PREFIX = "moe/imbalance/"
-"""What metrics of a layer's imbalance begin with; the layer's name follows."""
+from dsx.train.curves import IMBALANCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ def metrics_of(counts: Mapping[str, Sequence[int]]) -> dict[str, float | int]:
     }
     for name, each in loads.items():
         found[f"moe/load/{name}"] = each.load
-        found[f"{PREFIX}{name}"] = each.imbalance
+        found[f"{IMBALANCE}{name}"] = each.imbalance
         found[f"moe/entropy/{name}"] = each.entropy
     return found
 
