@@ -19,7 +19,7 @@ from dsx.config.schema import MEASURE, DsxConfig, OuterConfig, ZeroConfig
 from dsx.config.sources import FIX_OF_RETIRED, read_model
 from dsx.config.wording import at, suggest
 from dsx.errors import ConfigError, ScheduleError
-from dsx.hub.allowed import has_tiles, unshared
+from dsx.hub.allowed import has_tiles, no_moe, unshared
 from dsx.models.flops import WIDTHS
 from dsx.models.params import frozen_names, layer_kinds, param_specs, vocabulary_rows
 from dsx.models.spec import RETIRED, ContextMethod, HubModel, Model, ModelSpec
@@ -296,19 +296,11 @@ def check_moe(facts: Facts) -> Iterator[ConfigError]:
     moe, model = facts.dsx.moe, facts.model
     for name, value in ((name, value) for name, value in moe.model_dump().items() if value):
         key, off = at(f"dsx.moe.{name}", value), "set it to 0, or leave it out"
-        if not isinstance(model, HubModel) or not model.expert_counts:
-            yield ConfigError(key, f"{model.family}: no block has experts in stacks that dsx counts", off)
-            continue
-        from dsx.hub import balance, experts  # here: other models need nothing of it
-
-        if name == "z_loss":
-            why = balance.no_z_loss(model.config)
-        else:
-            why = experts.no_biases(model, precision(facts.deepspeed))
-            if facts.dsx.outer is not None:
-                why = "islands average parameters, and biases would go their own ways (dsx.outer)"
-            elif facts.dsx.adapter is not None:
-                why = "biases belong to the model that an adapter leaves as it is (dsx.adapter)"
+        why = no_moe(name, model, precision(facts.deepspeed))
+        if name == "bias_update_speed" and facts.dsx.outer is not None:
+            why = "islands average parameters, and biases would go their own ways (dsx.outer)"
+        elif name == "bias_update_speed" and facts.dsx.adapter is not None:
+            why = "biases belong to the model that an adapter leaves as it is (dsx.adapter)"
         if why is not None:
             yield ConfigError(key, f"{model.family}: {why}", off)
 

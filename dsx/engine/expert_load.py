@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from dsx.config.run import RunConfig
+from dsx.models.spec import HubModel
 from dsx.nn.expert_load import Tally
 from dsx.parallel.groups import Groups
 
@@ -16,25 +17,30 @@ from dsx.parallel.groups import Groups
 class ExpertLoad:
     """Counts of a step, over the blocks of this rank.
 
-    Every rank of a tensor axis sees all tokens of its replica, so that what the first of them counts is
-    enough; ranks along data and context see others.
+    Ranks of a tensor axis see the same tokens, so that what the first counts is enough.
 
     Args:
-        layers: This rank's layers, of which blocks with experts have ``tallies`` and ``biases``.
+        layers: This rank's layers, of which blocks with experts have ``tallies``.
         groups: Its process groups.
         device: Of the counts.
-        speed: What biases move by after a step; 0 leaves them alone.
+        config: Of the run; None, or one of another model, counts nothing.
     """
 
-    def __init__(self, layers: nn.Module, groups: Groups, device: torch.device, speed: float) -> None:
-        self._groups, self._device, self._speed = groups, device, speed
-        self._blocks: list[Any] = [each for each in layers.modules() if getattr(each, "tallies", ())]
-        self._tallies: list[Tally] = [tally for block in self._blocks for tally in block.tallies]
+    def __init__(
+        self, layers: nn.Module, groups: Groups, device: torch.device, config: RunConfig | None
+    ) -> None:
+        self._groups, self._device = groups, device
+        self._speed = 0.0 if config is None else config.dsx.moe.bias_update_speed
+        model = None if config is None else config.model
+        self._experts = model.experts if isinstance(model, HubModel) else {}
+        self._held: list[tuple[Any, Tally]] = [
+            (layer, tally) for layer in layers.modules() for tally in getattr(layer, "tallies", ())
+        ]
 
     def begin(self) -> None:
         """Count a step from zero."""
-        if self._tallies:
-            torch._foreach_zero_([tally.counts for tally in self._tallies])
+        if self._held:
+            torch._foreach_zero_([tally.counts for _, tally in self._held])
 
     def move_biases(self) -> None:
         """Move each bias by ``speed`` towards equal loads. Collective over the ranks of this stage's data.
@@ -42,29 +48,25 @@ class ExpertLoad:
         ``b += speed * sign(mean of c - c)`` for counts c over the global batch (Wang et al. 2024,
         arXiv:2408.15664, algorithm 1): every rank adds the same, so that replicas stay alike.
         """
-        pairs = [pair for block in self._blocks for pair in block.biases()] if self._speed else []
-        if not pairs:
+        moved = [(layer, tally) for layer, tally in self._held if tally.bias is not None and self._speed]
+        if not moved:
             return
-        sizes = [tally.experts for tally, _ in pairs]
-        counts = torch.cat([tally.counts[: tally.experts] for tally, _ in pairs])
+        counts = torch.cat([tally.counts for _, tally in moved])
         dist.all_reduce(counts, group=self._groups.data)
-        for (_, bias), own in zip(pairs, counts.split(sizes), strict=True):
+        parts = counts.split([len(tally.counts) for _, tally in moved])
+        for (layer, tally), each in zip(moved, parts, strict=True):
+            bias, own = layer.block.get_buffer(tally.bias), each[:-1]
             towards = (own.sum() - own * len(own)).sign()  # whole numbers, so that equal is equal
             bias.add_(towards.view_as(bias).to(bias.dtype), alpha=self._speed)
 
-    def of_all(self, layers: Mapping[str, int]) -> dict[str, list[int]]:
-        """How many choices of the last step went to each expert. Collective over all ranks.
-
-        Args:
-            layers: How many experts each module of experts of the model has, by name.
-        """
-        places, start = dict[str, slice](), 0
-        for name, experts in layers.items():
-            places[name], start = slice(start, start + experts), start + experts
-        total = torch.zeros(start, dtype=torch.int64, device=self._device)
-        if self._groups.speaks:
-            for tally in self._tallies:
-                total[places[tally.name]] += tally.counts[: tally.experts]
+    def of_all(self) -> dict[int, list[int]]:
+        """How many choices of the last step went to each expert, by block. Collective over all ranks."""
+        if not self._experts:
+            return {}
+        sizes = list(self._experts.values())
+        total = torch.zeros(sum(sizes), dtype=torch.int64, device=self._device)
+        parts = dict(zip(self._experts, total.split(sizes), strict=True))
+        for _, tally in self._held if self._groups.speaks else ():
+            parts[tally.number][: len(tally.counts) - 1] += tally.counts[:-1]
         dist.all_reduce(total)
-        counts = total.tolist()
-        return {name: counts[place] for name, place in places.items()}
+        return {number: own.tolist() for number, own in zip(parts, total.cpu().split(sizes), strict=True)}

@@ -6,6 +6,7 @@ nothing of transformers.
 
 from __future__ import annotations
 
+from dsx.models.flops import Precision
 from dsx.models.spec import ContextMethod, HubModel, Model
 
 
@@ -25,3 +26,12 @@ def unshared(model: Model | None, ranks: int = 2, method: ContextMethod = "all_g
     from dsx.hub.context_probe import no_context  # here: as above
 
     return no_context(model, ranks, method)
+
+
+def no_moe(key: str, model: Model, precision: Precision) -> str | None:
+    """Why a model's routers cannot have what a key of ``dsx.moe`` asks for; None if they can."""
+    if not isinstance(model, HubModel) or not model.experts:
+        return "no block has experts in stacks that transformers' registry of experts knows"
+    from dsx.hub import balance, experts  # here: other models need nothing of it
+
+    return balance.no_z_loss(model.config) if key == "z_loss" else experts.no_biases(model, precision)

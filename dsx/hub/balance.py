@@ -9,8 +9,7 @@ autograd then takes the gradient of P back through the stages.
 The z-loss keeps logits small (Zoph et al. 2022, arXiv:2202.08906, equation 5): ``coefficient * mean over
 tokens of logsumexp(logits)^2``, here summed over layers. It travels with those sums.
 
-Both are of a rank's micro-batch, with context parallelism of its whole rows, and a step has the mean of its
-micro-batches' and replicas': transformers' loss is of the batch that a process is given, too.
+Both are of a rank's micro-batch, with context parallelism of whole rows; a step has the mean of these.
 
 Shapes: E experts; the sums are float32 [3, E]: tokens by expert, probabilities by expert, and in the last row
 the number of rows and the z-loss without its coefficient.
@@ -79,7 +78,7 @@ def _unknown(why: str) -> ModelError:
 
 def with_z_loss(model: HubModel, coefficient: float) -> HubModel:
     """The model with the z-loss of its routers."""
-    balance = model.balance or Balance(experts=max(model.expert_counts))
+    balance = model.balance or Balance(experts=max(model.experts.values()))
     return replace(model, balance=replace(balance, z_loss=coefficient))
 
 
@@ -89,20 +88,17 @@ def no_z_loss(config: str) -> str | None:
     try:
         with torch_forms(), torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(1)
-            small = shrunk(json.loads(config), tensor=1)
+            small, found = shrunk(json.loads(config), tensor=1), list[Tensor]()
             model, path = random_model(small).eval(), structure_of(json.dumps(small, sort_keys=True)).blocks
-            found: list[Tensor] = []
             for number, (block, call) in enumerate(block_calls(model, path, 1)):
                 with Routers(model, block, f"{path}.{number}").collected() as logits:
                     call.make(block, call.hidden)
                 found += logits
     except Exception as error:  # noqa: BLE001 - whatever the family's code does on this machine
         return f"no small model of it runs ({first_line(error)})"
-    if not found:
-        return "transformers records no logits of its routers"
     # Probabilities are not negative, their logarithms not positive.
-    plain = all(each.is_floating_point() and bool((each > 0).any() and (each < 0).any()) for each in found)
-    return None if plain else "what transformers records of its routers are no logits"
+    plain = all(bool((each > 0).any() and (each < 0).any()) for each in found)
+    return None if found and plain else "what transformers records of its routers are no logits"
 
 
 def fresh_sums(balance: Balance, like: Tensor) -> Tensor:

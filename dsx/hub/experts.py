@@ -9,7 +9,7 @@ what comes to it (:mod:`dsx.nn.experts`), every row as a token with one expert t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from dsx.hub.model_structure import structure_of
 from dsx.hub.values import buffer_dtypes
+from dsx.models.flops import Precision
 from dsx.models.spec import HubModel
 from dsx.nn.expert_load import Tally
 from dsx.nn.experts import ExpertParallel, over_ranks
@@ -44,51 +45,27 @@ def holds_experts(module: nn.Module) -> bool:
     return bool(own) and all(parameter.ndim > 1 and len(parameter) == count for parameter in own)
 
 
-def _names(number: int, count: int) -> list[str]:
-    """What metrics call a block's modules of experts: by its number, with a second one after a dot."""
-    return [f"layer{number}" + f".{place}" * bool(place) for place in range(count)]
+def biases_in(block: nn.Module) -> list[str]:
+    """Paths of the buffers [E] by which a block's routers choose, one for each module of experts, or none."""
+    sizes = [vars(module)[_COUNT] for _, module in experts_in(block)]
+    found = {path: each.numel() for path, each in block.named_buffers() if path.endswith(_BIASES)}
+    return list(found) if sizes and list(found.values()) == sizes else []
 
 
-def expert_layers(model: HubModel) -> dict[str, int]:
-    """How many experts each module of experts of a model has, by its name in metrics."""
-    found: dict[str, int] = {}
-    for number, block in enumerate(structure_of(model.config).list_of_blocks):
-        sizes = [vars(module)[_COUNT] for _, module in experts_in(block)]
-        found |= zip(_names(number, len(sizes)), sizes, strict=True)
-    return found
-
-
-def tallies_of(block: nn.Module, number: int, device: torch.device | str | None) -> tuple[Tally, ...]:
-    """Counts for each of a block's modules of experts, which must still have the experts of all ranks."""
-    held = [module for _, module in experts_in(block)]
-    names = _names(number, len(held))
-    sizes = (vars(module)[_COUNT] for module in held)
-    return tuple(Tally(*each, device) for each in zip(held, names, sizes, strict=True))
-
-
-def biases_in(block: nn.Module, sizes: Sequence[int]) -> list[Tensor]:
-    """The biases by which a block's routers choose alone, a buffer [E] for each module of experts.
-
-    Args:
-        block: The block.
-        sizes: How many experts each of its modules of experts has.
-
-    Returns:
-        None at all for a block whose routers choose otherwise.
-    """
-    held = [each for path, each in block.named_buffers() if path.rpartition(".")[2] in _BIASES]
-    return held if [each.numel() for each in held] == list(sizes) else []
-
-
-def no_biases(model: HubModel, precision: str) -> str | None:
-    """Why a model has no biases that loads could move; None if it has. ``precision`` as in dsx's configs."""
-    blocks = structure_of(model.config).list_of_blocks
-    sizes = [[vars(module)[_COUNT] for _, module in experts_in(block)] for block in blocks]
-    if not any(each and biases_in(block, each) for block, each in zip(blocks, sizes, strict=True)):
+def no_biases(model: HubModel, precision: Precision) -> str | None:
+    """Why a model has no biases that loads could move; None if it has."""
+    if not any(biases_in(block) for block in structure_of(model.config).list_of_blocks):
         return f"its routers have no buffer {' or '.join(_BIASES)}"
     dtypes = buffer_dtypes(model.config, DTYPES[precision])
     rounds = [path for path, each in dtypes.items() if path.endswith(_BIASES) and each != torch.float32]
     return f"transformers keeps {rounds[0]} in {precision}, which rounds small steps away" if rounds else None
+
+
+def tallies_of(block: nn.Module, number: int, device: torch.device | str | None) -> list[Tally]:
+    """Counts of block ``number``'s modules of experts, which must still have the experts of all ranks."""
+    held = [(module, vars(module)[_COUNT]) for _, module in experts_in(block)]
+    biases: list[str | None] = [*biases_in(block)] or [None] * len(held)
+    return [Tally(number, *each, bias, device) for each, bias in zip(held, biases, strict=True)]
 
 
 def share_experts(block: nn.Module, ep: ExpertParallel) -> None:

@@ -24,11 +24,7 @@ def feed_forwards(config: str, *, balanced: bool = False) -> list[frozenset[str]
 
     These are modules that take hidden states alone, give as many, and of some tokens the same as of all.
     Experts whose auxiliary loss is trained are left out: it counts the tokens that a router sees. Of a model
-    of which no small one runs, nothing is known, and nothing found.
-
-    Args:
-        config: The model's config, as JSON.
-        balanced: Whether a loss of routers is trained.
+    of which no small one runs, nothing is known, and nothing found. ``balanced``: such a loss is trained.
     """
     found = _found(config, balanced)
     return [found.get(kind, frozenset()) for kind in kinds_of(structure_of(config))]

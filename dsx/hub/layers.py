@@ -6,7 +6,6 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -19,7 +18,7 @@ from dsx.hub.balance import Routers, fresh_sums, sums_of
 from dsx.hub.block_arguments import BlockArguments
 from dsx.hub.context import ContextAttention, Gathered, ShapesAlone, gather_around, put_context
 from dsx.hub.context_probe import mixers
-from dsx.hub.experts import biases_in, share_experts, tallies_of
+from dsx.hub.experts import share_experts, tallies_of
 from dsx.hub.feed_forward import feed_forwards
 from dsx.hub.model_structure import BlockCall, structure_of
 from dsx.hub.on_meta import copied
@@ -32,7 +31,6 @@ from dsx.nn.block import again
 from dsx.nn.context import ContextParallel
 from dsx.nn.documents import Given, Places, Stream, carried, hidden_of
 from dsx.nn.embedding import looked_up, own_rows
-from dsx.nn.expert_load import Tally, counted
 from dsx.nn.linear import column_linear
 from dsx.nn.parameters import Weights
 from dsx.nn.tiling import tile
@@ -202,14 +200,7 @@ class HubBlock(nn.Module):
         # Where the hidden states leave, whoever computes the block again must not hold them.
         once = partial(self._run, call if self.host is None else replace(call, hidden=x.new_empty(0)))
         run = again(self._recompute, self.host, once, random=training)
-        with counted(self.tallies, training=training) if self.tallies else nullcontext():
-            y, sums = run(x, sums)
-        return Stream(y, sums, places).flat()
-
-    def biases(self) -> Iterator[tuple[Tally, Tensor]]:
-        """Each module of experts with the bias [E] by which its router chooses, of a family that has one."""
-        sizes = [each.experts for each in self.tallies]
-        yield from zip(self.tallies, biases_in(self.block, sizes), strict=False)
+        return Stream(*run(x, sums), places).flat()
 
     @property
     def why_not_compiled(self) -> str:

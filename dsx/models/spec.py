@@ -289,13 +289,14 @@ class HubModel:
         return self.heads is not None and self.heads[1] % tensor != 0
 
     @property
-    def expert_counts(self) -> frozenset[int]:
-        """How many experts its layers have; empty without any in stacks."""
-        return frozenset(spec.shape[0] for spec in self.params if spec.experts == 0 and not spec.adapts)
+    def experts(self) -> dict[int, int]:
+        """How many experts the blocks have that have any in stacks, by the block's number."""
+        stacks = (spec for spec in self.params if spec.experts == 0 and not spec.adapts)
+        return {spec.layer - self.kinds.index("Block"): spec.shape[0] for spec in stacks}
 
     def unshared_experts(self, ranks: int) -> str | None:
         """Why ``ranks`` ranks cannot hold the experts of a layer together; None if they can."""
-        counts = self.expert_counts
+        counts = set(self.experts.values())
         if not counts:
             return (
                 f"{self.family}: no block has experts in stacks that transformers' registry of experts knows"

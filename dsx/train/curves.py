@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -141,12 +140,8 @@ def choose(runs: Sequence[Run], metrics: Sequence[str]) -> list[Panel]:
 
 def draw(runs: Sequence[Run], panels: Sequence[Panel]) -> Figure:
     """The picture as a matplotlib figure. Raises ConfigError if matplotlib is missing."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise no_matplotlib("dsx plot") from None
     heights = [1.6 if panel.points else 1.0 for panel in panels]
-    figure = Figure(figsize=(8.0, 0.9 + 1.75 * sum(heights)), layout="constrained")
+    figure = _figure(0.9 + 1.75 * sum(heights))
     grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)
     for panel, axes in zip(panels, grid[:, 0], strict=True):
         for index, run in enumerate(runs):
@@ -185,17 +180,16 @@ def draw_experts(runs: Sequence[Run]) -> Figure:
     Raises:
         ConfigError: No run has experts, or matplotlib is missing.
     """
-    kept = [(run, sorted(_layers(run), key=_in_order)) for run in runs]
-    kept = [(run, names) for run, names in kept if names]
+    kept = []
+    for run in runs:
+        names = [name for name in run.series if name.startswith(IMBALANCE)]
+        names.sort(key=lambda name: int(name.rpartition("layer")[2]))
+        kept += [(run, names)] if names else []
     if not kept:
         fix = "name the folder of a run with experts, of whose steps metrics were logged"
         raise ConfigError("--experts", f"no run has a metric {IMBALANCE}*", fix)
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise no_matplotlib("dsx plot") from None
     sizes = [max(1.6, min(7.0, 0.28 * len(names))) for _, names in kept]
-    figure = Figure(figsize=(8.0, 0.9 * len(kept) + sum(sizes)), layout="constrained")
+    figure = _figure(0.9 * len(kept) + sum(sizes))
     grid = figure.subplots(len(kept), 1, squeeze=False, height_ratios=sizes)
     most = max(value for run, names in kept for name in names for value in run.series[name].values)
     for (run, names), axes in zip(kept, grid[:, 0], strict=True):
@@ -213,12 +207,12 @@ def draw_experts(runs: Sequence[Run]) -> Figure:
     return figure
 
 
-def _layers(run: Run) -> list[str]:
-    return [name for name in run.series if name.startswith(IMBALANCE)]
-
-
-def _in_order(name: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", name)]
+def _figure(inches: float) -> Figure:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise no_matplotlib("dsx plot") from None
+    return Figure(figsize=(8.0, inches), layout="constrained")
 
 
 def _look(index: int) -> dict[str, Any]:

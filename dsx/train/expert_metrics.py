@@ -1,73 +1,36 @@
-"""How evenly a step's tokens went to the experts of each layer, as metrics and as a word on the console."""
+"""How evenly a step's tokens went to the experts of each layer."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-
-from dsx.train.curves import IMBALANCE
 
 
-@dataclass(frozen=True, slots=True)
-class LayerLoad:
-    """Of a layer's choices of experts in a step.
-
-    Attributes:
-        load: Share of them that the busiest expert got, 0 to 1.
-        imbalance: The busiest expert's over the mean, 1 to the number of experts.
-        entropy: Of the shares, over that of equal ones: 1 where all are equal, 0 where one has all.
-        idle: Experts that got none.
-    """
-
-    load: float
-    imbalance: float
-    entropy: float
-    idle: int
-
-    @classmethod
-    def of(cls, counts: Sequence[int]) -> LayerLoad:
-        """Of how many each expert got.
-
-        >>> LayerLoad.of([6, 2, 0, 0])
-        LayerLoad(load=0.75, imbalance=3.0, entropy=0.4056390622295664, idle=2)
-        """
-        total = max(1, sum(counts))
-        shares = [count / total for count in counts]
-        entropy = -sum(share * math.log(share) for share in shares if share)
-        most = math.log(len(counts)) or 1.0
-        return cls(max(shares), max(shares) * len(counts), entropy / most, shares.count(0))
-
-
-def metrics_of(counts: Mapping[str, Sequence[int]]) -> dict[str, float | int]:
+def metrics_of(counts: Mapping[int, Sequence[int]]) -> dict[str, float | int]:
     """Metrics of each layer, and of the layer in which each is worst; ``moe/idle`` counts in all layers.
 
     Args:
-        counts: Of each layer by name, how many choices each expert got.
+        counts: Of each layer with experts, by its number, how many choices each expert got.
+
+    >>> metrics_of({3: [6, 2, 0, 0]})  # doctest: +NORMALIZE_WHITESPACE
+    {'moe/load': 0.75, 'moe/imbalance': 3.0, 'moe/entropy': 0.4056390622295664, 'moe/idle': 2,
+     'moe/load/layer3': 0.75, 'moe/imbalance/layer3': 3.0, 'moe/entropy/layer3': 0.4056390622295664}
     """
-    loads = {name: LayerLoad.of(each) for name, each in counts.items()}
-    if not loads:
+    if not counts:
         return {}
-    found: dict[str, float | int] = {
-        "moe/load": max(each.load for each in loads.values()),
-        "moe/imbalance": max(each.imbalance for each in loads.values()),
-        "moe/entropy": min(each.entropy for each in loads.values()),
-        "moe/idle": sum(each.idle for each in loads.values()),
+    shares = {layer: [each / max(1, sum(own)) for each in own] for layer, own in counts.items()}
+    load = {layer: max(own) for layer, own in shares.items()}
+    imbalance = {layer: load[layer] * len(own) for layer, own in shares.items()}
+    entropy = {
+        layer: -sum(share * math.log(share) for share in own if share) / math.log(max(2, len(own)))
+        for layer, own in shares.items()
     }
-    for name, each in loads.items():
-        found[f"moe/load/{name}"] = each.load
-        found[f"{IMBALANCE}{name}"] = each.imbalance
-        found[f"moe/entropy/{name}"] = each.entropy
+    found = {
+        "moe/load": max(load.values()),
+        "moe/imbalance": max(imbalance.values()),
+        "moe/entropy": min(entropy.values()),
+        "moe/idle": sum(own.count(0) for own in counts.values()),
+    }
+    for kind, of_layers in (("load", load), ("imbalance", imbalance), ("entropy", entropy)):
+        found |= {f"moe/{kind}/layer{layer}": value for layer, value in of_layers.items()}
     return found
-
-
-def told(metrics: Mapping[str, float | int]) -> str:
-    """A word of :func:`metrics_of`; empty without experts.
-
-    >>> told({"moe/imbalance": 1.834, "moe/idle": 2}), told({})
-    ('experts 1.83x, 2 idle', '')
-    """
-    if not metrics:
-        return ""
-    idle = f", {metrics['moe/idle']} idle" if metrics["moe/idle"] else ""
-    return f"experts {metrics['moe/imbalance']:.2f}x{idle}"

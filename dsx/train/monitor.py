@@ -17,7 +17,6 @@ from dsx.engine.engine import PipelineEngine
 from dsx.engine.step_tracer import write
 from dsx.errors import CheckpointError
 from dsx.memory.watch import PeakMemory, beside, describe, estimated
-from dsx.models.spec import HubModel
 from dsx.train.expert_metrics import metrics_of
 from dsx.train.progress import (
     EvaluationReport,
@@ -100,7 +99,7 @@ class Monitor:
         self._mute_steps = torch.zeros((), device=engine.pipeline.device)
         self._pace: tuple[int, float] | None = None
         self._untold: list[OuterReport] = []
-        self._rounds, self._expert_layers = RoundsTotal(), _expert_layers(config)
+        self._rounds = RoundsTotal()
 
     def _rows(self, last: int) -> list[tuple[str, str]]:
         """Rows of the header about the proof at start, and about the data."""
@@ -151,7 +150,7 @@ class Monitor:
             elapsed_seconds=now - self._begun,
             left_seconds=self._left_seconds(step, now),
             rounds=tuple(self._untold),
-            experts=self._experts(),
+            experts=metrics_of(self._engine.expert_load.of_all()),
             **self._peaks,
         )
         if trained is not None and self._mute_steps > 0:
@@ -179,11 +178,6 @@ class Monitor:
                 self.wrote(title, write(comparison, self._config.output / "trace"))
             except CheckpointError as error:
                 self._progress.warning(f"{title} is lost: {error}")
-
-    def _experts(self) -> dict[str, float | int]:
-        """Metrics of how busy experts were in the last step; of a model without experts, nothing is asked."""
-        layers = self._expert_layers
-        return metrics_of(self._engine.expert_load.of_all(layers)) if layers else {}
 
     def _take_rounds(self) -> None:
         """Record the rounds between islands that have come to their end, and say what is to be said."""
@@ -353,15 +347,6 @@ class Monitor:
             run_id=run_id,
             warn=self._progress.warning,
         )
-
-
-def _expert_layers(config: RunConfig) -> dict[str, int]:
-    """How many experts each module of experts of the model has, by its name in metrics."""
-    if not isinstance(config.model, HubModel) or not config.model.expert_counts:
-        return {}
-    from dsx.hub.experts import expert_layers  # here: dsx's own families need nothing of it
-
-    return expert_layers(config.model)
 
 
 def wandb_of(config: RunConfig) -> WandbConfig:

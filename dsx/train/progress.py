@@ -19,7 +19,6 @@ from dsx.config.run import RunConfig
 from dsx.islands.standing import OuterReport
 from dsx.models.flops import flops_per_token, peak_flops
 from dsx.terminal import amount, complain, lost_output, printable, seconds
-from dsx.train.expert_metrics import told
 
 Rows = Iterable[tuple[str, str]]
 
@@ -163,7 +162,8 @@ class StepReport:
         if self.mfu is not None:
             parts.append(f"MFU {100 * self.mfu:4.1f}%")
         if self.experts:
-            parts.append(told(self.experts))
+            idle = f", {self.experts['moe/idle']} idle" if self.experts["moe/idle"] else ""
+            parts.append(f"experts {self.experts['moe/imbalance']:.2f}x{idle}")
         if self.peak_allocated_bytes is not None:
             parts.append(amount(self.peak_allocated_bytes))
         if self.elapsed_seconds is not None:

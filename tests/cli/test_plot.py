@@ -13,7 +13,7 @@ from dsx.schedules.builders import build
 from dsx.schedules.simulate import Costs, simulate
 from dsx.schedules.timeline import page, svg
 from dsx.terminal import printable
-from dsx.train.curves import Run, Series, choose, draw
+from dsx.train.curves import STEP, Run, Series, choose, draw, draw_experts, read_runs
 
 COMMAND = ("plot",)
 
@@ -137,3 +137,28 @@ def test_a_timelines_title_may_hold_anything():
     assert printable(ODD) in {element.text for element in ET.fromstring(drawn).iter()}
     assert picture_of(drawn, "png")[:4] == b"\x89PNG"
     assert printable(ODD).replace("<", "&lt;") in page(ODD, drawn)
+
+
+def test_a_heat_map_of_experts(dsx, tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    pytest.importorskip("matplotlib")
+    rows = [
+        {STEP: step, "train/loss": 1.0, **{f"moe/imbalance/layer{n}": 1 + n / step for n in range(1, 12)}}
+        for step in (1, 2, 5)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    runs = read_runs([tmp_path])
+    axes = draw_experts(runs).axes[0]
+    mesh = axes.collections[0]
+    assert mesh.get_array().reshape(11, 3).tolist() == [[1 + n / s for s in (1, 2, 5)] for n in range(1, 12)]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [f"layer{n}" for n in range(1, 12)]
+    assert dsx(tmp_path, "--experts")[:2] == (0, f"wrote {tmp_path / 'experts.png'}\n")
+    with image.open(tmp_path / "experts.png") as picture:
+        assert len(picture.convert("RGB").getcolors(1 << 16)) > 20
+
+
+def test_no_heat_map_without_experts_or_beside_curves(dsx, folders):
+    code, _, err = dsx(folders[0], "--experts")
+    assert (code, "no run has a metric moe/imbalance/*" in err) == (2, True)
+    code, _, err = dsx(folders[0], "--experts", "--metric", "train/loss")
+    assert (code, "leave one of them out" in err) == (2, True)

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
 import torch.nn.functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import ranks
 from parity import dsx_run
 from parity.dsx_run import Case
 from parity.oracle import ADAMW, CLIPPING, CONFIGS, MICRO_BATCH, tokens
-from transformers import AutoConfig, AutoModelForCausalLM
 
 SPEED, Z_LOSS, STEPS = 0.02, 0.05, 3
 FAMILIES = {
@@ -58,9 +59,7 @@ def by_hand(config: dict[str, Any], case: Case, moe: dict[str, float]) -> dict[s
     model, seen = model_of(config), []
     routers = {name: each for name, each in model.named_modules() if type(each).__name__.endswith("Router")}
     for name, router in routers.items():
-        router.register_forward_hook(
-            lambda _, __, out, name=name: seen.append((name, out[0], out[2]))
-        )
+        router.register_forward_hook(lambda _, __, out, name=name: seen.append((name, out[0], out[2])))
     experts = int(config.get("num_experts") or config["n_routed_experts"])
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     found: dict[str, Any] = {"losses": [], "norms": [], "counts": [], "biases": []}
@@ -92,7 +91,7 @@ def by_hand(config: dict[str, Any], case: Case, moe: dict[str, float]) -> dict[s
     return found
 
 
-def engine_of(case: Case, folder: Path, moe: dict[str, float]) -> tuple[Any, Any]:
+def engine_of(case: Case, folder: Path, moe: dict[str, float]) -> Any:
     import dsx
     from dsx.parallel.groups import make_groups
     from dsx.train.recipe import build_engine
@@ -101,20 +100,17 @@ def engine_of(case: Case, folder: Path, moe: dict[str, float]) -> tuple[Any, Any
     content["dsx"]["moe"] = moe
     config = dsx.load_config(content, world_size=case.world_size)
     groups = make_groups(config.mesh, sequence_parallel=config.dsx.parallel.sequence_parallel)
-    return build_engine(config, groups), config
+    return build_engine(config, groups)
 
 
 def trained(rank: int, world_size: int, case: Case, folder: Path, moe: dict[str, float]) -> dict[str, Any]:
-    from dsx.hub.experts import expert_layers
-
-    engine, config = engine_of(case, folder, moe)
+    engine = engine_of(case, folder, moe)
     found: dict[str, Any] = {"losses": [], "norms": [], "counts": [], "biases": []}
-    layers = expert_layers(config.model)
     for step in range(STEPS):
         found["losses"] += dsx_run.losses_of(engine, case, [step])
         found["norms"].append(engine.get_global_grad_norm())
         engine.eval_batch(dsx_run.batches(case, step, engine.groups.dp_rank))  # is not counted
-        found["counts"].append(list(engine.expert_load.of_all(layers).values()))
+        found["counts"].append(list(engine.expert_load.of_all().values()))
         found["biases"].append(list(biases_of(engine)))
     return found
 
