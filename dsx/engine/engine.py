@@ -206,7 +206,7 @@ class PipelineEngine:
             model.device, looked_at, self.rank_progress.move, cp=model.groups.context_parallel
         )
         self.step_control = StepControl(torch.zeros(4, device=model.device))
-        self.expert_load = ExpertLoad(model.chunks, model.groups, model.device, config)
+        self.expert_load = ExpertLoad(model, config)
         self.names = EngineNames(self, self.step_control.sums)
         open_channels(model.groups, model.stage_map, model.device)
         self.outer = None if config is None or config.islands is None else self._outer_steps(config)

@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from dsx.config.run import RunConfig
+from dsx.engine.pipeline_module import PipelineModule
 from dsx.models.spec import HubModel
 from dsx.nn.expert_load import Tally
-from dsx.parallel.groups import Groups
 
 
 class ExpertLoad:
@@ -20,21 +19,17 @@ class ExpertLoad:
     Ranks of a tensor axis see the same tokens, so that what the first counts is enough.
 
     Args:
-        layers: This rank's layers, of which blocks with experts have ``tallies``.
-        groups: Its process groups.
-        device: Of the counts.
-        config: Of the run; None, or one of another model, counts nothing.
+        pipeline: This rank's layers, of which blocks with experts have ``tallies``.
+        config: Of the run; without one nothing is put together.
     """
 
-    def __init__(
-        self, layers: nn.Module, groups: Groups, device: torch.device, config: RunConfig | None
-    ) -> None:
-        self._groups, self._device = groups, device
+    def __init__(self, pipeline: PipelineModule, config: RunConfig | None) -> None:
+        self._groups, self._device = pipeline.groups, pipeline.device
         self._speed = 0.0 if config is None else config.dsx.moe.bias_update_speed
         model = None if config is None else config.model
         self._experts = model.experts if isinstance(model, HubModel) else {}
         self._held: list[tuple[Any, Tally]] = [
-            (layer, tally) for layer in layers.modules() for tally in getattr(layer, "tallies", ())
+            (layer, tally) for layer in pipeline.chunks.modules() for tally in getattr(layer, "tallies", ())
         ]
 
     def begin(self) -> None:

@@ -6,10 +6,9 @@ of all layers that go to expert e and P_e its mean probability (``load_balancing
 to block beside the hidden states, every block adds its own, and the loss is computed where the logits are:
 autograd then takes the gradient of P back through the stages.
 
-The z-loss keeps logits small (Zoph et al. 2022, arXiv:2202.08906, equation 5): ``coefficient * mean over
-tokens of logsumexp(logits)^2``, here summed over layers. It travels with those sums.
-
-Both are of a rank's micro-batch, with context parallelism of whole rows; a step has the mean of these.
+The z-loss (Zoph et al. 2022, arXiv:2202.08906, equation 5), ``coefficient * mean over tokens of
+logsumexp(logits)^2``, here summed over layers, travels with those sums. Both are of a rank's micro-batch,
+with context parallelism of whole rows; a step has the mean of these.
 
 Shapes: E experts; the sums are float32 [3, E]: tokens by expert, probabilities by expert, and in the last row
 the number of rows and the z-loss without its coefficient.

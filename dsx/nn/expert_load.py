@@ -27,14 +27,7 @@ class Tally:
         counts: int64 [E + 1]: choices of each expert, and of none (E), since they were last set to zero.
     """
 
-    def __init__(
-        self,
-        number: int,
-        module: nn.Module,
-        experts: int,
-        bias: str | None,
-        device: torch.device | str | None,
-    ) -> None:
+    def __init__(self, number: int, module: nn.Module, experts: int, bias: str | None, device: Any) -> None:
         self.number, self.bias = number, bias
         self.counts = torch.zeros(experts + 1, dtype=torch.int64, device=device)
         self._one = torch.ones(1, dtype=torch.int64, device=device)

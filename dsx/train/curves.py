@@ -188,7 +188,7 @@ def draw_experts(runs: Sequence[Run]) -> Figure:
     if not kept:
         fix = "name the folder of a run with experts, of whose steps metrics were logged"
         raise ConfigError("--experts", f"no run has a metric {IMBALANCE}*", fix)
-    sizes = [max(1.6, min(7.0, 0.28 * len(names))) for _, names in kept]
+    sizes = [max(2.0, min(7.0, 0.28 * len(names))) for _, names in kept]
     figure = _figure(0.9 * len(kept) + sum(sizes))
     grid = figure.subplots(len(kept), 1, squeeze=False, height_ratios=sizes)
     most = max(value for run, names in kept for name in names for value in run.series[name].values)
@@ -203,7 +203,7 @@ def draw_experts(runs: Sequence[Run]) -> Figure:
         axes.set_title(shortened(run.name, 90), loc="left", fontsize="medium", fontweight="bold")
         axes.locator_params(axis="x", integer=True, min_n_ticks=1)
     grid[-1, 0].set_xlabel("optimizer step")
-    figure.colorbar(mesh, ax=list(grid[:, 0]), label="tokens of the busiest expert / mean")
+    figure.colorbar(mesh, ax=list(grid[:, 0]), label="busiest expert / mean")
     return figure
 
 

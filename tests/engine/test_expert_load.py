@@ -167,3 +167,31 @@ def test_a_run_counts_moves_biases_and_adds_z_loss_as_one_process(family, case, 
 @pytest.mark.parametrize("case", [Case(dp=2, ep=2), Case(pp=2), Case(cp=2, ep=2)], ids=str)
 def test_z_loss_stands_beside_the_familys_own_auxiliary_loss(case, tmp_path):
     compare(BALANCED, case, {"z_loss": Z_LOSS}, tmp_path)
+
+
+def bf16_then_again(rank: int, world_size: int, folder: Path, saved: Path) -> dict[str, Any]:
+    """Biases after a step, after one that is refused, and as another layout loads them."""
+    first = Case(dp=2, ep=2, zero=1, bf16=True)
+    engine, found = engine_of(first, folder, MOE), {}
+    dsx_run.losses_of(engine, first, [0])
+    found["moved"] = list(biases_of(engine))
+    found["dtypes"] = {each.dtype for n, each in engine.pipeline.chunks.named_buffers() if "correction" in n}
+    engine.step_control.refuses = lambda _loss, _norm: True
+    dsx_run.losses_of(engine, first, [1])
+    found["refused"] = list(biases_of(engine))
+    engine.save_checkpoint(saved)
+    other = engine_of(Case(pp=2, bf16=True), folder, MOE)
+    other.load_checkpoint(saved)
+    found["loaded"] = list(biases_of(other))
+    return found
+
+
+def test_biases_stay_fp32_are_saved_and_stand_still_in_a_step_that_is_not_applied(tmp_path):
+    model_of(FAMILIES["deepseek_v3"]).save_pretrained(tmp_path / "model")
+    runs = ranks.run(bf16_then_again, 2, tmp_path / "model", tmp_path / "saved")
+    moved = runs[0]["moved"]
+    assert {round(abs(each), 6) for bias in moved for each in bias} in ({SPEED}, {0.0, SPEED})
+    for run in runs:
+        assert run["dtypes"] == {torch.float32}
+        assert run["moved"] == run["refused"] == moved
+    assert runs[0]["loaded"] + runs[1]["loaded"] == moved
