@@ -175,10 +175,8 @@ def draw(runs: Sequence[Run], panels: Sequence[Panel]) -> Figure:
 def draw_experts(runs: Sequence[Run]) -> Figure:
     """Heat maps of how unevenly experts were busy, one per run: layers from below, steps on x.
 
-    The colour is the busiest expert's load over the mean, on one scale from 1 for all runs.
-
-    Raises:
-        ConfigError: No run has experts, or matplotlib is missing.
+    The colour is the busiest expert's load over the mean, on one scale from 1 for all runs. Raises
+    ConfigError if no run has experts, or matplotlib is missing.
     """
     kept = []
     for run in runs:

@@ -7,10 +7,7 @@ from collections.abc import Mapping, Sequence
 
 
 def metrics_of(counts: Mapping[int, Sequence[int]]) -> dict[str, float | int]:
-    """Metrics of each layer, and of the layer in which each is worst; ``moe/idle`` counts in all layers.
-
-    Args:
-        counts: Of each layer with experts, by its number, how many choices each expert got.
+    """Metrics of how many choices each expert got, by the numbers of layers, and of the worst layer.
 
     >>> metrics_of({3: [6, 2, 0, 0]})  # doctest: +NORMALIZE_WHITESPACE
     {'moe/load': 0.75, 'moe/imbalance': 3.0, 'moe/entropy': 0.4056390622295664, 'moe/idle': 2,
