@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -10,7 +12,9 @@ import torch.distributed as dist
 from dsx.config.run import RunConfig
 from dsx.engine.pipeline_module import PipelineModule
 from dsx.models.spec import HubModel
-from dsx.nn.expert_load import Tally
+
+if TYPE_CHECKING:  # loaded by models with experts
+    from dsx.nn.expert_load import Tally
 
 
 class ExpertLoad:
@@ -65,3 +69,30 @@ class ExpertLoad:
             parts[tally.number][: len(tally.counts) - 1] += tally.counts[:-1]
         dist.all_reduce(total)
         return {number: own.tolist() for number, own in zip(parts, total.cpu().split(sizes), strict=True)}
+
+
+def metrics_of(counts: Mapping[int, Sequence[int]]) -> dict[str, float | int]:
+    """Metrics of how many choices each expert got, by the numbers of layers, and of the worst layer.
+
+    >>> metrics_of({3: [6, 2, 0, 0]})  # doctest: +NORMALIZE_WHITESPACE
+    {'moe/load': 0.75, 'moe/imbalance': 3.0, 'moe/entropy': 0.4056390622295664, 'moe/idle': 2,
+     'moe/load/layer3': 0.75, 'moe/imbalance/layer3': 3.0, 'moe/entropy/layer3': 0.4056390622295664}
+    """
+    if not counts:
+        return {}
+    shares = {layer: [each / max(1, sum(own)) for each in own] for layer, own in counts.items()}
+    load = {layer: max(own) for layer, own in shares.items()}
+    imbalance = {layer: load[layer] * len(own) for layer, own in shares.items()}
+    entropy = {
+        layer: -sum(share * math.log(share) for share in own if share) / math.log(max(2, len(own)))
+        for layer, own in shares.items()
+    }
+    found = {
+        "moe/load": max(load.values()),
+        "moe/imbalance": max(imbalance.values()),
+        "moe/entropy": min(entropy.values()),
+        "moe/idle": sum(own.count(0) for own in counts.values()),
+    }
+    for kind, of_layers in (("load", load), ("imbalance", imbalance), ("entropy", entropy)):
+        found |= {f"moe/{kind}/layer{layer}": value for layer, value in of_layers.items()}
+    return found

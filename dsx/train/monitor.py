@@ -14,10 +14,10 @@ from dsx.config.schema import WandbConfig
 from dsx.data.own import OwnCorpus, OwnText, as_text
 from dsx.data.text import Text
 from dsx.engine.engine import PipelineEngine
+from dsx.engine.expert_load import metrics_of
 from dsx.engine.step_tracer import write
 from dsx.errors import CheckpointError
 from dsx.memory.watch import PeakMemory, beside, describe, estimated
-from dsx.train.expert_metrics import metrics_of
 from dsx.train.progress import (
     EvaluationReport,
     Progress,

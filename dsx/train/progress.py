@@ -83,7 +83,7 @@ class StepReport:
         peak_reserved_bytes: Largest memory held by the allocator on the fullest rank; None on a CPU.
         estimated_bytes: What the estimator predicted for the fullest rank.
         rounds: Rounds between islands since the last line, the latest last; for the line alone.
-        experts: Metrics of how busy experts are (:mod:`dsx.train.expert_metrics`); empty without experts.
+        experts: Metrics of how busy experts are (:mod:`dsx.engine.expert_load`); empty without experts.
     """
 
     rates: RunRates

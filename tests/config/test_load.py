@@ -81,7 +81,7 @@ def test_every_key_has_a_description():
                     yield from blocks(kind)
 
     seen = list(blocks(DsxConfig))
-    assert len(seen) == 17
+    assert len(seen) == 18
     for block in seen:
         for name, field in block.model_fields.items():
             assert field.description, f"{block.__name__}.{name}"

@@ -61,6 +61,7 @@ class Run:
             pipeline=SimpleNamespace(device=torch.device("cpu"), proof=None),
             trace=self.trace,
             batch_source=SimpleNamespace(seconds=0.0),
+            expert_load=SimpleNamespace(of_all=lambda: {1: [6, 2, 0, 0]}),
             step_control=SimpleNamespace(sums=torch.ones(3)),
             trained_tokens=512,
             current_loss_scale=None,
@@ -251,3 +252,13 @@ def test_wandb_hears_of_checkpoints_that_are_complete(
     run.monitor.exported(Path("d"))
     run.monitor.finish()
     assert told[2:] == [("model", Path("d"), 3), ("checkpoint", Path("c"), 3)]
+
+
+def test_how_busy_experts_were_is_recorded_and_told(
+    tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(tmp_path, clock)
+    run.step(1.0)
+    row = run.rows()[0]
+    assert [row[f"moe/{name}"] for name in ("load", "imbalance/layer1", "idle")] == [0.75, 3.0, 2]
+    assert " | experts 3.00x, 2 idle | " in capsys.readouterr().out
