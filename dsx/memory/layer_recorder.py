@@ -333,21 +333,16 @@ class LayerRecorder(paper.UncompiledMode):
         def receive(room: Tensor, cp: ContextParallel, _: int, what: str) -> Any:
             return self._collective(what, _bytes(room), cp)
 
-        def exchange(found: Tensor, x: Tensor, *_: Any) -> None:
-            self._begun("all_to_all", max(_bytes(found), _bytes(x)), "expert").wait()
-
         noted: dict[str, Any] = {"start_all_reduce": all_reduce, "_all_gather": all_gather}
-        noted |= {"_reduce_scatter": reduce_scatter, "_all_to_all": all_to_all, "exchange": exchange}
+        noted |= {"_reduce_scatter": reduce_scatter, "_all_to_all": all_to_all}
+        noted["exchange"] = lambda *x: self._collective("all_to_all", max(map(_bytes, x[:2])), None).wait()
         with ExitStack() as stack:
             for name, stand_in in (noted | {"send": send, "receive": receive, "_messages": messages}).items():
                 stack.enter_context(paper.swapped(collectives, name, stand_in))
             yield
 
-    def _collective(self, kind: str, size_bytes: int, ranks: collectives.Ranks) -> Any:
-        axis = ("context",) if isinstance(ranks, ContextParallel) else ()
-        return self._begun(kind, size_bytes, *axis)
-
-    def _begun(self, kind: str, size_bytes: int, *axis: str) -> Any:
+    def _collective(self, kind: str, size_bytes: int, ranks: collectives.Ranks | None) -> Any:
+        axis = ("expert",) if ranks is None else ("context",) * isinstance(ranks, ContextParallel)
         number, self._collectives = self._collectives, self._collectives + 1
         self.emit("begin", number, kind, size_bytes, *axis)
         return _Work(self, number)
