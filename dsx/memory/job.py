@@ -330,7 +330,7 @@ def job_of(
         context_method=config.dsx.parallel.method,
         mlp_tiles=config.mlp_tiles,
         expert=mesh.ep,
-        imbalance=imbalance if mesh.ep > 1 else 1.0,
+        imbalance=min(imbalance, float(mesh.ep)),  # which all rows on one rank are
     )
     return Job(
         records=ModelRecords(shape),

@@ -75,7 +75,7 @@ class ModelLayers(PlannedLayers):
                 layout.mlp_tiles, self.model, layout.micro_batch * self.sequence_length // layout.mesh.cp
             ),
             expert=layout.mesh.ep,
-            imbalance=self.imbalance if layout.mesh.ep > 1 else 1.0,
+            imbalance=min(self.imbalance, float(layout.mesh.ep)),
         )
 
     def _chunk(self, layout: Candidate) -> int:
