@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partialmethod
+from functools import partial, partialmethod
 from typing import Any
 
 import torch.distributed as dist
@@ -62,6 +62,9 @@ def _changes(groups: Groups) -> Iterator[tuple[type, str, Any]]:
         for at, group in enumerate(wrapper.optimizer.param_groups):
             if any(map(of_experts, group["params"])):
                 wrapper.real_dp_process_group[at] = groups.expert_data
+        if hasattr(wrapper, "_lazy_init_hp_params_optimizer_state"):
+            link = wrapper._lazy_init_hp_params_optimizer_state  # noqa: SLF001
+            wrapper._lazy_init_hp_params_optimizer_state = partial(_linked, wrapper, link)  # noqa: SLF001
         if hasattr(wrapper, "partition_count"):
             wrapper.partition_count = [*map(dist.get_world_size, wrapper.real_dp_process_group)]
         wrapper.has_moe_layers = False  # which would have the norm, and checkpoints, go DeepSpeed's way
@@ -74,3 +77,12 @@ def _changes(groups: Groups) -> Iterator[tuple[type, str, Any]]:
 
 def _told(wrapper: Any, build: Callable[..., None], *given: Any, **named: Any) -> None:
     build(wrapper, *given, **named | {"has_moe_layers": True})
+
+
+def _linked(wrapper: Any, link: Callable[[], None]) -> None:
+    """Have ``safe_get_full_optimizer_state`` find states, once each group has some.
+
+    DeepSpeed links them after the first group's update, when those behind it, as of experts, have none.
+    """
+    if all(part in wrapper.optimizer.state for part in wrapper.single_partition_of_fp32_groups):
+        link()
