@@ -751,11 +751,11 @@ def record_request(request: LayerRequest) -> LayerRecord:
     whole = TensorForm((shape.micro_batch, shape.sequence_length), "int64", 8, False)
     tokens = whole._replace(shape=(shape.micro_batch, shape.length))
     name = str(dtype).removeprefix("torch.")
-    beside: list[TensorForm] = []
     positions, places = ([whole], [whole, whole]) if shape.documents else ([], [])
-    tried = mixers(model.config, shape.context) if isinstance(model, HubModel) else []  # with real tensors
-    if isinstance(model, HubModel) and model.balance is not None:
-        beside = [TensorForm((_SUMS, model.balance.experts), "float32", 4, request.entered)]
+    hub = model if isinstance(model, HubModel) else None
+    in_turn = hub is not None and any(each.passing for each in mixers(hub.config, shape.context))  # tries it
+    balance = None if hub is None else hub.balance
+    beside = [TensorForm((_SUMS, balance.experts), "float32", 4, request.entered)] if balance else []
     if request.kind == LOSS:
         columns = vocabulary_rows(model, shape.tensor, pad_multiple=shape.vocab_multiple)
         logits = TensorForm((*tokens.shape, columns), name, shape.width, True)
@@ -765,12 +765,10 @@ def record_request(request: LayerRequest) -> LayerRecord:
     split = WeightGradients() if request.divided else None
     length = shape.length // (shape.tensor if shape.cuts_sequence else 1)
     kinds = layer_kinds(model)
-    index = kinds.index(request.kind)
+    index = kinds.index(request.kind) + (0 if hub is None else hub.block or 0)
     sizes = model.stream if request.kind in ("Block", "FinalNorm") else (model.hidden_size,)
     hidden = TensorForm((shape.micro_batch, length, *sizes), name, shape.width, request.entered)
     stream = [hidden, *beside, *places]
-    if isinstance(model, HubModel):
-        index += model.block or 0
     with fake_build(device):
         layers = families.layers(
             model,
@@ -781,9 +779,7 @@ def record_request(request: LayerRequest) -> LayerRecord:
             pad_multiple=shape.vocab_multiple,
             split=split,
             entry=partial(partial, _built, request.frozen),
-            cp=DetachedContextParallel.largest(
-                shape.context, shape.context_method, in_turn=any(each.passing for each in tried)
-            ),
+            cp=DetachedContextParallel.largest(shape.context, shape.context_method, in_turn=in_turn),
             ep=DetachedExpertParallel(shape.expert, imbalance=shape.imbalance),
             mlp_tiles=shape.mlp_tiles,
         )
@@ -793,12 +789,12 @@ def record_request(request: LayerRequest) -> LayerRecord:
             how = {"divided": split, "hooked": request.hooked} | _with_loss(shape, tp, tokens)
             return record_layer(layer, inputs, device=device, **how)
         except Exception as error:
-            if not isinstance(model, HubModel):
+            if hub is None:
                 raise
             what = f"layer {index} ({request.kind}) cannot run without values"
             what += " and with its parameters gathered module by module (ZeRO-3)" if request.hooked else ""
             raise ModelError(
-                at("model_type", model.family),
+                at("model_type", hub.family),
                 f"{what}: {first_line(error)}",
                 "train it without an estimate: dsx knows no memory of this family in this layout",
             ) from error
