@@ -747,10 +747,9 @@ def record_request(request: LayerRequest) -> LayerRecord:
     shape, device = request.shape, DEVICES[request.shape.device]
     model = shape.model
     tp = DetachedTensorParallel(size=shape.tensor, rank=0, sequence_parallel=shape.sequence_parallel)
-    dtype = torch.bfloat16 if shape.width == 2 else torch.float32
     whole = TensorForm((shape.micro_batch, shape.sequence_length), "int64", 8, False)
     tokens = whole._replace(shape=(shape.micro_batch, shape.length))
-    name = str(dtype).removeprefix("torch.")
+    name = "bfloat16" if shape.width == 2 else "float32"
     positions, places = ([whole], [whole, whole]) if shape.documents else ([], [])
     hub = model if isinstance(model, HubModel) else None
     in_turn = hub is not None and any(each.passing for each in mixers(hub.config, shape.context))  # tries it
@@ -773,7 +772,7 @@ def record_request(request: LayerRequest) -> LayerRecord:
         layers = families.layers(
             model,
             tp,
-            dtype=dtype,
+            dtype=getattr(torch, name),
             device=device,
             recompute=shape.recompute,
             pad_multiple=shape.vocab_multiple,
