@@ -300,6 +300,7 @@ def test_the_annotated_json_is_a_config(tmp_path):
         "outer",
         "elastic",
         "adapter",
+        "moe",
     }
     blocks_shown = set(json.loads(ZERO3.read_text())["dsx"]) | more
     assert config.dsx.model_fields_set == blocks_shown == set(type(config.dsx).model_fields)
@@ -449,7 +450,12 @@ def test_a_stock_program_moves_by_its_imports():
             assert got == pytest.approx(expected, abs=2e-4)
 
 
+ALIKE = {"moe/imbalance/layer3", "moe/entropy/layer3"}
+"""Metrics of a layer, of which the page writes one out."""
+
+
 def test_metrics_are_those_that_are_reported():
+    from dsx.engine.expert_load import metrics_of
     from dsx.islands.standing import OuterReport
     from dsx.train.progress import EvaluationReport, RunRates, StepReport
 
@@ -472,6 +478,7 @@ def test_metrics_are_those_that_are_reported():
         bubble=0.1,
         simulated_bubble=0.1,
         save_seconds=1.0,
+        experts={name: each for name, each in metrics_of({3: [2, 1]}).items() if name not in ALIKE},
     )
     evaluation = EvaluationReport(step=1, steps=1, loss=1.0, bits_per_byte=1.0)
     outer = OuterReport(step=1, share=0, moved=(0,), version=1, seconds=1.0, waited_seconds=1.0, drift=0.0)

@@ -533,6 +533,7 @@ def test_every_row_is_about_keys_that_there_are():
         "run.client_optimizer",
         "mesh.tp",
         "mesh.dp",
+        "mesh.ep",
         "mesh.replicas",
         "mesh.size",
     }

@@ -53,9 +53,9 @@ def recorded(engine: Any, log: list[Any]) -> Iterator[None]:
             mp.setattr(dist, name, call)
         to_owners = GradientTransport._send_to_owners
 
-        def send(self: Any, pieces: Any, flat: torch.Tensor, sizes: Any) -> Any:
+        def send(self: Any, pieces: Any, flat: torch.Tensor, *others: Any) -> Any:
             log.append(flat.numel())
-            return to_owners(self, pieces, flat, sizes)
+            return to_owners(self, pieces, flat, *others)
 
         mp.setattr(GradientTransport, "_send_to_owners", send)
         yield
