@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from dsx.engine.zero.experts import of_experts
 from dsx.engine.zero.replica_check import Parts, ReplicaGradients, sum_of_squares
 from dsx.parallel.groups import Groups
 
@@ -37,13 +35,10 @@ class NormScope:
     def __init__(self, groups: Groups, replicas: Mapping[nn.Parameter, str]) -> None:
         self.groups, self.replicas = groups, ReplicaGradients(groups, replicas)
 
-    def counts(self, parameter: nn.Parameter, *, partitioned: bool) -> bool:
-        """Whether this rank's gradient of ``parameter`` enters the norm; see :meth:`norm`."""
+    def counts(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank's gradient of ``parameter`` enters the norm."""
         if getattr(parameter, "ds_pipe_replicated", False):
             return False
-        mesh, rank = self.groups.mesh, self.groups.rank
-        if not partitioned and mesh.ep > 1 and mesh.replica_of(rank, experts=of_experts(parameter)):
-            return False  # all ranks take part, of which the first replica's are enough
         return bool(getattr(parameter, "tensor_model_parallel", False)) or self.groups.speaks
 
     def norm(
@@ -65,9 +60,10 @@ class NormScope:
                 which it is compared. On every rank.
         """
         parts = list(parts)
-        counts = partial(self.counts, partitioned=partitioned)
-        counted = [part.gradient for part in parts if part.gradient.numel() and counts(part.parameter)]
-        total = sum_of_squares(counted, device)
+        counted = [part for part in parts if part.gradient.numel() and self.counts(part.parameter)]
+        if not partitioned and self.groups.mesh.ep > 1:  # all ranks take part, and one replica is enough
+            counted = [part for part in counted if self.groups.is_first_of(part.parameter)]
+        total = sum_of_squares([part.gradient for part in counted], device)
         among = dist.group.WORLD if partitioned or self.groups.mesh.ep > 1 else self.groups.model
         if not self.replicas.begin():
             dist.all_reduce(total, group=among)
