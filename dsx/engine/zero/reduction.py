@@ -235,6 +235,8 @@ class GradientTransport:
         """Start to sum a bucket that has ``sizes`` elements of each rank, in their order."""
         parts = flat.split(list(sizes))
         mine = parts[dist.get_rank(group)]
+        if dist.get_world_size(group) == 1:  # of experts that no other rank has
+            return _Bucket(pieces, mine.mul_(self._scale.after), ())
         if flat.device.type == "cpu":
             return _Bucket(pieces, mine, *start_sum(group, parts))
         works = [
@@ -247,7 +249,7 @@ class GradientTransport:
     def land(self, bucket: _Bucket) -> None:
         """Put the averages into the store."""
         mine, received = bucket.mine, [*bucket.received]
-        scales = not self.alone and self._scale.after != 1.0
+        scales = bool(bucket.works) and self._scale.after != 1.0
         # What came last is added where the sum goes, without another copy.
         last = [] if scales else received[-1:]
         end_sum(mine, bucket.works, received[: len(received) - len(last)])
