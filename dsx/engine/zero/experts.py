@@ -62,7 +62,7 @@ def _changes(groups: Groups) -> Iterator[tuple[type, str, Any]]:
         for at, group in enumerate(wrapper.optimizer.param_groups):
             if any(map(of_experts, group["params"])):
                 wrapper.real_dp_process_group[at] = groups.expert_data
-        if hasattr(wrapper, "_lazy_init_hp_params_optimizer_state"):
+        if isinstance(wrapper, DeepSpeedZeroOptimizer):
             link = wrapper._lazy_init_hp_params_optimizer_state  # noqa: SLF001
             wrapper._lazy_init_hp_params_optimizer_state = partial(_linked, wrapper, link)  # noqa: SLF001
         if hasattr(wrapper, "partition_count"):
