@@ -119,9 +119,10 @@ def _refusals(asked: LayoutRequest) -> list[ConfigError]:
     ]
 
 
-def zero_problems(zero: ZeroConfig, stage: int) -> list[ConfigError]:
-    """Settings that would have no effect at this ZeRO stage."""
-    asked = LayoutRequest(reduce=zero.reduce, keep_gathered_bytes=zero.keep_gathered_bytes, zero_stage=stage)
+def zero_problems(zero: ZeroConfig, stage: int, expert: int = 1) -> list[ConfigError]:
+    """Settings that have no effect at this ZeRO stage, or a wrong one with experts over ``expert`` ranks."""
+    kept = zero.keep_gathered_bytes
+    asked = LayoutRequest(reduce=zero.reduce, keep_gathered_bytes=kept, zero_stage=stage, expert=expert)
     return _refusals(asked)
 
 
@@ -229,12 +230,6 @@ def check_own_modules(facts: Facts) -> Iterator[ConfigError]:
 def check_experts(facts: Facts) -> Iterator[ConfigError]:
     """Check that nothing is asked of experts on several ranks that only ranks with all of them have."""
     dsx, key = facts.dsx, at("dsx.parallel.expert", facts.mesh.ep)
-    if facts.mesh.ep > 1 and dsx.zero.reduce == "micro_batch":
-        yield ConfigError(
-            at("dsx.zero.reduce", "micro_batch"),
-            f"DeepSpeed then sums gradients, over ranks that hold other experts ({key})",
-            'use "step"',
-        )
     if facts.mesh.ep > 1 and dsx.outer is not None:
         yield ConfigError(key, "islands average what every replica of theirs holds (dsx.outer)", "use 1")
     if facts.mesh.ep > 1 and dsx.profile_source is not None:
@@ -288,7 +283,7 @@ def _words_of(name: str) -> Iterator[str]:
 def check_combinations(facts: Facts) -> Iterator[ConfigError]:
     """Check DeepSpeed's keys against the mesh, and ``dsx.zero`` against the ZeRO stage."""
     yield from mesh_problems(facts.deepspeed, facts.mesh)
-    yield from zero_problems(facts.dsx.zero, zero_stage(facts.deepspeed))
+    yield from zero_problems(facts.dsx.zero, zero_stage(facts.deepspeed), facts.mesh.ep)
 
 
 def check_moe(facts: Facts) -> Iterator[ConfigError]:

@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from dsx.engine.chunks import Tie
 from dsx.engine.pipeline_module import PipelineModule
-from dsx.engine.zero.experts import of_experts
 from dsx.errors import ConfigError, DsxError, ModelError
 from dsx.launch.entry import AGREED
+from dsx.parallel.groups import of_experts
 
 Group = dict[str, Any]
 

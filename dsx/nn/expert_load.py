@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dsx.nn.experts import add_counts
 from dsx.nn.parallel import uncompiled
 
 
@@ -30,7 +31,6 @@ class Tally:
     def __init__(self, number: int, module: nn.Module, experts: int, bias: str | None, device: Any) -> None:
         self.number, self.bias = number, bias
         self.counts = torch.zeros(experts + 1, dtype=torch.int64, device=device)
-        self._one = torch.ones(1, dtype=torch.int64, device=device)
         module.register_forward_pre_hook(
             lambda *called: uncompiled(self._count, *called) if called[0].training else None, with_kwargs=True
         )
@@ -40,5 +40,4 @@ class Tally:
             return
         tensors = (each for each in (*given, *named.values()) if isinstance(each, Tensor))
         chosen = next(each for each in tensors if not each.is_floating_point()).flatten().long()
-        # No bincount, for which the host would wait. The ones are one element, so that nothing is allocated.
-        self.counts.scatter_add_(0, chosen, self._one.expand(len(chosen)))
+        add_counts(self.counts, chosen)

@@ -146,6 +146,14 @@ class _Collect(torch.autograd.Function):
         return _gathered(gradient, order, ctx.each), None, None, None
 
 
+def add_counts(counts: Tensor, chosen: Tensor) -> None:
+    """Add how often each expert is chosen to int64 [E + 1]; choice E stands for none.
+
+    The host would wait for ``bincount``. The ones are one element, so that they take no memory.
+    """
+    counts.scatter_add_(0, chosen, chosen.new_ones(1).expand(len(chosen)))
+
+
 def over_ranks(
     hidden_TH: Tensor,
     index_Tk: Tensor,
@@ -173,7 +181,7 @@ def over_ranks(
     own = experts // ep.size
     chosen, order = index_Tk.flatten().sort(stable=True)
     counts = torch.zeros(experts + 1, dtype=torch.int64, device=chosen.device)
-    counts = counts.scatter_add_(0, chosen.clamp(max=experts), torch.ones_like(chosen))
+    add_counts(counts, chosen.clamp(max=experts))
     counts = counts[:experts].view(ep.size, own)
     there = ep.counts_of_all(counts)
     sent, received = ep.splits(counts, there, len(chosen))

@@ -122,14 +122,12 @@ class Groups:
 
     def replicas_of(self, parameter: Any) -> ProcessGroup:
         """The ranks that hold the same elements of a parameter before ZeRO cuts it."""
-        if self.expert_data is not None and getattr(parameter, "expert_parallel", False):
-            return self.expert_data
-        return self.data
+        ranks = self.expert_data if of_experts(parameter) else None
+        return self.data if ranks is None else ranks
 
     def is_first_of(self, parameter: Any) -> bool:
         """Whether this rank is the first of :meth:`replicas_of` a parameter."""
-        experts = bool(getattr(parameter, "expert_parallel", False))
-        return self.mesh.replica_of(self.rank, experts=experts) == 0
+        return self.mesh.replica_of(self.rank, experts=of_experts(parameter)) == 0
 
     @property
     def context_parallel(self) -> ContextParallel:
@@ -139,6 +137,11 @@ class Groups:
     def pipe_peer(self, pp_rank: int) -> int:
         """Global rank of pipeline coordinate ``pp_rank``, this rank's other coordinates kept."""
         return self._peers[pp_rank]
+
+
+def of_experts(parameter: Any) -> bool:
+    """Whether other ranks hold other experts of a parameter."""
+    return bool(getattr(parameter, "expert_parallel", False))
 
 
 def make_groups(mesh: Mesh, *, sequence_parallel: bool = False, island: IslandNode | None = None) -> Groups:

@@ -251,6 +251,14 @@ def _fixed_reduction(reduce: str, zero_stage: int) -> str | None:
     )
 
 
+def _reduced_over_others(reduce: str, expert: int) -> str | None:
+    if reduce != "micro_batch" or expert == 1:
+        return None
+    return (
+        f"DeepSpeed then sums gradients, over ranks that hold other experts (dsx.parallel.expert = {expert})"
+    )
+
+
 def _nothing_gathered(keep_gathered_bytes: int, zero_stage: int) -> str | None:
     if not keep_gathered_bytes or zero_stage == 3:
         return None
@@ -317,6 +325,7 @@ _RULES = (
     ),
     _Rule("micro_batch", ("global_batch", "data", "micro_batch"), _unshared),
     _Rule("reduce", ("reduce", "zero_stage"), _fixed_reduction, 'use "step", or ZeRO stage 2'),
+    _Rule("reduce", ("reduce", "expert"), _reduced_over_others, 'use "step"'),
     _Rule(
         "keep_gathered_bytes",
         ("keep_gathered_bytes", "zero_stage"),

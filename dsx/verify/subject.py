@@ -22,12 +22,11 @@ from dsx.config.resolve import RunConfig, resolve
 from dsx.config.schema import OWN
 from dsx.engine.initialize import initialize
 from dsx.engine.pipeline_module import PipelineModule
-from dsx.engine.zero.experts import of_experts
 from dsx.engine.zero.master_shards import master_shards
 from dsx.models.param import ParamSpec
 from dsx.nn.documents import MicroBatch
 from dsx.nn.dropout import Dropout
-from dsx.parallel.groups import Groups
+from dsx.parallel.groups import Groups, of_experts
 from dsx.parallel.mesh import Mesh
 from dsx.train.building import build_layers
 from dsx.verify.entry_point import UserModel, user_model

@@ -6,13 +6,13 @@ from typing import get_args
 
 import pytest
 from all_families import tiny
+from h100 import MACHINE, NETWORK, shape_of
 
 import dsx
 from dsx.checkpoint.claims import model_of
 from dsx.config.resolve import resolve
 from dsx.errors import ConfigError, DsxError
 from dsx.hub.read import hub_model
-from dsx.memory.layer_record import Shape
 from dsx.memory.record_cache import ModelRecords
 from dsx.models.params import layer_kinds
 from dsx.models.spec import ContextMethod, Recompute
@@ -20,9 +20,9 @@ from dsx.parallel.mesh import Mesh
 from dsx.planner import layer_times as kernels
 from dsx.planner import what_fits
 from dsx.planner.cluster import Group, preset
-from dsx.planner.costs import Efficiency, Network, Software
+from dsx.planner.costs import Efficiency
 from dsx.planner.inputs import PinnedChoices, plan_inputs, plan_search
-from dsx.planner.layer_times import Machine, layer_times, recorded_flops
+from dsx.planner.layer_times import layer_times, recorded_flops
 from dsx.planner.layers import model_task
 from dsx.planner.layout import LONG, Candidate, Space, meshes, variants
 from dsx.planner.plan import Search
@@ -42,13 +42,10 @@ CONFIG = {
 }
 MODEL = model_of(CONFIG)
 FIRST = layer_kinds(MODEL).index("Block")
-NETWORK = Network(preset("H100"), Efficiency())
-MACHINE = Machine(network=NETWORK, software=Software(), precision="bf16")
 
 
 def shape(**kwargs):
-    sizes = {"tensor": 1, "sequence_parallel": False, "micro_batch": 2, "sequence_length": T, "width": WIDTH}
-    return Shape(**{"model": MODEL} | sizes | kwargs)
+    return shape_of(kwargs.pop("model", MODEL), T, **kwargs)
 
 
 def block(found, place=FIRST):

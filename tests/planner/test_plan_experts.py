@@ -3,20 +3,18 @@
 import json
 
 import pytest
+from h100 import MACHINE, NETWORK, shape_of
 
 from dsx.checkpoint.claims import model_of
 from dsx.config.resolve import resolve
 from dsx.errors import ConfigError, DsxError
-from dsx.memory.layer_record import Shape
 from dsx.memory.record_cache import ModelRecords
 from dsx.models.params import layer_kinds
 from dsx.parallel.layout import Layout
 from dsx.parallel.mesh import Mesh
 from dsx.parallel.stages import StageMap
 from dsx.planner.cluster import Group, preset
-from dsx.planner.costs import Efficiency, Network, Software
 from dsx.planner.inputs import PinnedChoices, plan_inputs, plan_search
-from dsx.planner.layer_times import Machine
 from dsx.planner.layers import model_task
 from dsx.planner.layout import Candidate, Space, meshes, variants
 from dsx.planner.step_time import Predictor, total
@@ -38,13 +36,10 @@ CONFIG = {
 }
 MODEL = model_of(CONFIG)
 FIRST = layer_kinds(MODEL).index("Block")
-NETWORK = Network(preset("H100"), Efficiency())
-MACHINE = Machine(network=NETWORK, software=Software(), precision="bf16")
 
 
 def block(**kwargs):
-    sizes = {"tensor": 1, "sequence_parallel": False, "micro_batch": 2, "sequence_length": T, "width": WIDTH}
-    return ModelRecords(Shape(**{"model": MODEL} | sizes | kwargs)).layer(FIRST, divided=False, hooked=False)
+    return ModelRecords(shape_of(MODEL, T, **kwargs)).layer(FIRST, divided=False, hooked=False)
 
 
 def sent(events):

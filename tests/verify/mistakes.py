@@ -252,11 +252,14 @@ def _not_reduced(original: Any) -> Any:
 
     def send(self: Any, pieces: Any) -> Any:
         import torch
+        import torch.distributed as dist
 
         from dsx.engine.zero.reduction import _Bucket
         from dsx.parallel.reduction import by_owner
 
-        mine = pieces if self._owners is None else by_owner(pieces, self._owners, self._ranks)[self._rank]
+        group, mine = self._among(pieces[0].parameter), pieces
+        if self._owners is not None:
+            mine = by_owner(pieces, self._owners, dist.get_world_size(group))[dist.get_rank(group)]
         gradients = {piece.parameter: self._store.take(piece.parameter).reshape(-1) for piece in pieces}
         parts = [gradients[piece.parameter].narrow(0, piece.start, piece.length) for piece in mine]
         return _Bucket(mine, torch.cat([torch.empty(0), *parts]), ())

@@ -22,7 +22,6 @@ from dsx.config.resolve import zero_problems
 from dsx.config.schema import ZeroConfig
 from dsx.engine.chunks import Tie
 from dsx.engine.zero.adapter import ZeroAdapter
-from dsx.engine.zero.experts import of_experts
 from dsx.engine.zero.loss_scale import LossScale
 from dsx.engine.zero.master_shards import owners
 from dsx.engine.zero.norm import NormScope
@@ -38,7 +37,7 @@ from dsx.engine.zero.reduction import (
 from dsx.engine.zero.replicated import Bf16Adapter, ReplicatedAdapter, WidenedAdapter
 from dsx.engine.zero.stage3 import Stage3Adapter, StepGathers, share_groups
 from dsx.errors import ConfigError, ModelError, VersionError
-from dsx.parallel.groups import Groups
+from dsx.parallel.groups import Groups, of_experts
 from dsx.parallel.reduction import ChunkReduction, reduces_micro_batches
 
 SUPPORTED_DEEPSPEED = ("0.19.8",)
@@ -134,7 +133,7 @@ def adapt(
             "dsx has not been checked with this optimizer",
             f"choose settings that lead to one of {', '.join(_ZERO_OPTIMIZERS)}",
         )
-    for problem in zero_problems(zero, stage):
+    for problem in zero_problems(zero, stage, groups.mesh.ep):
         raise problem
     # What is frozen has no gradient to sum, and no place in ZeRO's groups.
     ties = [tie for tie in ties if any(p.requires_grad for p in tie.parameters)]
@@ -167,9 +166,9 @@ def _reduction(
     if each or not reducible(engine):
         if groups.expert_data is not None:
             raise ConfigError(
-                'dsx.zero.reduce = "micro_batch"' if each else "gradients that DeepSpeed reduces",
-                "it sums the gradients of experts over ranks that have others",
-                'use "step"' if each else "leave out what has it do so: ZenFlow, Muon, sparse embeddings",
+                "gradients that DeepSpeed reduces",
+                "it sums those of experts over ranks that have others",
+                'set dsx.zero.reduce to "step", and leave out ZenFlow, Muon and sparse embeddings',
             )
         return LeftToDeepSpeed()
     partitioned = type(optimizer).__name__ == "DeepSpeedZeroOptimizer"

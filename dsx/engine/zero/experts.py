@@ -18,12 +18,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
-from dsx.parallel.groups import Groups
-
-
-def of_experts(parameter: Any) -> bool:
-    """Whether other ranks hold other experts of a parameter."""
-    return bool(getattr(parameter, "expert_parallel", False))
+from dsx.parallel.groups import Groups, of_experts
 
 
 def place(parameters: Iterable[Any], groups: Groups) -> None:

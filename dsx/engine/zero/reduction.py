@@ -151,8 +151,7 @@ class GradientTransport:
         self._store, self._names, self._group, self._scale = store, names, group, scale
         self._wire_dtype, self._owners, self._among = wire_dtype, owners, among
         self.in_place, self.apart = store.in_place, owners is not None
-        self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.alone = self._ranks == 1
+        self.alone = dist.get_world_size(group) == 1
         # On GPUs the stream waits.
         self.waits = not self.alone and any(parameter.device.type == "cpu" for parameter in names)
 
