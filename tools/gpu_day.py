@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -74,7 +75,7 @@ def main() -> int:
         work(arguments.worker)
     if arguments.wheels is not None:
         return fetch_wheels(arguments.wheels)
-    cases = _chosen(all_cases(dry=arguments.dry), arguments.only)
+    cases = _chosen(all_cases(dry=arguments.dry), arguments.only, arguments.matching)
     if arguments.list:
         for case in cases:
             print(f"{case.section}: {case.name}")
@@ -109,6 +110,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/gpu_day"), help="(default runs/gpu_day)")
     parser.add_argument("--resume", type=Path, metavar="DIR", help="where an earlier run's files lie")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, help="(default all)")
+    parser.add_argument(
+        "--matching", default="", metavar="PATTERN", help="only cases in whose name this is found"
+    )
     parser.add_argument("--again", action="store_true", help="run cases again that failed")
     parser.add_argument("--minutes", type=float, default=9.0, help="end before so many (default 9)")
     parser.add_argument("--dry", action="store_true", help="on the CPU, at sizes of no meaning")
@@ -133,10 +137,13 @@ def _unusable(out: Path, resume: Path | None, *, dry: bool) -> str:
     return ""
 
 
-def _chosen(cases: Sequence[Case], sections: Sequence[str]) -> list[Case]:
-    """The cases of some sections, and the build that they need."""
-    builds = not _BUILDING.isdisjoint(sections)
-    return [case for case in cases if case.section in sections or (builds and case.name == FUSED_ADAM)]
+def _chosen(cases: Sequence[Case], sections: Sequence[str], pattern: str) -> list[Case]:
+    """The cases of some sections whose names match, and the builds and exchanges that they need."""
+    chosen = [case for case in cases if case.section in sections and re.search(pattern, case.name)]
+    builds = any(case.section in _BUILDING for case in chosen)
+    several = any(case.section == "ranks" for case in chosen)
+    needed = {name for name, wanted in ((FUSED_ADAM, builds), (EXCHANGES, several)) if wanted}
+    return [case for case in cases if case in chosen or case.name in needed]
 
 
 def missing() -> list[str]:

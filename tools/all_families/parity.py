@@ -59,6 +59,8 @@ class Layout:
     zero: int
     schedule: str = "auto"
     sequence_parallel: bool = False
+    context_method: str = "auto"
+    recompute: str = "none"
 
     @property
     def world_size(self) -> int:
@@ -78,6 +80,8 @@ class Layout:
             f"{self.chunks} chunks" * (self.chunks > 1),
             self.schedule * (self.schedule != "auto"),
             f"ZeRO-{self.zero}",
+            self.context_method * (self.context_method != "auto"),
+            f"recompute {self.recompute}" * (self.recompute != "none"),
         ]
         return ", ".join(filter(None, parts))
 
@@ -153,11 +157,13 @@ def dsx_config(layout: Layout, model: Path | Mapping[str, Any], implementation: 
                 "tensor": layout.tp,
                 "pipeline": layout.pp,
                 "context": layout.cp,
+                "context_method": layout.context_method,
                 "expert": layout.ep,
                 "chunks": layout.chunks,
                 "sequence_parallel": layout.sequence_parallel,
             },
             "schedule": {"name": layout.schedule},
+            "recompute": layout.recompute,
             "data": {"source": "own", "sequence_length": tiny.SEQUENCE},
             "train": {"steps": STEPS, "output": "unused"},
         },

@@ -65,6 +65,8 @@ def _correctness(dry: bool) -> Iterator[Case]:
         yield _parity("correctness", "llama", {"zero": zero}, "dsx", 1)
     if dry:
         return
+    yield _parity("correctness", "qwen3", {"zero": 1, "recompute": "offload"}, "transformers", 1)
+    yield _parity("correctness", "llama", {"zero": 3, "recompute": "offload"}, "dsx", 1)
     for family, implementation, zero in (
         ("gpt2", "transformers", 1), ("gemma2", "transformers", 3), ("gpt_neox", "transformers", 2),
         ("qwen3", "dsx", 3), ("qwen3", "transformers", 3), ("mixtral", "transformers", 1),
@@ -78,23 +80,34 @@ def _correctness(dry: bool) -> Iterator[Case]:
 
 def _ranks(dry: bool) -> Iterator[Case]:
     yield _case("ranks", EXCHANGES, "correct:exchanges", ranks=2, seconds=60)
-    layouts: list[tuple[Json, str]] = [({"dp": 2, "zero": 3}, "dsx")]
+    layouts: list[tuple[str, Json, str]] = [("llama", {"dp": 2, "zero": 3}, "dsx")]
     if not dry:
         layouts += [
-            ({"dp": 2, "zero": 1}, "dsx"),
-            ({"dp": 2, "zero": 2}, "dsx"),
-            ({"tp": 2, "zero": 1}, "dsx"),
-            ({"tp": 2, "zero": 1, "sequence_parallel": True}, "transformers"),
-            ({"pp": 2, "chunks": 2, "zero": 2, "schedule": "interleaved"}, "dsx"),
-            ({"pp": 2, "zero": 1, "schedule": "zb_h1"}, "dsx"),
-            ({"pp": 2, "chunks": 2, "zero": 3, "schedule": "zbv"}, "dsx"),
-            ({"tp": 2, "pp": 2, "zero": 3}, "dsx"),
-            ({"cp": 2, "zero": 1}, "dsx"),
-            ({"cp": 2, "zero": 3}, "transformers"),
+            ("llama", {"cp": 2, "zero": 1, "context_method": "ring"}, "dsx"),
+            ("qwen3", {"cp": 2, "zero": 3, "context_method": "ring", "recompute": "offload"}, "transformers"),
+            ("llama", {"cp": 2, "zero": 1, "context_method": "ulysses"}, "dsx"),
+            ("llama", {"cp": 2, "zero": 3, "context_method": "all_gather"}, "transformers"),
+            ("qwen3_next", {"cp": 2, "zero": 3}, "transformers"),
+            ("qwen3_moe", {"dp": 2, "ep": 2, "zero": 1}, "transformers"),
+            ("mixtral", {"dp": 2, "ep": 2, "zero": 3}, "transformers"),
+            ("llama", {"dp": 2, "zero": 1}, "dsx"),
+            ("llama", {"dp": 2, "zero": 2}, "dsx"),
+            ("llama", {"tp": 2, "zero": 1}, "dsx"),
+            ("llama", {"tp": 2, "zero": 1, "sequence_parallel": True}, "transformers"),
+            ("llama", {"pp": 2, "chunks": 2, "zero": 2, "schedule": "interleaved"}, "dsx"),
+            ("llama", {"pp": 2, "zero": 1, "schedule": "zb_h1"}, "dsx"),
+            ("llama", {"pp": 2, "chunks": 2, "zero": 3, "schedule": "zbv"}, "dsx"),
+            ("mixtral", {"pp": 2, "dp": 2, "ep": 2, "zero": 2}, "transformers"),
+            ("llama", {"tp": 2, "pp": 2, "zero": 3}, "dsx"),
         ]
-    for layout, implementation in layouts:
+    for family, layout, implementation in layouts:
         size = math.prod(layout.get(axis, 1) for axis in ("tp", "pp", "dp", "cp"))
-        yield _parity("ranks", "llama", layout, implementation, size)
+        yield _parity("ranks", family, layout, implementation, size)
+    shape = {"batch": 1, "heads": 4, "groups": 2, "length": 64, "dim": 16}
+    if not dry:
+        shape = {"batch": 2, "heads": 32, "groups": 8, "length": 8192, "dim": 128}
+    dtype = "fp32" if dry else "bf16"
+    yield _case("ranks", f"ring of {dtype}", "correct:ring", {"shape": shape, "dtype": dtype}, ranks=2)
 
 
 def _precision(dry: bool) -> Iterator[Case]:
@@ -126,6 +139,14 @@ def _memory(dry: bool) -> Iterator[Case]:
         ("ZeRO-3, transformers' modules", {"zero": 3, "implementation": "transformers"}, False),
         ("ZeRO-1, vocabulary 128k", {"zero": 1, "model": llama(1024, 4, 16)}, True),
         ("ZeRO-2, one long sequence", {"zero": 2, "length": 16_384, "micro_batch": 1}, False),
+        *(
+            (
+                f"ZeRO-1, 32k tokens, recompute {recompute}",
+                {"zero": 1, "length": 32_768, "micro_batch": 1, "recompute": recompute},
+                False,
+            )
+            for recompute in ("full", "offload")
+        ),
     ]
     for name, changes, peer in grid:
         yield _case("memory", name, "measured:memory", {"config": {**base, **changes}, "peer": peer})
@@ -137,6 +158,14 @@ def _speed(dry: bool) -> Iterator[Case]:
     models: list[tuple[str, Json, Json | None]] = [
         ("1B", {"model": ONE_B, "length": 4096, "micro_batch": 4, "accumulation": 2}, None),
         ("8B, 10 blocks, full recompute", {**slice_of_8b, "length": 4096, "recompute": "full"}, PUBLISHED),
+        *(
+            (
+                f"8B, 10 blocks, 32k tokens, recompute {recompute}",
+                {**slice_of_8b, "length": 32_768, "accumulation": 2, "recompute": recompute},
+                None,
+            )
+            for recompute in ("full", "offload")
+        ),
         ("3B", {"model": THREE_B, "length": 4096, "micro_batch": 2, "accumulation": 4}, None),
         ("8B, 10 blocks", {**slice_of_8b, "length": 8192}, None),
     ]
@@ -152,7 +181,8 @@ def _speed(dry: bool) -> Iterator[Case]:
         ("dsx, transformers' modules", {"implementation": "transformers"}),
     ]
     for number, (name, config, published) in enumerate(models):
-        for engine, changes in engines if not dry and number < 2 else engines[:2]:
+        several = engines[:1] if "32k" in name else engines[:2] if dry or number > 1 else engines
+        for engine, changes in several:
             arguments = {"config": {**config, **changes}, "engine": engine, "publishes": published, **steps}
             yield _case("speed", f"{name}: {engine}", "measured:speed", arguments, seconds=150)
 

@@ -87,6 +87,50 @@ def exchanges(place: Place) -> Json:
     return {"failed": f"got, wanted: {wrong}"} if wrong else {"backend": place.backend}
 
 
+def ring(place: Place, *, shape: Json, dtype: str) -> Json:
+    """Ring attention over the ranks, forward and backward, beside torch's attention to the whole in fp32.
+
+    How far torch's own attention in the same dtype is from that says what roundings do.
+    """
+    import torch
+    import torch.distributed as dist
+    import torch.nn.functional as F
+
+    from dsx.nn.attention import CausalMask
+    from dsx.nn.context import ContextParallel
+    from dsx.nn.ring import Ring, ring_attention
+
+    generator = torch.Generator().manual_seed(7)
+    low = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+    counts = {"q": shape["heads"], "k": shape["groups"], "v": shape["groups"], "dy": shape["heads"]}
+    size = shape["length"], shape["dim"]
+    whole = {
+        name: torch.randn(shape["batch"], n, *size, generator=generator).to(place.device, low)
+        for name, n in counts.items()
+    }
+
+    def torchs(wanted: torch.dtype) -> list[torch.Tensor]:
+        q, k, v = (whole[name].to(wanted).requires_grad_() for name in "qkv")
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return [y.detach(), *torch.autograd.grad(y, (q, k, v), whole["dy"].to(wanted))]
+
+    cp = ContextParallel(place.ranks, place.rank, dist.group.WORLD, "ring")
+    length = shape["length"]
+    q, k, v = (cp.cut(whole[name], 2).contiguous().requires_grad_() for name in "qkv")
+    y = ring_attention(q, k, v, Ring(cp, length, CausalMask(0).sights(cp, length, None)))
+    mine = [y.detach(), *torch.autograd.grad(y, (q, k, v), cp.cut(whole["dy"], 2).contiguous())]
+    found: Json = {"backend": place.backend}
+    for name, one, right, low_one in zip(
+        ("y", "dq", "dk", "dv"), mine, torchs(torch.float32), torchs(low), strict=True
+    ):
+        scale = float(right.abs().max())
+        found[name] = float((one.float() - cp.cut(right, 2)).abs().max()) / scale
+        found[f"{name}, torch"] = float((low_one.float() - right).abs().max()) / scale
+        if not found[name] <= 2 * found[f"{name}, torch"] + 1e-6:
+            found["failed"] = f"{name} is {found[name]:.1e} from fp32, torch's {found[f'{name}, torch']:.1e}"
+    return found
+
+
 def recipe(place: Place, *, steps: int) -> Json:
     """recipes/gpt_3d.py from its first step to its checkpoint, then resumed, as a user runs it."""
     losses = []
