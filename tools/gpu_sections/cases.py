@@ -105,7 +105,7 @@ def _ranks(dry: bool) -> Iterator[Case]:
         yield _parity("ranks", family, layout, implementation, size)
     shape = {"batch": 1, "heads": 4, "groups": 2, "length": 64, "dim": 16}
     if not dry:
-        shape = {"batch": 2, "heads": 32, "groups": 8, "length": 8192, "dim": 128}
+        shape = {"batch": 1, "heads": 16, "groups": 4, "length": 4096, "dim": 128}
     dtype = "fp32" if dry else "bf16"
     yield _case("ranks", f"ring of {dtype}", "correct:ring", {"shape": shape, "dtype": dtype}, ranks=2)
 

@@ -146,6 +146,8 @@ def _join(place: Place) -> None:
         # DeepSpeed refuses fp16 on CPUs, whose half kernels are all there.
         get_accelerator().is_fp16_supported = lambda: True
     else:
+        # An image for many GPUs sets it; DeepSpeed builds kernels at the start and cannot read its 10.0a.
+        os.environ.pop("TORCH_CUDA_ARCH_LIST", None)
         gpus = torch.cuda.device_count()
         os.environ["LOCAL_RANK"] = str(place.rank % gpus)  # DeepSpeed takes its device from there
         torch.cuda.set_device(place.rank % gpus)
