@@ -57,8 +57,8 @@ def test_a_family_trains_right_or_is_refused_as_the_guide_says(family: str, tmp_
         pytest.skip(str(error))
     row = table.read(PAGE.read_text(encoding="utf-8")).get(family, {})
     for name, outcome in outcomes(family, parity.LAYOUTS, tmp_path).items():
-        assert outcome["result"] in ("ok", "refused"), json.dumps(outcome, indent=1)
-        assert outcome["result"] == row.get(name, outcome["result"]).split()[0]
+        assert outcome["result"] in ("ok", "refused", "none"), json.dumps(outcome, indent=1)
+        assert outcome["result"] == (row.get(name, outcome["result"]).split() or ["none"])[0]
 
 
 def test_the_guide_names_every_family() -> None:

@@ -405,8 +405,9 @@ def prove(
 
     Yields:
         First ``("", facts of the family)``, with ``failed`` if transformers itself did not get through, then
-        for each layout its name with ``result`` ("ok", "refused" or "failed"), ``reason``, ``seconds``, the
-        largest differences that were found, and of a failure the end of the ``trace``.
+        for each layout its name with ``result`` ("ok", "refused", "failed", or "none" where a family without
+        experts has nothing to lay over ranks), ``reason``, ``seconds``, the largest differences that were
+        found, and of a failure the end of the ``trace``.
     """
     run = partial(_run, timeout_seconds=timeout_seconds)
     named = layouts if isinstance(layouts, Mapping) else {name: LAYOUTS[name] for name in layouts}
@@ -426,6 +427,8 @@ def prove(
     yield "", {**facts, "whole": before.whole, "whole_share": before.whole_share}
 
     def case(layout: Layout) -> Json:
+        if layout.ep > 1 and "MoE" not in expected.kind:
+            return {"result": "none"}
         if layout in before.refused:
             return {"result": "refused", "reason": before.refused[layout]}
         return _case(run, layout, expected, folder, implementation)

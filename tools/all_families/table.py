@@ -35,7 +35,7 @@ def summary(results: Json) -> str:
         )
         told = ", ".join(f"{counts[result]} {result}" for result in ("ok", "refused", "failed"))
         lines.append(f"{layout!s:32} {told}")
-    everywhere = [name for name, entry in families.items() if _results(entry) == {"ok"}]
+    everywhere = [name for name, entry in families.items() if _results(entry) <= {"ok", "none"}]
     lines.append(f"{'in all':32} {len(everywhere)} of {len(families)}")
     return "\n".join(lines)
 
@@ -168,8 +168,8 @@ def _results(entry: Json) -> set[str]:
 
 def _row(name: str, entry: Json, notes: dict[str, int]) -> tuple[str, ...]:
     def noted(case: Json) -> str:
-        if case["result"] == "ok":
-            return "ok"
+        if case["result"] in {"ok", "none"}:
+            return "ok" if case["result"] == "ok" else ""
         return f"{case['result']} ({notes.setdefault(_plain(name, case['reason']), len(notes) + 1)})"
 
     cells = {layout: entry["layouts"][layout] for layout in LAYOUTS}
