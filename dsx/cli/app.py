@@ -26,6 +26,7 @@ from dsx.cli.reshard import reshard
 from dsx.cli.schedule import schedule
 from dsx.cli.show import env, guide, presets, schema
 from dsx.cli.train import train
+from dsx.cli.upcycle import upcycle
 from dsx.cli.verify import verify
 from dsx.errors import DsxError
 from dsx.launch.entry import say_loading
@@ -51,6 +52,7 @@ EXAMPLES: Final = {
         "dsx reshard runs/my_run/checkpoints/step100 model/ --to hf",
         "dsx reshard runs/my_run wider/ --to tp=4,pp=2",
     ),
+    "upcycle": ("dsx upcycle Qwen3-0.6B/ mixture/ --experts 8 --top-k 2",),
     "inspect": ("dsx inspect runs/my_run --verify",),
     "diff": ("dsx diff runs/one runs/other --common",),
     "train": ("dsx train train.json --gpus 2", "dsx train train.json --set dsx.train.steps=20"),
@@ -103,6 +105,7 @@ def build() -> typer.Typer:
         trace,
         plot,
         reshard,
+        upcycle,
         inspect,
         diff,
         verify,

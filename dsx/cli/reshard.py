@@ -177,7 +177,7 @@ def reshard(
         told = asdict(report) | {"target": str(report.target)}
         say_json(outline | {"report": told})
     else:
-        text = _report_text(report)
+        text = report_text(report)
         text += "".join(f"\nnote       {note}" for note in report.notes if note not in outline["notes"])
         if conversion.target.is_tag:
             # load_checkpoint loads nothing from a folder that has no ``latest``.
@@ -235,7 +235,8 @@ def _outline_text(outline: dict[str, Any]) -> str:
     return one_a_line([*lines, *(f"note       {note}" for note in outline["notes"])])
 
 
-def _report_text(report: ConversionReport) -> str:
+def report_text(report: ConversionReport) -> str:
+    """What a conversion did, for people."""
     rate = amount(report.written_bytes / max(report.seconds, 1e-9))
     checked = []
     if report.tiles_checked:

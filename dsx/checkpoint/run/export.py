@@ -37,7 +37,7 @@ from dsx.parallel.groups import Groups
 from dsx.parallel.mesh import ALONE, Coordinates, Mesh
 
 _GENERATION = "generation_config.json"
-_TOKENIZER_FILES = {
+TOKENIZER_FILES = {
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
@@ -49,6 +49,7 @@ _TOKENIZER_FILES = {
     "chat_template.json",
     _GENERATION,
 }
+"""Files of a model folder that are about its text."""
 
 
 @contextmanager
@@ -377,7 +378,7 @@ def copy_tokenizer(name: str, folder: Path, *, trust_remote_code: bool = False) 
     source = Path(name).expanduser()
     if source.is_dir():
         code = {path.name for path in source.iterdir() if trust_remote_code and path.suffix == ".py"}
-        _copy(source, folder, _TOKENIZER_FILES | code)
+        _copy(source, folder, TOKENIZER_FILES | code)
     elif name not in (BYTES, NO_TOKENIZER):
         TransformersTokenizer(name, trust_remote_code=trust_remote_code).save(folder)
 
