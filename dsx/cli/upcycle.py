@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from dsx.cli.output import one_a_line, say
+from dsx.cli.options import FORMAT
+from dsx.cli.output import one_a_line, say, say_json
 from dsx.cli.reshard import report_text
 from dsx.errors import ConfigError
 
@@ -36,8 +38,9 @@ def upcycle(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the routers' weights.")] = 0,
+    style: Annotated[Literal["table", "json"], FORMAT] = "table",
 ) -> None:
-    """Make a mixture of experts of a dense model, which computes the same.
+    """Make a mixture of experts, at first equal, of a dense model.
 
     Every expert is a copy of the feed-forward, or a part of one; routers are drawn at random. Before anything
     is written, a small model of the same structure has to give the dense one's logits.
@@ -57,8 +60,8 @@ def upcycle(
         conversion = prepare(dense, target, wanted)
     with Waiting("copying", total=conversion.plan.write_bytes, unit="bytes") as waiting:
         report = conversion.run(ConversionOptions(progress=waiting.advance))
-    say(
-        one_a_line(
-            [f"proved     a small {moe} of the same structure has the logits of {kind}", report_text(report)]
-        )
-    )
+    if style == "json":
+        say_json({**asdict(report), "target": str(report.target), "family": moe})
+        return
+    proof = f"proved     a small {moe} of the same structure has the logits of {kind}"
+    say(one_a_line([proof, report_text(report)]))

@@ -36,6 +36,7 @@ OF_THEIR_OWN = {
     "--precision": {"verify", "reshard"},  # of the comparison, of the weights
     "--model": {"verify"},  # also one of one's own
     "--gpus": {"train"},  # has a default of its own
+    "--experts": {"upcycle"},  # how many, not a picture
 }
 
 # What it prints is the run's.
@@ -112,6 +113,7 @@ def test_a_missing_file_is_2(dsx, tmp_path, name):
         "verify": ["--gpus", 2],
         "diff": [tmp_path],
         "reshard": [tmp_path / "out"],
+        "upcycle": [tmp_path / "out"],
         "plan": ["--gpus", 2, "--cluster", "CPU"],
     }
     code, out, err = dsx(name, *ACTIONS.get(name, ()), tmp_path / "absent.csv", *more.get(name, ()))

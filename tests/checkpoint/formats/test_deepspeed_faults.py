@@ -121,6 +121,10 @@ def test_sub_groups_that_are_swapped_out(saved: dict[int, Path], tmp_path: Path)
     (path / "layer_0_expert_3_mp_rank_00_model_states.pt").touch()
     with pytest.raises(CheckpointError, match="a mixture of experts' file"):
         catalog_of(path)
+    (path / "layer_0_expert_3_mp_rank_00_model_states.pt").unlink()
+    change(path, MODEL, lambda content: content.update(ds_autoep_layers=[]))  # what AutoEP writes at ZeRO-3
+    with pytest.raises(CheckpointError, match="ds_autoep_layers: of AutoEP"):
+        catalog_of(path)
 
 
 class Harm:

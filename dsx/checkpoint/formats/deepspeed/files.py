@@ -106,7 +106,9 @@ def open_stock(root: Path, *, universal: bool = False) -> StockFiles:
     experts = next((name for name in names if _EXPERT.fullmatch(name)), None)
     if experts is not None:
         raise CheckpointError(
-            str(root / experts), "a mixture of experts' file, which dsx cannot read", "use a dense model"
+            str(root / experts),
+            "a mixture of experts' file, which dsx cannot read",
+            "save with DeepSpeed without AutoEP or its MoE layers",
         )
     if "offloaded_tensors" in names:
         raise CheckpointError(
@@ -123,6 +125,11 @@ def open_stock(root: Path, *, universal: bool = False) -> StockFiles:
     layers = {(layer, rank): file for (rank, layer), file in layers.items()}
     for file in models.values():
         _check(file, file.content, _MODEL_TYPES, "")
+        if "ds_autoep_layers" in file.content:  # at ZeRO-3 experts have no files of their own
+            what = "of AutoEP, whose experts are divided over other ranks than the rest: dsx cannot read it"
+            raise CheckpointError(
+                f"{file.path}: ds_autoep_layers", what, "save with DeepSpeed without AutoEP"
+            )
     for file in optimizers.values():
         _check(file, file.content, {"optimizer_state_dict": TypeAdapter(_Dict)}, "")
         states = file.content.get("optimizer_state_dict", {})
