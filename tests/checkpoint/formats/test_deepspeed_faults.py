@@ -122,7 +122,7 @@ def test_sub_groups_that_are_swapped_out(saved: dict[int, Path], tmp_path: Path)
     with pytest.raises(CheckpointError, match="a mixture of experts' file"):
         catalog_of(path)
     (path / "layer_0_expert_3_mp_rank_00_model_states.pt").unlink()
-    change(path, MODEL, lambda content: content.update(ds_autoep_layers=[]))  # what AutoEP writes at ZeRO-3
+    change(path, f"zero_pp_rank_0_{MODEL}", lambda content: content.update(ds_autoep_layers=[]))
     with pytest.raises(CheckpointError, match="ds_autoep_layers: of AutoEP"):
         catalog_of(path)
 
