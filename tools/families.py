@@ -6,12 +6,13 @@
     python tools/families.py --options --layout tp2    # every option of every family
     python tools/families.py --table                   # write both tables into docs/guides/models.md
 
-A tiny random model of each family of the installed transformers is trained three AdamW steps with clipping
-by one process of transformers, and by dsx on gloo ranks in seven layouts; losses, gradient norms, the
-exported folder and the model that is read back from it are compared (tools/all_families/parity.py). A family
-that dsx refuses by name is told apart from one that comes out wrong or breaks. With ``--options`` a family's options
-(all_families/options.py) are tried one by one, each for a step in four layouts, by ranks that stay
-(all_families/crew.py). Results are kept as they come, so that the tool can be stopped and started again.
+A tiny random model of each family of the installed transformers is trained three AdamW steps with
+clipping by one process of transformers, and by dsx on gloo ranks in seven layouts; losses, gradient
+norms, the exported folder and the model that is read back from it are compared
+(tools/all_families/parity.py). A family that dsx refuses by name is told apart from one that comes out
+wrong or breaks. With ``--options`` a family's options (all_families/options.py) are tried one by one,
+each for a step in four layouts, by ranks that stay (all_families/crew.py). Results are kept as they
+come, so that the tool can be stopped and started again.
 """
 
 from __future__ import annotations
