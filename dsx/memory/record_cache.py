@@ -15,8 +15,10 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
+from fractions import Fraction
 from functools import cache, cached_property, lru_cache
 from importlib.metadata import PackageNotFoundError, version
+from math import lcm, prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -195,8 +197,12 @@ def recorded(request: LayerRequest) -> LayerRecord:
 
 
 def recorded_for_many(request: LayerRequest) -> LayerRecord:
-    """The same for callers that look at many micro-batches: two are recorded, and they give all others."""
-    return (_between(request) if _ends(request) else None) or recorded(request)
+    """The same for callers that look at many sizes: two micro-batches and three expert degrees give all."""
+    return (
+        (_between(request) if _ends(request) else None)
+        or (_among(request) if _together(request) else None)
+        or recorded(request)
+    )
 
 
 _ENDS = (11, 1021)
@@ -217,9 +223,44 @@ def _ends(request: LayerRequest) -> tuple[LayerRequest, ...]:
 @lru_cache(maxsize=4096)
 def _between(request: LayerRequest) -> LayerRecord | None:
     """The record by those of both ends; None if the layer does other things with another micro-batch."""
-    low, high = map(recorded, _ends(request))
+    low, high = map(recorded_for_many, _ends(request))
     here, (first, last) = request.shape.micro_batch, _ENDS
     return LayerRecord.between((low, high), ((last - here, here - first), last - first))
+
+
+_TOGETHER = (2, 8, 32)
+"""Expert degrees whose records give those of all others."""
+
+
+def _together(request: LayerRequest) -> tuple[LayerRequest, ...]:
+    """Requests for the same layer with its experts over these; none where they say nothing.
+
+    Over one rank nothing travels, and rows that are not equally many for all ranks differ by degree.
+    """
+    shape, model = request.shape, request.shape.model
+    counts = set(model.experts.values()) if isinstance(model, HubModel) else set()
+    legal = counts and not any(count % degree for count in counts for degree in _TOGETHER)
+    if not legal or shape.expert in (1, *_TOGETHER) or shape.imbalance > _TOGETHER[0]:
+        return ()
+    return tuple(replace(request, shape=replace(shape, expert=degree)) for degree in _TOGETHER)
+
+
+@lru_cache(maxsize=4096)
+def _among(request: LayerRequest) -> LayerRecord | None:
+    """The record by those of three expert degrees; None if they do not give it.
+
+    Of a degree e, a rank has 1 / e of the experts, and e times the rows for each. So e times a number is a
+    polynomial of the second degree, of which Lagrange's form has these weights.
+    """
+    here, weights = request.shape.expert, []
+    for one in _TOGETHER:
+        others = [each for each in _TOGETHER if each != one]
+        weights.append(
+            Fraction(one * prod(here - each for each in others), here * prod(one - e for e in others))
+        )
+    common = lcm(*(weight.denominator for weight in weights))
+    records = [*map(recorded, _together(request))]
+    return LayerRecord.between(records, ([int(each * common) for each in weights], common))
 
 
 def _short(request: LayerRequest, **changes: Any) -> list[LayerRequest]:
