@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dsx.memory import layer_recorder
-from dsx.memory.layer_record import LayerRequest, Shape
+from dsx.memory.layer_record import LayerRecord, LayerRequest, Shape
 from dsx.memory.record_cache import alone, recorded, recorded_for_many
 from dsx.planner.cluster import read_cluster
 from dsx.planner.inputs import plan_inputs
@@ -37,7 +38,13 @@ SIZES = {
         ("mixtral", {"num_local_experts": 64}, {"width": 4, "recompute": "selective"}),
     ],
 )
-def test_three_expert_degrees_give_all_others(family, experts, changes, tmp_path: Path, monkeypatch) -> None:
+def test_three_expert_degrees_give_all_others(
+    family: str,
+    experts: dict[str, int],
+    changes: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family, **SIZES, **experts}))
     model = plan_inputs(
@@ -50,11 +57,22 @@ def test_three_expert_degrees_give_all_others(family, experts, changes, tmp_path
         overrides=(),
         imbalance=1.0,
     ).run.model
-    usual = {"tensor": 1, "sequence_parallel": False, "micro_batch": 1, "sequence_length": 4096, "width": 2}
+    usual: dict[str, Any] = {
+        "tensor": 1,
+        "sequence_parallel": False,
+        "micro_batch": 1,
+        "sequence_length": 4096,
+        "width": 2,
+    }
     shape = alone(Shape(**{"model": model, "expert": 4, **usual, **changes}), 1)
-    made = []
+    made: list[LayerRequest] = []
     record = layer_recorder.record_request
-    monkeypatch.setattr(layer_recorder, "record_request", lambda asked: made.append(asked) or record(asked))
+
+    def counted(request: LayerRequest) -> LayerRecord:
+        made.append(request)
+        return record(request)
+
+    monkeypatch.setattr(layer_recorder, "record_request", counted)
     requests = [
         LayerRequest(shape=replace(shape, expert=degree), kind="Block", divided=True)
         for degree in (4, 16, 64)
