@@ -6,9 +6,9 @@ Every engine starts from the same weights and trains on the same micro-batches, 
 replicas, with torch's fused AdamW and clipping. With the experts over both replicas: dsx at ZeRO-0 and 3,
 transformers' own all-to-all (``DistributedConfig(fsdp_size=2, ep_size=2)``), whose other parameters
 torch's FSDP2 shards, so that dsx's ZeRO-3 is its like, and DeepSpeed's AutoEP by its preset, whose kernel
-of activations is for GPUs, so that ``use_grouped_mm`` is false. Without: dsx with experts whole on every rank, by the
-grouped products and by a dense execution, in which every expert computes every token. With ``--pipeline 2``,
-which neither peer takes, four ranks run dsx alone.
+of activations is for GPUs, so that ``use_grouped_mm`` is false. Without: dsx with experts whole on every
+rank, by grouped products and by a dense execution, in which every expert computes every token. With
+``--pipeline 2``, which neither peer takes, four ranks run dsx alone.
 
 They take turns step by step, each round beginning with another one. Printed are the median step, the
 processor time of all ranks for a step, dsx's with the axis over it by both, median of the rounds, and the
@@ -225,7 +225,7 @@ def _clip(gradients: list[list[Any]]) -> None:
     norms = [torch.nn.utils.get_total_norm(each).full_tensor() for each in gradients]
     norm = torch.stack(norms).square().sum().sqrt()
     factor = (CLIPPING / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_([each.to_local() for own in gradients for each in own], factor)  # noqa: SLF001 - as torch
+    torch._foreach_mul_([each.to_local() for own in gradients for each in own], factor)
 
 
 def _deepspeed(family: str, folder: Path, rows: Any, zero: int) -> Step:
@@ -254,10 +254,9 @@ def _deepspeed(family: str, folder: Path, rows: Any, zero: int) -> Step:
 
 def as_text(report: dict[str, Any]) -> str:
     """A run's table."""
-    lines = [
-        f"{report['family']}, pipeline {report['pipeline']} x data {REPLICAS}, "
-        f"{MICRO_BATCHES} rows of {report['length']} tokens a step and replica"
-    ]
+    layout = f"pipeline {report['pipeline']} x data {REPLICAS}"
+    rows = f"{MICRO_BATCHES} rows of {report['length']} tokens a step and replica"
+    lines = [f"{report['family']}, {layout}, {rows}"]
     row = "{:<34} {:>9} {:>9} {:>9} {:>9} {:>9}"
     lines.append(row.format("", "ms/step", "CPU", "dsx's", "dsx's", "loss"))
     lines.append(row.format("engine", "median", "ms/step", "time", "CPU", "diff."))

@@ -1,4 +1,4 @@
-"""Bytes that experts' all-to-alls send in training, on real ranks, beside what plans and estimates reckon with."""
+"""Bytes of experts' all-to-alls in training, on real ranks, beside what plans and estimates reckon with."""
 
 from __future__ import annotations
 
