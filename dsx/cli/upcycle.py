@@ -64,4 +64,4 @@ def upcycle(
         say_json({**asdict(report), "target": str(report.target), "family": moe})
         return
     proof = f"proved     a small {moe} of the same structure has the logits of {kind}"
-    say(one_a_line([proof, report_text(report)]))
+    say(one_a_line([proof, *report_text(report).splitlines()]))
