@@ -118,10 +118,10 @@ def test_sub_groups_that_are_swapped_out(saved: dict[int, Path], tmp_path: Path)
     with pytest.raises(CheckpointError, match="swapped out to NVMe, in files without names"):
         catalog_of(path)
     (path / "offloaded_tensors").rmdir()
-    (path / "layer_0_expert_3_mp_rank_00_model_states.pt").touch()
-    with pytest.raises(CheckpointError, match="a mixture of experts' file"):
+    (path / "layer_0_expert_3_mp_rank_01_model_states.pt").touch()
+    with pytest.raises(CheckpointError, match="an expert's file, which dsx reads of AutoEP alone"):
         catalog_of(path)
-    (path / "layer_0_expert_3_mp_rank_00_model_states.pt").unlink()
+    (path / "layer_0_expert_3_mp_rank_01_model_states.pt").unlink()
     change(path, f"zero_pp_rank_0_{MODEL}", lambda content: content.update(ds_autoep_layers=[]))
     with pytest.raises(CheckpointError, match="ds_autoep_layers: of AutoEP"):
         catalog_of(path)

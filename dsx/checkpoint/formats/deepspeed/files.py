@@ -26,7 +26,8 @@ from dsx.parallel.mesh import Mesh
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
-_EXPERT = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_.*\.pt")
+_EXPERT = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_00_model_states\.pt")
+_OTHER_EXPERT = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt")
 OUTER = "dsx_outer"
 """Key of a model file under which dsx keeps the fact ``outer``: DeepSpeed takes it for the client's."""
 
@@ -42,6 +43,7 @@ class StockFiles:
         models: By (model-parallel rank, data-parallel rank); below ZeRO-3 only data-parallel rank 0.
         optimizers: By the same; none without ZeRO.
         layers: By (global layer, tensor-parallel rank).
+        experts: By (layer, expert), the weights of one expert each; none but of AutoEP below ZeRO-3.
         mesh: Over how many ranks of which axes the model was.
         zero_stage: ZeRO stage.
     """
@@ -50,6 +52,7 @@ class StockFiles:
     models: Mapping[tuple[int, int], TorchFile]
     optimizers: Mapping[tuple[int, int], TorchFile]
     layers: Mapping[tuple[int, int], TorchFile]
+    experts: Mapping[tuple[int, int], TorchFile]
     mesh: Mesh
     zero_stage: int
 
@@ -87,7 +90,11 @@ class StockFiles:
 
     @property
     def all(self) -> tuple[TorchFile, ...]:
-        return (*self.models.values(), *self.optimizers.values(), *self.layers.values())
+        return tuple(
+            file
+            for held in (self.models, self.optimizers, self.layers, self.experts)
+            for file in held.values()
+        )
 
 
 def looks_stock(root: Path) -> bool:
@@ -103,12 +110,12 @@ def open_stock(root: Path, *, universal: bool = False) -> StockFiles:
         universal: It is of the universal format, which has neither optimizers' nor layers' files.
     """
     names = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
-    experts = next((name for name in names if _EXPERT.fullmatch(name)), None)
-    if experts is not None:
+    mixed = [name for name in names if _OTHER_EXPERT.fullmatch(name)]
+    if stray := next((name for name in mixed if universal or not _EXPERT.fullmatch(name)), None):
         raise CheckpointError(
-            str(root / experts),
-            "a mixture of experts' file, which dsx cannot read",
-            "save with DeepSpeed without AutoEP or its MoE layers",
+            str(root / stray),
+            "an expert's file, which dsx reads of AutoEP alone, without tensor parallelism",
+            "save with DeepSpeed without its MoE layers, or give the folder that its engine saved",
         )
     if "offloaded_tensors" in names:
         raise CheckpointError(
@@ -123,9 +130,10 @@ def open_stock(root: Path, *, universal: bool = False) -> StockFiles:
         )
     optimizers, layers = _read(root, names, _OPTIMIZER), _read(root, names, _LAYER)
     layers = {(layer, rank): file for (rank, layer), file in layers.items()}
+    experts = {(layer, expert): file for (expert, layer), file in _read(root, names, _EXPERT).items()}
     for file in models.values():
         _check(file, file.content, _MODEL_TYPES, "")
-        if "ds_autoep_layers" in file.content:  # at ZeRO-3 experts have no files of their own
+        if "ds_autoep_layers" in file.content and not experts:  # at ZeRO-3 experts have no files of their own
             what = "of AutoEP, whose experts are divided over other ranks than the rest: dsx cannot read it"
             raise CheckpointError(
                 f"{file.path}: ds_autoep_layers", what, "save with DeepSpeed without AutoEP"
@@ -148,6 +156,7 @@ def open_stock(root: Path, *, universal: bool = False) -> StockFiles:
         models=models,
         optimizers=optimizers,
         layers=layers,
+        experts=experts,
         mesh=Mesh.of(
             pp=degree // tensor,
             dp=int(first.get("dp_world_size") or max((rank for _, rank in optimizers), default=0) + 1),

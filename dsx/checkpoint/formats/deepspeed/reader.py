@@ -1,6 +1,6 @@
 """Stock DeepSpeed checkpoints, as ``engine.save_checkpoint`` writes them, as a catalog.
 
-ZeRO 0 to 3, BF16_Optimizer, FP16_Optimizer, PipelineModule, tensor parallelism; written and read by deepspeed
+ZeRO 0 to 3, BF16_Optimizer, FP16_Optimizer, PipelineModule, tensor parallelism, weights of AutoEP; written and read by deepspeed
 0.19.8, older forms where they differ. What is in which file: :mod:`dsx.checkpoint.formats.deepspeed.files`;
 where a parameter lies:
 :mod:`dsx.checkpoint.formats.deepspeed.flat`; how tensor parallelism cut it:
@@ -27,6 +27,7 @@ from typing import Any
 from dsx.checkpoint import plain
 from dsx.checkpoint.catalog import Catalog, Entry, Piece, Role, merged_groups, unusable
 from dsx.checkpoint.file_io import crc32_of_zeros
+from dsx.checkpoint.formats.deepspeed import mixture
 from dsx.checkpoint.formats.deepspeed.cut import Rules, ShardLayout, rules_of
 from dsx.checkpoint.formats.deepspeed.files import OUTER, StockFiles, check_patterns, config_of, open_stock
 from dsx.checkpoint.formats.deepspeed.flat import (
@@ -65,7 +66,7 @@ _STOCK_KEYS = {
         "global_steps",
     ),
     *("global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config"),
-    *("ds_version", "universal_checkpoint_info", "micro_steps"),
+    *("ds_version", "universal_checkpoint_info", "micro_steps", "num_experts", mixture.LAYERS),
 }
 FORMAT = "deepspeed"
 _LARGEST = 100_000  # values; more is data, not facts
@@ -230,6 +231,8 @@ def catalog_of(root: Path, rules: Rules | None = None) -> Catalog:
         rules: The user's; they come before what the checkpoint says itself.
     """
     files = open_stock(root)
+    if files.experts:
+        return _mixture(files)
     rules = _merged(rules, files)
     modules = modules_of(files, rules.ties)
     if files.optimizers:
@@ -261,6 +264,18 @@ def catalog_of(root: Path, rules: Rules | None = None) -> Catalog:
         checksums=tuple(checksum for file in files.all for checksum in file.checksums),
     )
     return with_names(catalog, rules.names, rules.source) if rules.names else catalog
+
+
+def _mixture(files: StockFiles) -> Catalog:
+    """The weights of a mixture of experts, and what is known of the run."""
+    facts = facts_of(files, {}, {})
+    return Catalog(
+        root=files.root,
+        format=FORMAT,
+        entries=tuple(mixture.entries_of(files)),
+        facts={**facts, "left_behind": [*facts.get("left_behind", ()), mixture.LEFT_BEHIND]},
+        checksums=tuple(checksum for file in files.all for checksum in file.checksums),
+    )
 
 
 def _tie_facts(files: StockFiles, states: Mapping[int, OptimizerState], rules: Rules) -> dict[str, Any]:
