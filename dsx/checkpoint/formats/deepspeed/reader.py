@@ -1,9 +1,9 @@
 """Stock DeepSpeed checkpoints, as ``engine.save_checkpoint`` writes them, as a catalog.
 
-ZeRO 0 to 3, BF16_Optimizer, FP16_Optimizer, PipelineModule, tensor parallelism, weights of AutoEP; written and read by deepspeed
-0.19.8, older forms where they differ. What is in which file: :mod:`dsx.checkpoint.formats.deepspeed.files`;
-where a parameter lies:
-:mod:`dsx.checkpoint.formats.deepspeed.flat`; how tensor parallelism cut it:
+ZeRO 0 to 3, BF16_Optimizer, FP16_Optimizer, PipelineModule, tensor parallelism, and the weights of AutoEP's
+mixtures of experts (:mod:`dsx.checkpoint.formats.deepspeed.mixture`); written and read by deepspeed 0.19.8,
+older forms where they differ. What is in which file: :mod:`dsx.checkpoint.formats.deepspeed.files`; where a
+parameter lies: :mod:`dsx.checkpoint.formats.deepspeed.flat`; how tensor parallelism cut it:
 :mod:`dsx.checkpoint.formats.deepspeed.cut`.
 
 Names are those of the model's state dict; in a pipeline those of its parameters, ``<layer>.<path>`` and
