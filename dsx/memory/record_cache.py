@@ -273,7 +273,9 @@ def _short(request: LayerRequest, **changes: Any) -> list[LayerRequest]:
     return [replace(request, shape=replace(shape, sequence_length=each * shape.context)) for each in lengths]
 
 
-_PLAIN = dict[str, Any](micro_batch=1, recompute="none", mlp_tiles=1, context_method="all_gather")
+_PLAIN = dict[str, Any](
+    micro_batch=1, recompute="none", mlp_tiles=1, context_method="all_gather", expert=1, imbalance=1.0
+)
 
 
 def _loops(request: LayerRequest) -> bool:
