@@ -30,7 +30,7 @@ from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
-from bench_tokens import ADAMW, CLIPPING, Step, numbers, ratio, report, timed
+from bench_tokens import ADAMW, CLIPPING, Step, numbers, ratio, report, started, timed
 from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as templates
 
@@ -88,16 +88,7 @@ def work(arguments: argparse.Namespace) -> None:
             engines[f"torch, {rotation}, CPU kernel"] = partial(_torch, folder, rows, rotation, RING)
         engines["DeepSpeed, Ulysses"] = partial(_deepspeed, folder, rows)
         engines["dsx, data 2"] = partial(_dsx, folder, whole, rows[whole.rank :][:1], "auto", "dsx")
-        wanted = arguments.only.split(",")
-        steps, stopped = dict[str, Step](), dict[str, str]()
-        for name, make in engines.items():
-            if name == ALONE or any(word in name for word in wanted):
-                try:
-                    step = make()
-                    step()
-                    steps[name] = step
-                except (RuntimeError, NotImplementedError, AssertionError) as error:
-                    stopped[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        steps, stopped = started(engines, arguments.only, {ALONE})
         figures = timed(steps, arguments.rounds) | {
             "stopped": stopped,
             "length": length,

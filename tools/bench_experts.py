@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_tokens import ADAMW, CLIPPING, Step, numbers, ratio, report, timed
+from bench_tokens import ADAMW, CLIPPING, Step, numbers, ratio, report, started, timed
 from torch import Tensor
 
 REPLICAS, MICRO_BATCHES, VOCABULARY = 2, 2, 1024
@@ -112,16 +112,7 @@ def work(arguments: argparse.Namespace) -> None:
                 "transformers, all-to-all, FSDP2": partial(_transformers, folder, rows),
                 "DeepSpeed, AutoEP, ZeRO-0": partial(_deepspeed, family, folder, rows, 0),
             }
-        wanted = arguments.only.split(",")
-        steps, stopped = dict[str, Step](), dict[str, str]()
-        for name, make in engines.items():
-            if name in (WHOLE, SHARED) or any(word in name for word in wanted):
-                try:
-                    step = make()
-                    step()
-                    steps[name] = step
-                except (RuntimeError, TypeError, ValueError, AttributeError, AssertionError) as error:
-                    stopped[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        steps, stopped = started(engines, arguments.only, {WHOLE, SHARED})
         figures = timed(steps, arguments.rounds) | {
             "stopped": stopped,
             "family": family,

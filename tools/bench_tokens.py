@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
@@ -130,6 +130,25 @@ def work(arguments: argparse.Namespace) -> None:
         if groups.rank == 0:
             arguments.worker.write_text(json.dumps(figures))
         dist.barrier()
+
+
+def started(
+    engines: Mapping[str, Callable[[], Step]], only: str, always: Collection[str]
+) -> tuple[dict[str, Step], dict[str, str]]:
+    """Engines that have taken a first step, and why the others stopped.
+
+    Of those that are not ``always`` wanted, the ones whose names hold a word of ``only``.
+    """
+    steps, stopped = dict[str, Step](), dict[str, str]()
+    for name, make in engines.items():
+        if name in always or any(word in name for word in only.split(",")):
+            try:
+                step = make()
+                step()
+                steps[name] = step
+            except (RuntimeError, TypeError, ValueError, AttributeError, AssertionError) as error:
+                stopped[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return steps, stopped
 
 
 def timed(steps: dict[str, Step], rounds: int) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from dsx.checkpoint.store import write_atomically
 BEGIN, END = "<!-- families: begin (python tools/families.py --table) -->", "<!-- families: end -->"
 OPTIONS_BEGIN = "<!-- options: begin (python tools/families.py --table) -->"
 OPTIONS_END = "<!-- options: end -->"
+_WITHOUT_REASON = {"ok": "ok", "none": ""}
 HEAD, SEQUENCE = "`model_type`", "sequence parallelism"
 
 OPTION_RESULTS = ("ok", "same", "refused", "different", "traceback", "none")
@@ -35,7 +36,7 @@ def summary(results: Json) -> str:
         )
         told = ", ".join(f"{counts[result]} {result}" for result in ("ok", "refused", "failed"))
         lines.append(f"{layout!s:32} {told}")
-    everywhere = [name for name, entry in families.items() if _results(entry) <= {"ok", "none"}]
+    everywhere = [name for name, entry in families.items() if _results(entry) <= _WITHOUT_REASON.keys()]
     lines.append(f"{'in all':32} {len(everywhere)} of {len(families)}")
     return "\n".join(lines)
 
@@ -168,8 +169,8 @@ def _results(entry: Json) -> set[str]:
 
 def _row(name: str, entry: Json, notes: dict[str, int]) -> tuple[str, ...]:
     def noted(case: Json) -> str:
-        if case["result"] in {"ok", "none"}:
-            return "ok" if case["result"] == "ok" else ""
+        if case["result"] in _WITHOUT_REASON:
+            return _WITHOUT_REASON[case["result"]]
         return f"{case['result']} ({notes.setdefault(_plain(name, case['reason']), len(notes) + 1)})"
 
     cells = {layout: entry["layouts"][layout] for layout in LAYOUTS}

@@ -27,7 +27,10 @@ _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 _EXPERT = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_00_model_states\.pt")
-_OTHER_EXPERT = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt")
+_ANY_EXPERT = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt")
+AUTOEP_LAYERS = "ds_autoep_layers"
+"""Key of a model file under which AutoEP describes its layers of experts."""
+
 OUTER = "dsx_outer"
 """Key of a model file under which dsx keeps the fact ``outer``: DeepSpeed takes it for the client's."""
 
@@ -110,7 +113,7 @@ def open_stock(root: Path, *, universal: bool = False) -> StockFiles:
         universal: It is of the universal format, which has neither optimizers' nor layers' files.
     """
     names = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
-    mixed = [name for name in names if _OTHER_EXPERT.fullmatch(name)]
+    mixed = [name for name in names if _ANY_EXPERT.fullmatch(name)]
     if stray := next((name for name in mixed if universal or not _EXPERT.fullmatch(name)), None):
         raise CheckpointError(
             str(root / stray),
@@ -133,11 +136,9 @@ def open_stock(root: Path, *, universal: bool = False) -> StockFiles:
     experts = {(layer, expert): file for (expert, layer), file in _read(root, names, _EXPERT).items()}
     for file in models.values():
         _check(file, file.content, _MODEL_TYPES, "")
-        if "ds_autoep_layers" in file.content and not experts:  # at ZeRO-3 experts have no files of their own
+        if AUTOEP_LAYERS in file.content and not experts:  # at ZeRO-3 experts have no files of their own
             what = "of AutoEP, whose experts are divided over other ranks than the rest: dsx cannot read it"
-            raise CheckpointError(
-                f"{file.path}: ds_autoep_layers", what, "save with DeepSpeed without AutoEP"
-            )
+            raise CheckpointError(f"{file.path}: {AUTOEP_LAYERS}", what, "save with DeepSpeed without AutoEP")
     for file in optimizers.values():
         _check(file, file.content, {"optimizer_state_dict": TypeAdapter(_Dict)}, "")
         states = file.content.get("optimizer_state_dict", {})

@@ -13,11 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from dsx.checkpoint.catalog import Entry, Piece, Role
-from dsx.checkpoint.formats.deepspeed.files import StockFiles
+from dsx.checkpoint.formats.deepspeed.files import AUTOEP_LAYERS, StockFiles
 from dsx.checkpoint.formats.torch_file import TensorRef, TorchFile
 from dsx.errors import CheckpointError
 
-LAYERS = "ds_autoep_layers"
 LEFT_BEHIND = "optimizer: states of DeepSpeed's mixtures of experts are not read; the weights are"
 _MATRICES = ("w1", "w2", "w3")
 _ROUTER = "router."
@@ -31,7 +30,7 @@ def entries_of(files: StockFiles) -> Iterator[Entry]:
         CheckpointError: Of another format, over tensor-parallel ranks or stages, or files that do not fit.
     """
     where = files.models[0, 0].path
-    layers = files.first.get(LAYERS)
+    layers = files.first.get(AUTOEP_LAYERS)
     if not isinstance(layers, list) or not layers:
         raise _unread(str(where), "experts of DeepSpeed's MoE layers, which no model of transformers has")
     if files.mesh.tp * files.mesh.pp > 1:
@@ -94,14 +93,16 @@ def _stacks(files: StockFiles, layer: Mapping[str, Any]) -> Iterator[Entry]:
         raise _unfit(held[0][0], what)
     if strays := [one for (at, which), one in files.experts.items() if at == number and which >= count]:
         raise _unfit(strays[0], f"the layer has {count} experts")
-    for name, parts in (("gate_up_proj", {"w1": 0, "w3": width}), ("down_proj", {"w2": 0})):
+    (dtype,) = dtypes
+    for name, shape, parts in (
+        ("gate_up_proj", (count, 2 * width, hidden), {"w1": 0, "w3": width}),
+        ("down_proj", (count, hidden, width), {"w2": 0}),
+    ):
         pieces = tuple(
             _piece(file, refs[each], (expert, at, 0))
             for expert, (file, refs) in enumerate(held)
             for each, at in parts.items()
         )
-        shape = (count, 2 * width, hidden) if name == "gate_up_proj" else (count, hidden, width)
-        (dtype,) = dtypes
         yield Entry(name=f"{prefix}.{name}", state="weight", shape=shape, dtype=dtype, pieces=pieces)
 
 

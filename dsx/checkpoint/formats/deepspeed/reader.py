@@ -29,7 +29,14 @@ from dsx.checkpoint.catalog import Catalog, Entry, Piece, Role, merged_groups, u
 from dsx.checkpoint.file_io import crc32_of_zeros
 from dsx.checkpoint.formats.deepspeed import mixture
 from dsx.checkpoint.formats.deepspeed.cut import Rules, ShardLayout, rules_of
-from dsx.checkpoint.formats.deepspeed.files import OUTER, StockFiles, check_patterns, config_of, open_stock
+from dsx.checkpoint.formats.deepspeed.files import (
+    AUTOEP_LAYERS,
+    OUTER,
+    StockFiles,
+    check_patterns,
+    config_of,
+    open_stock,
+)
 from dsx.checkpoint.formats.deepspeed.flat import (
     Fragment,
     OptimizerGroup,
@@ -66,7 +73,7 @@ _STOCK_KEYS = {
         "global_steps",
     ),
     *("global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config"),
-    *("ds_version", "universal_checkpoint_info", "micro_steps", "num_experts", mixture.LAYERS),
+    *("ds_version", "universal_checkpoint_info", "micro_steps", "num_experts", AUTOEP_LAYERS),
 }
 FORMAT = "deepspeed"
 _LARGEST = 100_000  # values; more is data, not facts
