@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import ranks
 from dsx.checkpoint.execute import ConversionOptions
+from dsx.checkpoint.formats.deepspeed.cut import Rules
 from dsx.checkpoint.formats.deepspeed.reader import catalog_of
 from dsx.checkpoint.reshard import WantedTarget, prepare
 from dsx.errors import CheckpointError
@@ -77,6 +78,9 @@ def test_the_weights_of_autoep_are_a_model_of_transformers(saved, tmp_path: Path
     assert {entry.state for entry in catalog.entries} == {"weight"}
     assert any("states of DeepSpeed's mixtures" in each for each in catalog.facts["left_behind"])
     assert catalog.facts["step"] == 2
+    rules = Rules(source="rules.json", names=((r"model\.norm\.(.*)", r"last.\1"),))
+    renamed = {entry.name for entry in catalog_of(folder, rules).entries}
+    assert renamed - {entry.name for entry in catalog.entries} == {"last.weight"}
     prepare(catalog, tmp_path / "hf", WantedTarget(format="hf", hf_config=config)).run(ConversionOptions())
     model, info = AutoModelForCausalLM.from_pretrained(
         tmp_path / "hf", attn_implementation="eager", output_loading_info=True

@@ -239,7 +239,7 @@ def catalog_of(root: Path, rules: Rules | None = None) -> Catalog:
     """
     files = open_stock(root)
     if files.experts:
-        return _mixture(files)
+        return _mixture(files, rules)
     rules = _merged(rules, files)
     modules = modules_of(files, rules.ties)
     if files.optimizers:
@@ -273,16 +273,17 @@ def catalog_of(root: Path, rules: Rules | None = None) -> Catalog:
     return with_names(catalog, rules.names, rules.source) if rules.names else catalog
 
 
-def _mixture(files: StockFiles) -> Catalog:
-    """The weights of a mixture of experts, and what is known of the run."""
+def _mixture(files: StockFiles, rules: Rules | None) -> Catalog:
+    """The weights of a mixture of experts, and what is known of the run. Of rules, names alone matter."""
     facts = facts_of(files, {}, {})
-    return Catalog(
+    catalog = Catalog(
         root=files.root,
         format=FORMAT,
         entries=tuple(mixture.entries_of(files)),
         facts={**facts, "left_behind": [*facts.get("left_behind", ()), mixture.LEFT_BEHIND]},
         checksums=tuple(checksum for file in files.all for checksum in file.checksums),
     )
+    return with_names(catalog, rules.names, rules.source) if rules and rules.names else catalog
 
 
 def _tie_facts(files: StockFiles, states: Mapping[int, OptimizerState], rules: Rules) -> dict[str, Any]:
