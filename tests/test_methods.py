@@ -91,7 +91,7 @@ def steps(lines: list[str]) -> dict[str, tuple[float, float]]:
 ALONE = steps(next(iter(METHODS.values()))[1])
 
 
-@pytest.mark.parametrize("method", often(METHODS, 4))
+@pytest.mark.parametrize("method", often(METHODS, 5))
 def test_every_method_trains_as_one_process(method, tmp_path):
     commands, shown = METHODS[method]
     assert len(ALONE) == 4

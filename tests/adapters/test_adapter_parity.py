@@ -177,7 +177,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("adapters")
 
 
-@pytest.mark.parametrize(("case", "kind"), often(CASES, 13), ids=str)
+@pytest.mark.parametrize(("case", "kind"), often(CASES, 19), ids=str)
 def test_an_adapter_trains_as_with_peft(case: Case, kind: Kind, folder: Path, tmp_path: Path) -> None:
     expected = reference(case.family, kind, case.rows, folder)
     case = replace(case, adapter=(("path", str(expected.folder / "start")),))

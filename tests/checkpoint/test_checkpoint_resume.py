@@ -69,7 +69,7 @@ def load_and_go_on(rank: int, world_size: int, case: Case, folder: str) -> list[
     return steps(engine, case, 3, 3)
 
 
-@pytest.mark.parametrize("case", often(CASES, 2), ids=str)
+@pytest.mark.parametrize("case", often(CASES, 3), ids=str)
 def test_resume_is_bit_equal(case: Case, tmp_path: Path) -> None:
     case = Case(
         **{**{f: getattr(case, f) for f in Case.__dataclass_fields__}, "extra": (*case.extra, SCHEDULER)}

@@ -104,7 +104,7 @@ def trained(world_size: int, model: str, layout: str, chunk: int | None) -> list
     return [torch.as_tensor(each).detach() for each in (*seen, loss, *whole)]
 
 
-@pytest.mark.parametrize(("model", "layout"), often(CASES, 25))
+@pytest.mark.parametrize(("model", "layout"), often(CASES, 37))
 def test_chunks_train_as_whole_logits_do(model: str, layout: str) -> None:
     for whole, parts in ranks.run(both, LAYOUTS[layout][0], model, layout):
         largest = max(float(each.abs().max()) for each in whole[2:-4] if each.numel())

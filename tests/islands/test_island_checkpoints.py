@@ -74,7 +74,7 @@ def same(a, b):
         assert torch.equal(a[key], b[key]), key
 
 
-@pytest.mark.parametrize("case", often(CASES, 2))
+@pytest.mark.parametrize("case", often(CASES, 3))
 def test_a_resumed_run_is_the_undisturbed_run(case, tmp_path):
     parallel, stage, world, outer = CASES[case]
     content = config_of(parallel, stage, outer={"islands": 2, **outer})

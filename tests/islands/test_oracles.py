@@ -118,7 +118,7 @@ def close(a, b, tolerance):
         torch.testing.assert_close(a[key], b[key], rtol=tolerance, atol=tolerance, msg=f"{key}: {{}}".format)
 
 
-@pytest.mark.parametrize("layout", often(LAYOUTS, 2))
+@pytest.mark.parametrize("layout", often(LAYOUTS, 3))
 def test_every_step_with_sgd_is_data_parallelism(layout):
     """Outer rate 1 without momentum after each step of plain SGD: the mean of the gradients."""
     parallel, stage, world = LAYOUTS[layout]
@@ -250,7 +250,7 @@ def check_beside_copies(layout, tmp_path, *, islands=2, tied=True, steps=STEPS, 
     return results
 
 
-@pytest.mark.parametrize("layout", often(reversed(LAYOUTS), 2))
+@pytest.mark.parametrize("layout", often(reversed(LAYOUTS), 3))
 def test_adamw_is_a_loop_over_copies(layout, tmp_path):
     results = check_beside_copies(layout, tmp_path, every=3)
     for _, _, reports in results:

@@ -175,7 +175,7 @@ def test_a_head_in_chunks_takes_what_is_estimated(name: str) -> None:
     compare(pipeline - 1, [*common(pipeline), BUCKET, "dsx.loss.chunk_tokens=48", *sets])
 
 
-@pytest.mark.parametrize("name", often(FROZEN, 5))
+@pytest.mark.parametrize("name", often(FROZEN, 9))
 def test_what_is_frozen_takes_its_weights_alone(name: str) -> None:
     rank, pipeline, sets = FROZEN[name]
     sets = [*common(pipeline), *[BUCKET] * ("zero_optimization.stage" in str(sets)), *sets]
@@ -185,7 +185,7 @@ def test_what_is_frozen_takes_its_weights_alone(name: str) -> None:
     assert steady < estimate(job_of(whole, device="cpu"), rank).steady_bytes
 
 
-@pytest.mark.parametrize("name", often(OFFLOADED, 3))
+@pytest.mark.parametrize("name", often(OFFLOADED, 5))
 def test_blocks_inputs_on_the_host_leave_what_is_estimated(name: str) -> None:
     rank, pipeline, device, sets = OFFLOADED[name]
     sets = [*common(pipeline), "gradient_accumulation_steps=6", *sets]

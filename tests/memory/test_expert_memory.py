@@ -88,7 +88,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", often(CASES, 5))
+@pytest.mark.parametrize("name", often(CASES, 7))
 def test_peaks_are_those_that_are_estimated(name):
     sets, world_size = CASES[name]
     for phase, estimated, real in compare(sets, world_size):

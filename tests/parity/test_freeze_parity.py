@@ -118,7 +118,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {f: oracle.save_model(f, tmp_path_factory.mktemp(f)) for f in ("llama", "qwen2")}
 
 
-@pytest.mark.parametrize("case", often(CASES, 9), ids=str)
+@pytest.mark.parametrize("case", often(CASES, 13), ids=str)
 def test_what_is_frozen_stays_and_the_rest_trains_as_in_torch(case: Case, folders: dict[str, Path]) -> None:
     seen = ranks.run(_train, case.world_size, case, folders[case.family])
     expected = reference(case.family, case.rows, case.freeze)

@@ -89,7 +89,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", often(CASES, 9), ids=str)
+@pytest.mark.parametrize("case", often(CASES, 13), ids=str)
 def test_packs_train_like_their_documents_alone(case: Case, tmp_path: Path) -> None:
     folder = oracle.save_model(case.family, tmp_path / "model")
     expected, held_out = reference(case.family, case.rows)

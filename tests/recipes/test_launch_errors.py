@@ -51,6 +51,7 @@ def test_missing_data_file(tmp_path: Path) -> None:
     assert f'dsx.data.source = "{source}": there is no such file' in message
 
 
+@pytest.mark.slow
 def test_too_little_data(tmp_path: Path) -> None:
     source = tmp_path / "short.txt"
     source.write_text("\n".join(f"line {number}\n" for number in range(200)))
@@ -80,6 +81,7 @@ def test_checkpoints_without_a_newest(tmp_path: Path) -> None:
     assert "global_step5, global_step10" in caught.value.fix
 
 
+@pytest.mark.slow
 def test_folder_to_begin_from_without_a_checkpoint(tmp_path: Path) -> None:
     message = refused("torchrun", {"dsx.train.output": tmp_path / "out", "dsx.train.resume": tmp_path})
     assert f"dsx.train.resume = {tmp_path}" in message
