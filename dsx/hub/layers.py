@@ -32,7 +32,7 @@ from dsx.nn.context import ContextParallel
 from dsx.nn.documents import Given, Places, Stream, carried, hidden_of
 from dsx.nn.embedding import looked_up, own_rows
 from dsx.nn.linear import column_linear
-from dsx.nn.parameters import Weights
+from dsx.nn.parameters import Weights, own_dtype
 from dsx.nn.tiling import tile
 
 
@@ -47,8 +47,9 @@ def settled(module: nn.Module, model: HubModel, weights: Weights, summed: set[st
     """
     for path, parameter in list(module.named_parameters()):
         owner, _, name = path.rpartition(".")
-        shape = weights.specs[path].local_shape(weights.at)
-        empty = torch.empty(shape, dtype=weights.dtype, device=weights.device)
+        spec = weights.specs[path]
+        dtype, shape = own_dtype(spec, weights.dtype), spec.local_shape(weights.at)
+        empty = torch.empty(shape, dtype=dtype, device=weights.device)
         setattr(module.get_submodule(owner), name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
     dtypes = values.buffer_dtypes(model.config, weights.dtype)
     for path, buffer in list(module.named_buffers(remove_duplicate=False)):

@@ -20,7 +20,7 @@ from dsx.hub.disk_names import DiskForm, FolderNames, disk_forms, is_turned
 from dsx.hub.experts import experts_in
 from dsx.hub.model_structure import ModelStructure, settings_of, structure_of
 from dsx.hub.tensor_plan import COLUMN, ROW, BlockPlan, check_plan, generic
-from dsx.hub.values import laws_of
+from dsx.hub.values import float32_beside, laws_of
 from dsx.models.config_values import at
 from dsx.models.family import TIE
 from dsx.models.param import Init, ParamSpec
@@ -69,7 +69,7 @@ def _hub_model(text: str, changes: tuple[tuple[str, str | None], ...]) -> HubMod
                 "give the size of the config that makes it at least 1, or leave the part out (null)",
             )
     _check_places(structure, changes)
-    reader = _Reader(structure, plan_of(structure, changes))
+    reader = _Reader(structure, plan_of(structure, changes), float32_beside(text))
     settings = structure.model.config
     kinds = ("WordEmbedding", *(("Positions",) if structure.shifts else ()))
     first, blocks = len(kinds), len(structure.list_of_blocks)
@@ -217,8 +217,13 @@ _WITH_KERNELS = ("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "mamb
 class _Reader:
     """Reads parameters of a model in the order of the layer list."""
 
-    def __init__(self, structure: ModelStructure, plan: Mapping[str, str | None]) -> None:
-        self.structure, self.plan = structure, plan
+    def __init__(
+        self,
+        structure: ModelStructure,
+        plan: Mapping[str, str | None],
+        float32: Mapping[str, tuple[str, ...]],
+    ) -> None:
+        self.structure, self.plan, self.float32 = structure, plan, float32
         self.model = structure.model
         self.forms: dict[str, DiskForm] = disk_forms(self.model)
         self.laws = laws_of(self.model)
@@ -289,6 +294,7 @@ class _Reader:
             shape=tuple(self.model.get_parameter_or_buffer(memory).shape),
             hf_whole="" if is_turned(owner) else memory,
             hf_copies=tuple(other for other in (kept, *self.forms[kept].copies) if other != memory),
+            float32=self.float32.get(memory, ()),
             **self.forms[kept].in_spec,
             **others,
         )

@@ -125,6 +125,34 @@ def buffer_dtypes(config: str, dtype: torch.dtype) -> dict[str, torch.dtype]:
     return found
 
 
+@lru_cache(maxsize=8)
+def float32_beside(config: str) -> dict[str, tuple[str, ...]]:
+    """Parameters that from_pretrained keeps in float32, by their names in transformers' model.
+
+    Each with the dtypes of which the others are then: those that a class names in
+    ``_keep_in_fp32_modules_strict``, or for float16 alone in ``_keep_in_fp32_modules``
+    (``PreTrainedModel._get_dtype_plan``), and those that its code makes so whatever torch's default is
+    (transformers/core_model_loading.py, convert_and_load_state_dict_in_model).
+    """
+    with torch.random.fork_rng(devices=[]):
+        made = without_weights(json.loads(config), torch.bfloat16)
+    found: dict[str, tuple[str, ...]] = {}
+    for dtype in (torch.bfloat16, torch.float16):
+        for name in float32_names(made, dtype):
+            found[name] = (*found.get(name, ()), str(dtype).removeprefix("torch."))
+    return found
+
+
+def float32_names(model: Any, dtype: torch.dtype) -> list[str]:
+    """Parameters that from_pretrained(dtype=dtype) keeps in float32; ``model`` was made in low precision."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    plan = model._get_dtype_plan(dtype)  # noqa: SLF001 (as from_pretrained reads it)
+    named = build_glob_alternation([*plan])[0] if plan else None
+    held = model.named_parameters()
+    return [name for name, p in held if p.dtype == torch.float32 or (named and named.search(name))]
+
+
 @torch.no_grad()
 def own_values(local: Tensor, memory: str, spec: ParamSpec, model: HubModel, weights: Weights) -> None:
     """Fill a parameter as the family's code does, from a seed of its own.

@@ -54,7 +54,7 @@ def adapted(specs: Iterable[ParamSpec], adapter: Adapter) -> tuple[ParamSpec, ..
 def _of_model(adapter: Adapter, spec: ParamSpec) -> ParamSpec:
     """A parameter of the model itself beside the adapter."""
     trained = spec.trained and trains(adapter, spec)
-    whole = trained or spec.read or is_stack(spec)
+    whole = trained or spec.read or is_stack(spec) or bool(spec.float32)
     quantized = adapter.quantization if spec.linear and not whole else "none"
     return replace(spec, trained=trained, quantized=quantized)
 
@@ -187,6 +187,7 @@ def _of_linear(
             init=init,
             hf=hf,
             adapts=base.name,
+            float32=base.float32,
             **cut,
             **several,
         )
@@ -210,7 +211,8 @@ def _of_stack(adapter: Adapter, base: ParamSpec, inside: int) -> Iterator[ParamS
         if base.experts is not None:
             cut |= {"experts": 0} if leaf == A else {"experts": 1, "expert_blocks": adapter.rank}
         name, hf = f"{base.name}_{leaf}", (f"{start}{IN_FILES[leaf]}",)
-        yield ParamSpec(name=name, layer=base.layer, shape=shape, init=init, hf=hf, adapts=base.name, **cut)
+        cut |= {"adapts": base.name, "float32": base.float32}
+        yield ParamSpec(name=name, layer=base.layer, shape=shape, init=init, hf=hf, **cut)
 
 
 def is_factor(name: str) -> bool:

@@ -97,6 +97,7 @@ class ParamSpec:
             under another name; empty if they have it as the module does.
         hf_copies: Names of the same tensor in transformers' module, which files leave out.
         buffer: It is a buffer of the module: stored as parameters are, and never trained.
+        float32: The dtypes of a run's weights beside which it stays float32 (``bfloat16``, ``float16``).
         trained: Whether it gets gradients; a frozen parameter keeps its first value.
         linear: It is the matrix of a linear, outputs by inputs, or those of experts, one behind the other.
         read: Its module's code, or a kernel that it calls, multiplies by it past calls of the linear.
@@ -122,6 +123,7 @@ class ParamSpec:
     hf_whole: str = ""
     hf_copies: tuple[str, ...] = ()
     buffer: bool = False
+    float32: tuple[str, ...] = ()
     trained: bool = True
     linear: bool = False
     read: bool = False
@@ -217,6 +219,15 @@ class ParamSpec:
     def is_guess(self) -> bool:
         """Whether it only says that nothing is known, as :meth:`uncut` makes it."""
         return self.split is None and self.hf == (self.name,)
+
+    def dtype_in(self, dtype: str) -> str:
+        """Its own dtype in a run whose weights are of ``dtype``, both by torch's names.
+
+        >>> ParamSpec(name="w", layer=0, shape=(1,), init=Init(kind="zeros"), hf=("w",),
+        ...           float32=("float16",)).dtype_in("float16")
+        'float32'
+        """
+        return "float32" if dtype in self.float32 else dtype
 
     @property
     def numel(self) -> int:

@@ -188,6 +188,19 @@ ZEROS, ONES = Init(kind="zeros"), Init(kind="ones")
 """For biases, and for the weights of norms."""
 
 
+def own_dtype(spec: ParamSpec | None, dtype: torch.dtype) -> torch.dtype:
+    """A parameter's dtype in a run whose weights are of ``dtype``; that itself without a spec."""
+    own = dtype if spec is None else getattr(torch, spec.dtype_in(str(dtype).removeprefix("torch.")))
+    assert isinstance(own, torch.dtype)
+    return own
+
+
+def stays_float32(parameter: nn.Parameter, dtype: torch.dtype) -> bool:
+    """Whether it is float32 beside weights of ``dtype``, as its family has it."""
+    own = own_dtype(getattr(parameter, "dsx_spec", None), dtype)
+    return parameter.dtype == torch.float32 == own and dtype != own
+
+
 def fresh_parameter(
     shape: tuple[int, ...],
     tp: TensorParallel,

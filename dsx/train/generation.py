@@ -406,6 +406,7 @@ def _empty(
     from transformers.initialization import no_init_weights
 
     from dsx.hub.model_structure import hf_config_of
+    from dsx.hub.values import float32_names
 
     try:
         # The attention that from_pretrained chooses; from_config has the same default.
@@ -418,6 +419,8 @@ def _empty(
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 described, dtype=dtype, trust_remote_code=code is not None
             )
+        for name in float32_names(model, dtype):
+            model.get_parameter(name).data = model.get_parameter(name).data.float()
     except Exception as error:  # a config that is none makes transformers raise anything
         raise CheckpointError(
             f"{where}: model_type = {hf_config.get('model_type')}",
