@@ -21,6 +21,7 @@ from dsx.config.wording import at, suggest
 from dsx.errors import ConfigError, ScheduleError
 from dsx.hub.allowed import has_tiles, no_moe, unshared
 from dsx.models.flops import WIDTHS
+from dsx.models.param import PRECISIONS, ParamSpec
 from dsx.models.params import frozen_names, layer_kinds, param_specs, vocabulary_rows
 from dsx.models.spec import RETIRED, ContextMethod, HubModel, Model, ModelSpec
 from dsx.parallel.islands import Islands
@@ -242,6 +243,23 @@ def check_gathering(facts: Facts) -> Iterator[ConfigError]:
     why = facts.model.no_gathering if isinstance(facts.model, HubModel) else None
     if why is not None and zero_stage(facts.deepspeed) == 3:
         yield ConfigError(at("zero_optimization.stage", 3), why, "use ZeRO 0 to 2")
+    zero = facts.deepspeed.get("zero_optimization") or {}
+    all_reduce, nvme = (
+        "stage3_use_all_reduce_for_fetch_params",
+        (zero.get("offload_param") or {}).get("device"),
+    )
+    found = ((all_reduce, zero.get(all_reduce)), ("offload_param.device", nvme == "nvme" and nvme))
+    wide = _in_float32(facts.model, facts.deepspeed) if zero_stage(facts.deepspeed) == 3 else ()
+    for name, value in found:
+        if value and wide:
+            what = f"it has buffers of one dtype, and {facts.model.family} keeps {wide[0].hf[0]} in fp32"
+            yield ConfigError(at(f"zero_optimization.{name}", value), what, "leave it out")
+
+
+def _in_float32(model: Model, deepspeed: Mapping[str, Any]) -> tuple[ParamSpec, ...]:
+    """Parameters that stay in fp32 in a run of bf16 or fp16, as their family has them."""
+    dtype = PRECISIONS[precision(deepspeed)]
+    return tuple(spec for spec in param_specs(model) if dtype in spec.float32)
 
 
 def check_freeze(facts: Facts) -> Iterator[ConfigError]:
@@ -703,10 +721,11 @@ def _resolve(name: str, deepspeed: dict[str, Any], dsx: DsxConfig, world_size: i
     if degrees.mesh.cp > 1:
         parallel = dsx.parallel.model_copy(update={"context_method": degrees.context_method})
         dsx = dsx.model_copy(update={"parallel": parallel})
-    if degrees.mesh.ep > 1 and dsx.zero.reduce is None:  # DeepSpeed, where it reduces, knows no experts
-        dsx = dsx.model_copy(update={"zero": dsx.zero.model_copy(update={"reduce": "step"})})
     dsx, cut_notes = _as_cut(dsx, model.spec, degrees.mesh.tp)
     spec = replace(model.spec.for_tensor(degrees.mesh.tp), freeze=dsx.train.freeze)
+    apart = degrees.mesh.ep > 1 or any(each.trained for each in _in_float32(spec, deepspeed))
+    if apart and dsx.zero.reduce is None:  # DeepSpeed, where it reduces, knows neither experts nor dtypes
+        dsx = dsx.model_copy(update={"zero": dsx.zero.model_copy(update={"reduce": "step"})})
     batch = resolve_batch(deepspeed, degrees.mesh.num_shares, degrees.mesh.cp)
     facts = Facts(
         deepspeed=deepspeed, dsx=dsx, model=spec, mesh=degrees.mesh, chunks=degrees.chunks, batch=batch

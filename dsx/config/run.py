@@ -13,7 +13,7 @@ from dsx.config.schema import DsxConfig
 from dsx.config.wording import at, without_secrets
 from dsx.errors import ConfigError, LayoutError
 from dsx.models.flops import WIDTHS, Precision, auto_chunk, layer_flops, tiles_of
-from dsx.models.param import ParamSpec
+from dsx.models.param import PRECISIONS, ParamSpec
 from dsx.models.params import layer_kinds
 from dsx.models.spec import HubModel, Model
 from dsx.parallel.islands import Islands
@@ -165,7 +165,11 @@ class RunConfig:
     @property
     def layout(self) -> Layout:
         return Layout(
-            mesh=self.mesh, stages=self.stage_map, params=self.param_specs, zero_stage=self.zero_stage
+            mesh=self.mesh,
+            stages=self.stage_map,
+            params=self.param_specs,
+            zero_stage=self.zero_stage,
+            dtype=PRECISIONS[self.precision],
         )
 
     def resolved(self) -> dict[str, Any]:

@@ -283,6 +283,7 @@ class PipelineEngine:
         parameters, optimizer = prepare(
             self.pipeline,
             zero_stage=0,
+            dtype=engine.get_data_types()[0],
             optimizer=client_optimizer,
             lr_scheduler=None,
             model_parameters=model_parameters,

@@ -43,6 +43,7 @@ from dsx.engine.settings import Config, Settings, settings_of
 from dsx.engine.stock_module import clips_by_itself, require_engine_unpatched
 from dsx.engine.zero import given_optimizer_kept, require_supported
 from dsx.engine.zero.experts import experts_apart
+from dsx.engine.zero.float32 import float32_kept
 from dsx.engine.zero.loss_scale import require_precision
 from dsx.errors import ConfigError, ModelError
 from dsx.launch.entry import AGREED
@@ -50,7 +51,7 @@ from dsx.launch.extension_locks import builds_said
 from dsx.launch.processes import load_compilers_late
 from dsx.models.transformers_settings import first_line
 from dsx.nn.loss import of_head
-from dsx.nn.parameters import Weights
+from dsx.nn.parameters import DTYPES, Weights
 from dsx.parallel.groups import Grid, Groups
 from dsx.terminal import shortened
 from dsx.waiting import Waiting
@@ -332,6 +333,7 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
     parameters, optimizer = prepare(
         model,
         zero_stage=settings.zero_stage,
+        dtype=DTYPES[precision(settings.deepspeed)],
         optimizer=optimizer,
         lr_scheduler=lr_scheduler,
         model_parameters=model_parameters,
@@ -348,6 +350,7 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
         builds_said(waiting),
         given_optimizer_kept(),
         experts_apart(model.groups, model.chunks),
+        float32_kept(DTYPES[precision(settings.deepspeed)]),
         _uncollected(),
         _named(settings.deepspeed),
     ):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from dsx.engine.chunks import Tie
 from dsx.engine.pipeline_module import PipelineModule
 from dsx.errors import ConfigError, DsxError, ModelError
 from dsx.launch.entry import AGREED
+from dsx.nn.parameters import stays_float32
 from dsx.parallel.groups import of_experts
 
 Group = dict[str, Any]
@@ -26,6 +28,7 @@ def prepare(
     model: PipelineModule,
     *,
     zero_stage: int,
+    dtype: torch.dtype,
     optimizer: Optimizer | Callable[..., Any] | None,
     lr_scheduler: Any,
     model_parameters: Iterable[Any] | None,
@@ -35,14 +38,15 @@ def prepare(
     A collective call over all ranks. ZeRO-1 and 2 cut each group as one flat tensor, and so need
     :func:`split_groups`, which changes an optimizer's own groups in place. A rank with nothing to train gets
     :data:`SPARE`, as DeepSpeed allows no empty optimizer and all ranks take part in the collectives of its
-    step. A callable is given what the caller gave, as in stock DeepSpeed.
+    step. A callable is given what the caller gave, as in stock DeepSpeed. ``dtype`` is that of weights.
 
     Raises:
         ConfigError: A schedule was built for groups that have to be split; a list mixes parameters and
             groups; what should be an optimizer is none.
         ModelError: No rank has anything to train.
     """
-    flat = zero_stage in (1, 2)
+    wide = [p for p in model.chunks.parameters() if p.requires_grad and stays_float32(p, dtype)]
+    flat = {id(p) for p in wide} if wide or zero_stage in (1, 2) else None
     given = list(model.chunks.parameters() if model_parameters is None else model_parameters)
     instance, wrong = isinstance(optimizer, Optimizer), None
     try:
@@ -60,7 +64,7 @@ def prepare(
         return given, lambda _: _settled(model, _made(make, given, spare), flat, spare, None)
     if spare is not None:
         groups[0]["params"] = [*groups[0]["params"], spare]
-    return (split_groups(groups, model.ties) if flat else groups), None
+    return (groups if flat is None else split_groups(groups, model.ties, flat)), None
 
 
 def _made(give: Callable[..., Any], given: list[Any], spare: nn.Parameter | None) -> Any:
@@ -74,7 +78,11 @@ def _made(give: Callable[..., Any], given: list[Any], spare: nn.Parameter | None
 
 
 def _settled(
-    model: PipelineModule, optimizer: Any, flat: bool, spare: nn.Parameter | None, lr_scheduler: Any
+    model: PipelineModule,
+    optimizer: Any,
+    flat: Collection[int] | None,
+    spare: nn.Parameter | None,
+    lr_scheduler: Any,
 ) -> Optimizer:
     """The optimizer with the groups that DeepSpeed can take. Collective, errors included."""
     wrong: DsxError | None = None
@@ -89,7 +97,7 @@ def _settled(
             return torch.optim.AdamW([spare], lr=0.0)
         groups[0]["params"] = [*groups[0]["params"], spare]
     before = [[id(p) for p in group["params"]] for group in groups]
-    parts = split_groups(groups, model.ties) if flat else groups
+    parts = groups if flat is None else split_groups(groups, model.ties, flat)
     parts = [group for group in parts if group["params"]]  # as DeepSpeed does
     changed = [[id(p) for p in group["params"]] for group in parts] != before
     if lr_scheduler is not None and not callable(lr_scheduler):
@@ -147,19 +155,22 @@ def as_groups(parameters: Iterable[Any]) -> list[Group]:
     return groups
 
 
-def split_groups(groups: Sequence[Group], ties: Sequence[Tie]) -> list[Group]:
+def split_groups(groups: Sequence[Group], ties: Sequence[Tie], wide: Collection[int] = ()) -> list[Group]:
     """Groups in which each tied weight that spans pipeline ranks stands alone, and experts among themselves.
 
     ZeRO cuts a group as one flat tensor, over the same ranks. A tied weight that is alone is cut alike on
     every rank that holds it; experts are cut over fewer ranks than all else. Groups without anything to
-    train, which ZeRO cannot cut, are left out.
+    train, which ZeRO cannot cut, are left out. ``wide`` are the ids of parameters that stay in fp32 among
+    others, and so cannot be of a tensor with them.
     """
     keys = {id(p): tie.key for tie in ties for p in tie.parameters if p.requires_grad}
     result = []
     for group in groups:
-        parts: dict[str | bool, list[nn.Parameter]] = {False: [], True: []}  # whether it is of experts; ties
+        # By whether it stays in fp32, and whether it is of experts; ties by their keys.
+        parts: dict[Any, list[nn.Parameter]] = {at: [] for at in product((False, True), repeat=2)}
         for parameter in group["params"]:
-            parts.setdefault(keys.get(id(parameter), of_experts(parameter)), []).append(parameter)
+            kind = id(parameter) in wide, of_experts(parameter)
+            parts.setdefault(keys.get(id(parameter), kind), []).append(parameter)
         trained = [part for part in parts.values() if any(p.requires_grad for p in part)]
         # The first is the group itself, which an optimizer may know by more ways than its list of groups.
         halves = [group, *({**group} for _ in trained[1:])]
@@ -174,8 +185,8 @@ def _require_unchanged(model: PipelineModule, lr_scheduler: Any, *, changed: boo
     if _pipeline_ranks_where(model, changed):
         error = ConfigError(
             f"lr_scheduler = {type(lr_scheduler).__name__}(optimizer)",
-            "it follows the optimizer's parameter groups, which are split because of tied weights, or "
-            "experts, or are left out where a pipeline rank has nothing of them to train",
+            "it follows the optimizer's parameter groups, which are split because of tied weights, "
+            "experts or what stays in fp32, or are left out where a pipeline rank has nothing of them",
             "pass a callable: lr_scheduler=lambda optimizer: ...",
         )
         error.add_note(AGREED)

@@ -37,6 +37,7 @@ from dsx.engine.zero.reduction import (
 from dsx.engine.zero.replicated import Bf16Adapter, ReplicatedAdapter, WidenedAdapter
 from dsx.engine.zero.stage3 import Stage3Adapter, StepGathers, share_groups
 from dsx.errors import ConfigError, ModelError, VersionError
+from dsx.nn.parameters import stays_float32
 from dsx.parallel.groups import Groups, of_experts
 from dsx.parallel.reduction import ChunkReduction, reduces_micro_batches
 
@@ -162,12 +163,16 @@ def _reduction(
     """Make dsx reduce gradients in DeepSpeed's place, where that is possible."""
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     offloads, count = getattr(optimizer, "cpu_offload", False), engine.gradient_accumulation_steps()
+    low, _ = engine.get_data_types()
     each = reduces_micro_batches(zero.reduce, stage, offloads=offloads, micro_batches=count)
     if each or not reducible(engine):
-        if groups.expert_data is not None:
+        wide = any(stays_float32(p, low) for p in engine.module.parameters() if p.requires_grad)
+        if groups.expert_data is not None or wide:
             raise ConfigError(
                 "gradients that DeepSpeed reduces",
-                "it sums those of experts over ranks that have others",
+                "it sums those of parameters that the family has in fp32 in the run's precision"
+                if wide
+                else "it sums those of experts over ranks that have others",
                 'set dsx.zero.reduce to "step", and leave out ZenFlow, Muon and sparse embeddings',
             )
         return LeftToDeepSpeed()
@@ -180,6 +185,8 @@ def _reduction(
     engine._config.managed_gradient_accumulation = True  # noqa: SLF001 (dsx says when to step, as ever)
 
     def wire_dtype(parameter: nn.Parameter) -> torch.dtype:  # a program may assign the engine's later
+        if stays_float32(parameter, low):
+            return torch.float32  # what stays so is summed so
         dtype: torch.dtype = (
             optimizer.get_param_comm_dtype(parameter) if partitioned else engine.communication_data_type
         )

@@ -32,7 +32,7 @@ from dsx.engine.settings import Settings
 from dsx.engine.zero import require_supported
 from dsx.engine.zero.experts import place
 from dsx.errors import ConfigError, ModelError
-from dsx.nn.parameters import DTYPES
+from dsx.nn.parameters import DTYPES, own_dtype
 from dsx.parallel.groups import Grid, Groups
 
 
@@ -89,7 +89,8 @@ class LayerPartitioner:
             if hasattr(parameter, "ds_id"):
                 continue
             if low is not None and parameter.dtype in CASTABLE_DTYPES:
-                parameter.data = parameter.data.to(init.local_device).to(low)
+                own = own_dtype(getattr(parameter, "dsx_spec", None), low)
+                parameter.data = parameter.data.to(init.local_device).to(own)
             init._convert_to_zero_parameters([parameter])  # noqa: SLF001 (moves, broadcasts and cuts)
             self.stand_in([parameter])
 

@@ -8,7 +8,8 @@ computation. Where those settings are off, :class:`DirectCalls` does what remain
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +20,19 @@ from dsx.engine.p2p import Tensors
 from dsx.engine.zero.loss_scale import LossScale
 
 _EPILOGUE = "overlapping_partition_gradients_reduce_epilogue"
+
+
+@contextmanager
+def changed(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Inside the block, attributes of classes or modules are others: (whose, name, what takes its place)."""
+    with ExitStack() as undo:
+        for owner, name, value in changes:
+            if name in vars(owner):
+                undo.callback(setattr, owner, name, vars(owner)[name])
+            else:
+                undo.callback(delattr, owner, name)
+            setattr(owner, name, value)
+        yield
 
 
 class GradientHooks:

@@ -18,6 +18,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
+from dsx.engine.zero.calls import changed
 from dsx.parallel.groups import Groups, of_experts
 
 
@@ -32,17 +33,11 @@ def place(parameters: Iterable[Any], groups: Groups) -> None:
 @contextmanager
 def experts_apart(groups: Groups, module: nn.Module) -> Iterator[None]:
     """Inside the block, what DeepSpeed makes of ``module`` keeps experts among their replicas."""
-    changes = [] if groups.expert_data is None else [*_changes(groups)]
-    if changes:
+    apart = groups.expert_data is not None
+    if apart:
         place(module.parameters(), groups)
-    before = [(kind, name, getattr(kind, name)) for kind, name, _ in changes]
-    for kind, name, function in changes:
-        setattr(kind, name, function)
-    try:
+    with changed(_changes(groups) if apart else ()):
         yield
-    finally:
-        for kind, name, function in before:
-            setattr(kind, name, function)
 
 
 def _changes(groups: Groups) -> Iterator[tuple[type, str, Any]]:

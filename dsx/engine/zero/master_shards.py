@@ -205,10 +205,17 @@ def _cuts(
 
 def _zero_1_and_2_cuts(wrapper: Any) -> list[_Cut]:
     groups = wrapper.bit16_groups
-    element_bytes = groups[0][0].element_size()
-    alignment = max(1, 16 // element_bytes) if wrapper.parameter_alignment else 1
     round_robin = bool(wrapper.round_robin_gradients)
-    return _cuts(groups, wrapper.real_dp_process_group, 1, alignment=alignment, round_robin=round_robin)
+    return [
+        _cut(
+            [group],
+            1,
+            its,
+            alignment=max(1, 16 // group[0].element_size()) if wrapper.parameter_alignment else 1,
+            round_robin=round_robin,
+        )
+        for group, its in zip(groups, wrapper.real_dp_process_group, strict=True)
+    ]
 
 
 def _bf16_cuts(wrapper: Any) -> list[_Cut]:

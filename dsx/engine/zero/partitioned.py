@@ -166,7 +166,9 @@ class PartitionedAdapter(ZeroAdapter):
             return self._optimizer.single_partition_of_fp32_groups[group].grad  # type: ignore[no-any-return]
         if group not in self._flat:
             optimizer = self._optimizer
-            form = optimizer.gradient_accumulation_dtype, torch.device(optimizer.device)
+            own = optimizer.bit16_groups[group][0].dtype
+            dtype = torch.promote_types(optimizer.gradient_accumulation_dtype, own)
+            form = dtype, torch.device(optimizer.device)
             flat = self._flat[group] = empty(optimizer.partition_size[group], *form)
             end = 0
             for span in self._reduced[group]:

@@ -37,6 +37,7 @@ from torch import nn
 from dsx.engine.chunks import Tie
 from dsx.engine.zero.adapter import ZeroAdapter
 from dsx.engine.zero.calls import GradientHooks
+from dsx.engine.zero.float32 import gradients_in_float32
 from dsx.engine.zero.messages import end_sum, start_sum
 from dsx.engine.zero.pages import empty
 from dsx.engine.zero.reduction import LeftToDeepSpeed
@@ -424,6 +425,7 @@ class Stage3Adapter(ZeroAdapter):
         """Have DeepSpeed ask for the norm once all gradients are final, on every path to the update."""
         self._optimizer._get_norm_groups = self._reduce_ties_and_norm  # noqa: SLF001
         self._hooks = GradientHooks(self._optimizer, "reduce_ready_partitions_and_remove_grads")
+        self._wide_sums = gradients_in_float32(self._optimizer)
         optimizer, scatter = self._optimizer, "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
         replicas = self._scope.groups.mesh.num_replicas
         # Of experts too, whose gradients are of all tokens of those that hold them together.
@@ -447,7 +449,10 @@ class Stage3Adapter(ZeroAdapter):
         """
         self._hooks.before_backward()
         if self._fresh:
-            self._optimizer.grad_partitions_flat_buffer.zero_()
+            for sums in filter(
+                torch.is_tensor, (self._optimizer.grad_partitions_flat_buffer, self._wide_sums)
+            ):
+                sums.zero_()
             self._fresh = False
         self._optimizer._epilogue_ran_this_backward = False  # noqa: SLF001
         self._optimizer.micro_step_id = 1
