@@ -15,7 +15,7 @@ from dsx.memory.record_cache import LayerRecords
 from dsx.memory.stage3 import Stage3, built, uses
 from dsx.memory.states import Flat, States, StateSettings, Unfused
 from dsx.memory.walk import IN_FLIGHT, RankLayers, Walk
-from dsx.models.param import ParamSpec
+from dsx.models.param import ITEM_BYTES, ParamSpec
 from dsx.parallel.layout import Layout
 from dsx.schedules.program import Program
 from dsx.schedules.receives import ReceivePlan, receive_plans
@@ -279,7 +279,7 @@ def _rank(
         spec.name: Leaf(
             spec.name,
             spec.local_shape(at),
-            width,
+            ITEM_BYTES[spec.dtype_in(layout.dtype)] if layout.dtype != "float32" else width,
             experts_over=1 if spec.experts is None else layout.mesh.ep,
         )
         for spec in layout.params_of(pp_rank)

@@ -95,7 +95,8 @@ class Partitioned(States):
         """The group's averaged gradients, of which this rank keeps its part; made once per step."""
         if group not in self.averaged:
             kind = "gradients", "averaged gradients"
-            self.averaged[group] = self.new(*kind, self.sizes[group], self.settings.accumulate)
+            width = max(self.settings.accumulate, self.leaves[self.plan.groups[group][0][0]].width)
+            self.averaged[group] = self.new(*kind, self.sizes[group], width)
 
     def complete(self) -> None:
         """Make a buffer for every group, whether anything is in it or not."""

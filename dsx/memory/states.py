@@ -217,7 +217,7 @@ class CountedBuckets:
         if self.alone:
             gradient = states.take(pieces[0].parameter)
             return Bucket(pieces, gradient or self._flat(0))
-        flat = self._flat(sum(piece.length for piece in pieces))
+        flat = self._flat(sum(piece.length for piece in pieces), pieces[0].parameter.width)
         for piece in pieces:
             free(states.take(piece.parameter))
         if not self._owners:
@@ -225,7 +225,8 @@ class CountedBuckets:
         ranks, place = states.among(pieces[0].parameter)
         mine = by_owner(pieces, self._owners, ranks)[place]
         others = ranks - 1 if states.settings.gloo else 0
-        return Bucket(mine, flat, self._flat(others * sum(piece.length for piece in mine)))
+        received = others * sum(piece.length for piece in mine)
+        return Bucket(mine, flat, self._flat(received, pieces[0].parameter.width))
 
     def land(self, bucket: Bucket) -> None:
         """The averages go to the states."""
@@ -244,8 +245,9 @@ class CountedBuckets:
         """The states have all averages."""
         self._states.complete()
 
-    def _flat(self, elements: int) -> Tensor:
-        return self._states.new("buckets", "gradients under way", elements, self._width)
+    def _flat(self, elements: int, own: int = 0) -> Tensor:
+        width = own if own > self._states.settings.width else self._width
+        return self._states.new("buckets", "gradients under way", elements, width)
 
 
 class States:
@@ -324,7 +326,7 @@ class States:
                 CountedBuckets(self),
                 sizes={leaf: leaf.numel for leaf in self.leaves.values() if leaf.name in self.trained},
                 uses=uses,
-                kinds={leaf: leaf.experts_over > 1 for leaf in self.leaves.values()},
+                kinds={leaf: (leaf.width, leaf.experts_over > 1) for leaf in self.leaves.values()},
                 bucket_elements=self.settings.bucket,
                 rank=pp_rank,
             )
@@ -441,7 +443,7 @@ class States:
 
         ``held`` are the parameters by name; the group's are let go of.
         """
-        width = self.settings.width
+        width = self.leaves[group[0][0]].width
         room = None if self.capacity_bytes is None else self.capacity_bytes - self.ledger.current_bytes
         on_host = by_way_of_host and room is not None and room < size * width
         copies = []
@@ -467,8 +469,8 @@ class States:
         return flat
 
     def each(self, category: str, name: str, width: int) -> list[Tensor]:
-        """A tensor of ``width`` for each parameter that is trained."""
-        return [self.new(category, name, leaf.numel, width) for leaf in self.order]
+        """A tensor of ``width`` for each parameter that is trained, or its own if that is wider."""
+        return [self.new(category, name, leaf.numel, max(width, leaf.width)) for leaf in self.order]
 
 
 class Unfused(States):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 
 from dsx.errors import LayoutError
@@ -37,12 +38,14 @@ class Layout:
         params: Every parameter of the model (:func:`dsx.models.params.param_specs`). A tied one is used by
             its own layer and by the last layer, the head.
         zero_stage: ZeRO stage.
+        dtype: Of the run's weights, by torch's name.
     """
 
     mesh: Mesh
     stages: StageMap
     params: tuple[ParamSpec, ...]
     zero_stage: int = 0
+    dtype: str = "float32"
 
     def __post_init__(self) -> None:
         if self.mesh.pp != self.stages.num_ranks:
@@ -81,12 +84,13 @@ class Layout:
     def zero_plan(self, pp_rank: int) -> ZeroPlan:
         """ZeRO's cut of a pipeline rank's trained parameters, for dsx's own optimizer groups.
 
-        There is one group, in layer order, and one of experts after it. ZeRO-1 and 2 cut a group as one flat
+        There is one group, in layer order, and one of experts after it, then what stays in fp32.
+        ZeRO-1 and 2 cut a group as one flat
         tensor, so there a weight that is tied across pipeline ranks has a group of its own behind them, which
         both its holders cut alike.
         """
-        plain: list[tuple[str, int]] = []
-        experts: list[tuple[str, int]] = []
+        kinds: dict[tuple[bool, bool], list[tuple[str, int]]]
+        kinds = {(wide, shared): [] for wide, shared in product((False, True), repeat=2)}
         tied: list[tuple[str, int]] = []
         at = self.mesh.at()
         for spec in self.params_of(pp_rank):
@@ -94,14 +98,16 @@ class Layout:
                 continue
             alone = self.zero_stage in (1, 2) and len(self.owners(spec)) > 1
             shared = spec.experts is not None and self.mesh.ep > 1
-            (tied if alone else experts if shared else plain).append((spec.name, prod(spec.local_shape(at))))
-        groups = tuple(tuple(group) for group in (plain, experts, *([item] for item in tied)) if group)
+            kind = spec.dtype_in(self.dtype) != self.dtype, shared
+            (tied if alone else kinds[kind]).append((spec.name, prod(spec.local_shape(at))))
+        groups = tuple(tuple(group) for group in (*kinds.values(), *([item] for item in tied)) if group)
+        experts = {group[0] for (_, shared), group in kinds.items() if shared and group}
         return ZeroPlan(
             stage=self.zero_stage,
             dp=self.mesh.num_replicas,
             groups=groups,
             experts_over=self.mesh.ep,
-            experts=frozenset(at for at, group in enumerate(groups) if experts and group[0] == experts[0]),
+            experts=frozenset(at for at, group in enumerate(groups) if group[0] in experts),
         )
 
     def holdings(self, rank: int) -> tuple[Holding, ...]:

@@ -510,7 +510,8 @@ def _weights(source: Catalog, precision: str | None) -> list[Entry]:
 
 def with_dtype(config: Mapping[str, Any], entries: Iterable[Entry]) -> dict[str, Any]:
     """The ``config.json`` of weights, whose dtype it says if the parameters have one."""
-    dtypes = {entry.dtype for entry in entries if entry.role != "buffer"}
+    found = {entry.dtype for entry in entries if entry.role != "buffer"}
+    dtypes = found - {"float32"} or found  # beside others, that is what the family keeps so
     kept = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
     return kept | ({"dtype": dtypes.pop()} if len(dtypes) == 1 else {})
 
