@@ -66,9 +66,14 @@ class Partitioned(States):
 
     def start(self) -> None:
         """Group by group the flat copy beside the parameters, the fp32 partition; zero gradients last."""
-        for size in self.flatten_groups(self.sizes, by_way_of_host=True):
-            self.make_master(size, cloned=self.settings.width != 4)
+        for index, size in enumerate(self.flatten_groups(self.sizes, by_way_of_host=True)):
+            self.make_master(size, cloned=self.width_of(index) != 4)
         free(*[self.new("temporaries", "zero gradients", size, 4) for size in self.sizes])
+
+    def width_of(self, group: int) -> int:
+        """Bytes of an element of a group's parameters."""
+        (first, _), *_ = self.plan.groups[group]
+        return self.leaves[first].width
 
     # Gradients that dsx reduces: engine/zero/partitioned.py
 
@@ -95,7 +100,7 @@ class Partitioned(States):
         """The group's averaged gradients, of which this rank keeps its part; made once per step."""
         if group not in self.averaged:
             kind = "gradients", "averaged gradients"
-            width = max(self.settings.accumulate, self.leaves[self.plan.groups[group][0][0]].width)
+            width = max(self.settings.accumulate, self.width_of(group))
             self.averaged[group] = self.new(*kind, self.sizes[group], width)
 
     def complete(self) -> None:
@@ -291,14 +296,15 @@ class PartitionedOffload(Partitioned):
 
     def start(self) -> None:
         """Group by group: the flat copy beside the parameters, then masters and a bf16 copy on the host."""
-        width, pins = self.settings.width, self.offload.pinned and not self.offload.unified
+        pins = self.offload.pinned and not self.offload.unified
         unpinned = None  # what a bf16 copy was pinned from is there until DeepSpeed's constructor ends
-        for size in self.flatten_groups(self.sizes, by_way_of_host=True):
+        for index, size in enumerate(self.flatten_groups(self.sizes, by_way_of_host=True)):
+            width = self.width_of(index)
             self.make_master(size, cloned=width != 4 or not self.offload.unified)
             free(unpinned)
             self._keep_there("parameters", "updated", size, width)
             unpinned = self.host.new("temporaries", "updated, before pinning", size, width) if pins else None
-        largest = max(leaf.numel for leaf in self.order)
+        largest, width = max(leaf.numel for leaf in self.order), self.settings.width
         self._keep_there("buckets", "gradient on its way", largest, width)
         self.scratch = [self.on_host[-1], self.new("buckets", "gradient on its way", largest, width)]
         for size in self.sizes:

@@ -26,6 +26,9 @@ from dsx.schedules.schedule import Action
 Module = tuple[Leaf, ...]
 """A module with these parameters of its own; maybe none."""
 
+Waiting = tuple[Leaf, Tensor | None]
+"""A gradient that waits to be reduced; None if it lies in the bucket."""
+
 NEVER = -1
 """Before a step's first module."""
 
@@ -37,12 +40,14 @@ class _Handle:
         self._coordinator, self._leaves, self._complete = coordinator, leaves, False
         self._waiting = len(leaves)
         self._own: dict[str, Tensor | None] = {}
-        self._flat: dict[int, Tensor] = {}
+        self._flat: dict[tuple[int, int], Tensor] = {}
         for ranks, together in coordinator.by_ranks(leaves).items():
             if len(together) == 1 or coordinator.gathering.sequential or ranks == 1:
                 self._own |= {leaf.name: coordinator.own_buffer(leaf) for leaf in together}
-            else:
-                self._flat[ranks] = coordinator.flat_buffer(together)
+                continue
+            for width in sorted({leaf.width for leaf in together}):
+                its = [leaf for leaf in together if leaf.width == width]
+                self._flat[ranks, width] = coordinator.flat_buffer(its)
 
     def wait(self) -> None:
         """The parameters are there; the flat buffer stays until :meth:`let_go` for each of them."""
@@ -54,7 +59,7 @@ class _Handle:
             if leaf.name in self._own:
                 whole = self._own[leaf.name]
             elif coordinator.gathering.all_reduce:
-                whole = self._flat[coordinator.ranks(leaf)].detach()
+                whole = self._flat[coordinator.ranks(leaf), leaf.width].detach()
             else:
                 whole = coordinator.copied(leaf)
             coordinator.settle(leaf, whole)
@@ -84,7 +89,6 @@ class Coordinator:
     """PartitionedParameterCoordinator under dsx's StepGathers.
 
     Args:
-        width: Bytes of a parameter.
         persistent: Names of parameters that stay gathered through a step.
         offloaded: Whether partitions live on the host, and come to the device to be gathered.
 
@@ -97,13 +101,12 @@ class Coordinator:
         self,
         ledger: Ledger,
         dp: int,
-        width: int,
         gathering: Gathering,
         persistent: frozenset[str],
         *,
         offloaded: bool = False,
     ) -> None:
-        self.ledger, self.dp, self.width, self.gathering = ledger, dp, width, gathering
+        self.ledger, self.dp, self.gathering = ledger, dp, gathering
         self.persistent, self.offloaded = persistent, offloaded
         self.here: dict[str, Leaf] = {}
         self.flying: set[str] = set()
@@ -137,7 +140,7 @@ class Coordinator:
 
     def copied(self, leaf: Leaf) -> Tensor:
         """A parameter copied out of a flat buffer."""
-        return self._new("gathered parameters", leaf.numel)
+        return self._new("gathered parameters", leaf.numel, leaf.width)
 
     def own_buffer(self, leaf: Leaf) -> Tensor | None:
         """What a single parameter is gathered into and stays in; None where the only partition is it."""
@@ -147,17 +150,19 @@ class Coordinator:
 
     def flat_buffer(self, leaves: Sequence[Leaf]) -> Tensor:
         """The buffer that several are gathered into."""
-        buffer = self._new("gathering", sum(map(self.padded, leaves)))
+        buffer = self._new("gathering", sum(map(self.padded, leaves)), leaves[0].width)
         free(*self.uploads(leaves))
         return buffer
 
     def uploads(self, leaves: Sequence[Leaf]) -> list[Tensor]:
         """Partitions that come from the host to be gathered."""
-        sizes = [part_numel(leaf.numel, self.ranks(leaf)) for leaf in leaves] if self.offloaded else []
-        return [self._new("partitions on their way", size) for size in sizes]
+        return [
+            self._new("partitions on their way", part_numel(leaf.numel, self.ranks(leaf)), leaf.width)
+            for leaf in (leaves if self.offloaded else ())
+        ]
 
-    def _new(self, name: str, numel: int) -> Tensor:
-        return self.ledger.tensor("parameters", name, numel, self.width)
+    def _new(self, name: str, numel: int, width: int) -> Tensor:
+        return self.ledger.tensor("parameters", name, numel, width)
 
     # Steps
 
@@ -302,13 +307,14 @@ class Coordinator:
             parts = [] if ranks == 1 else self.uploads(small)
             for leaf in small:
                 size = self.padded(leaf)
-                whole = self.own_buffer(leaf) if ranks == 1 else self._new("gathered parameters", size)
+                made = "gathered parameters", size, leaf.width
+                whole = self.own_buffer(leaf) if ranks == 1 else self._new(*made)
                 self.settle(leaf, whole)
             free(*parts)
 
     def gather_alone(self, leaf: Leaf) -> Tensor:
         """_allgather_params_sequential: a buffer of its own, on one rank too."""
-        buffer = self._new("gathered parameters", self.padded(leaf))
+        buffer = self._new("gathered parameters", self.padded(leaf), leaf.width)
         free(*self.uploads([leaf]))
         return buffer
 
@@ -330,7 +336,6 @@ class Stage3(States):
         self.coordinator = Coordinator(
             self.ledger,
             self.plan.dp,
-            self.settings.width,
             gathering,
             gathering.persistent([*self.leaves.values()]),
             offloaded=self.offload.parameters and not self.offload.unified,
@@ -338,9 +343,8 @@ class Stage3(States):
         groups = len(self.sub_groups)
         first = int((1 - self.offload.ratio) * groups) if self.offload.optimizer else groups
         self.host_groups = range(first, groups)
-        self.elements = 0
-        self.in_bucket: list[tuple[Leaf, Tensor | None]] = []
-        self.bucket: Tensor | None = None
+        self.buckets: dict[int, list[Waiting]] = {}
+        self.held_buckets: list[Tensor] = []
         self.gradients: list[Tensor] = []
         self._gathers: GatherPlan | None = None
         self.layers: Sequence[Sequence[Leaf]] = [self.order]
@@ -358,9 +362,17 @@ class Stage3(States):
         return self.part(leaf) * self.among(leaf)[1] < leaf.numel
 
     @property
-    def wire(self) -> int:
-        """Bytes of a gradient's element as it is sent (``communication_data_type``)."""
+    def sent(self) -> int:
+        """Bytes of a gradient's element as most are sent (``communication_data_type``)."""
         return self.settings.communication or self.settings.width
+
+    def wire(self, leaf: Leaf) -> int:
+        """Bytes of an element of this gradient as it is sent."""
+        return leaf.width if leaf.width > self.settings.width else self.sent
+
+    def sums(self, leaf: Leaf) -> int:
+        """Bytes of an element of a sum of gradients."""
+        return max(self.settings.accumulate, leaf.width)
 
     # The engine
 
@@ -373,7 +385,7 @@ class Stage3(States):
             ]
             for leaf in layer:
                 # partition_parameters.py, _partition_param.
-                kind = "parameters", "partitions", self.part(leaf), self.settings.width
+                kind = "parameters", "partitions", self.part(leaf), leaf.width
                 held = self.parameters if leaf.name in self.trained else self.frozen_parameters
                 if self.offload.parameters:
                     held.append(self.host.pinned(*kind, pin=self.offload.pinned_parameters))
@@ -394,28 +406,34 @@ class Stage3(States):
         # Hooks are put on whole parameters, one after the other (create_reduce_and_remove_grad_hooks).
         for leaf in self.order:
             free(self.coordinator.gather_alone(leaf))
+        self.make_wide_gradients()
 
     def flatten(self) -> None:
         """Over the host into one buffer (utils.py), or on the host into a pinned one for each group."""
-        kind, width = ("parameters", "partitions"), self.settings.width
+        kind = "parameters", "partitions"
         if self.offload.parameters:
             for group in self.plan.groups:
-                size = sum(self.part(self.leaves[name]) for name, _ in group)
+                leaves = [self.leaves[name] for name, _ in group]
+                size, width = sum(map(self.part, leaves)), leaves[0].width
                 self.on_host.append(self.host.pinned(*kind, size, width, pin=True))
             free(*self.parameters)
             self.parameters.clear()
             return
-        with self.host.ledger.aside("partitions", self.local, width):
-            free(*self.parameters)
-            self.parameters = [self.new(*kind, self.local, width)]
+        trained = [leaf for layer in self.layers for leaf in layer if leaf.name in self.trained]
+        held, self.parameters = list(zip(trained, self.parameters, strict=True)), []
+        for width in dict.fromkeys(leaf.width for leaf in self.order):
+            size = sum(self.part(leaf) for leaf in trained if leaf.width == width)
+            with self.host.ledger.aside("partitions", size, width):
+                free(*(part for leaf, part in held if leaf.width == width))
+                self.parameters.append(self.new(*kind, size, width))
 
     def make_masters(self) -> None:
         """Of fp32 parameters too: DeepSpeed takes them for parameters of another device."""
-        narrow = self.settings.width != 4
-        moves = narrow or (self.offload.parameters and not self.offload.unified)
         stays = self.offload.parameters or self.offload.unified
         converted: Tensor | None = None
         for index, size in enumerate(self.sizes):
+            narrow = self.sub_groups[index][0].width != 4
+            moves = narrow or (self.offload.parameters and not self.offload.unified)
             host = index in self.host_groups
             new = self.host.new if host else self.new
             if (narrow or not stays) if host else moves:
@@ -441,17 +459,24 @@ class Stage3(States):
         free(zeros)
         if self.gathering.contiguous:
             # Gradients are copied next to each other as they come.
-            self.bucket = self.new("buckets", "reduce bucket", self.settings.bucket, self.wire)
-        kind = "gradients", "gradient partitions", self.local, width
-        if offloaded:
-            self.on_host.append(self.host.pinned(*kind, pin=pin))
-        else:
-            self.gradients = [self.new(*kind)]
+            self.held_buckets.append(self.new("buckets", "reduce bucket", self.settings.bucket, self.sent))
+        self._keep_sums(sum(self.sizes), width)
 
-    @property
-    def local(self) -> int:
-        """Elements of all of this rank's partitions."""
-        return sum(self.sizes)
+    def make_wide_gradients(self) -> None:
+        """A bucket, and sums, of what is in fp32 among others, unless all are (engine/zero/float32.py)."""
+        wide = [leaf for leaf in self.order if leaf.width > self.settings.width]
+        if wide and self.gathering.contiguous and self.sent != 4:
+            size = min(self.settings.bucket, sum(leaf.numel for leaf in wide))
+            self.held_buckets.append(self.new("buckets", "reduce bucket in float32", size, 4))
+        if wide and self.settings.accumulate != 4:
+            self._keep_sums(sum(map(self.part, wide)), 4)
+
+    def _keep_sums(self, size: int, width: int) -> None:
+        kind = "gradients", "gradient partitions", size, width
+        if self.offload.optimizer:
+            self.on_host.append(self.host.pinned(*kind, pin=self.offload.pinned))
+        else:
+            self.gradients.append(self.new(*kind))
 
     # Steps
 
@@ -459,11 +484,11 @@ class Stage3(States):
         """Take ``dsx.zero.keep_gathered_bytes`` to heart; ``chunks``: what each stage's layers use."""
         if not self.gathering.keep_bytes:
             return
-        small, width = self.coordinator.persistent, self.settings.width
+        small = self.coordinator.persistent
         holds = self.coordinator.holds = ChunkHolds(
             chunks,
             persistent=lambda leaf: leaf.name in small,
-            size_bytes=lambda leaf: leaf.numel * width,
+            size_bytes=lambda leaf: leaf.numel * leaf.width,
             budget_bytes=self.gathering.keep_bytes,
         )
         self._gathers = holds.plan(row)
@@ -481,33 +506,34 @@ class Stage3(States):
 
     def arrive(self, leaf: Leaf, gradient: Tensor) -> None:
         """Into the bucket if there is room; else reduced with the next, or at the backward's end."""
-        bucket = self.settings.bucket
-        others = self.in_bucket and self.in_bucket[0][0].experts_over != leaf.experts_over
-        if others or (self.elements + leaf.numel > bucket and self.elements):
-            self.flush()
-        fits = self.gathering.contiguous and self.elements + leaf.numel <= bucket
-        self.in_bucket.append((leaf, None if fits else gradient))
-        self.elements += leaf.numel
+        wire, limit = self.wire(leaf), self.settings.bucket
+        others = self.buckets.get(wire) and self.buckets[wire][0][0].experts_over != leaf.experts_over
+        if others or self.elements(wire) + leaf.numel > limit:
+            self.flush(wire)
+        fits = self.gathering.contiguous and self.elements(wire) + leaf.numel <= limit
+        self.buckets.setdefault(wire, []).append((leaf, None if fits else gradient))
         if fits:
             free(gradient)
 
-    def flush(self) -> None:
-        """Reduce what has come, and add this rank's part to what it has."""
-        if not self.in_bucket:
-            return
-        if (
-            self.gathering.contiguous
-            and self.elements <= self.settings.bucket
-            and not self.gathering.reduce_scatter
-        ):
-            held = self._all_reduced()
-        else:
-            held = self._scattered()
-        self.add(held)
-        free(*(gradient for _, gradient in self.in_bucket))
-        self.in_bucket, self.elements = [], 0
+    def elements(self, wire: int) -> int:
+        """Those of the gradients that wait to be sent in so many bytes each."""
+        return sum(leaf.numel for leaf, _ in self.buckets.get(wire, ()))
 
-    def add(self, held: list[Tensor]) -> None:
+    def flush(self, wire: int) -> None:
+        """Reduce what has come, and add this rank's part to what it has."""
+        waiting = self.buckets.pop(wire, [])
+        if not waiting:
+            return
+        numel = sum(leaf.numel for leaf, _ in waiting)
+        together = self.gathering.contiguous and numel <= self.settings.bucket
+        if together and not self.gathering.reduce_scatter:
+            held = self._all_reduced(waiting)
+        else:
+            held = self._scattered(waiting)
+        self.add(held, waiting)
+        free(*(gradient for _, gradient in waiting))
+
+    def add(self, held: list[Tensor], bucket: list[Waiting]) -> None:
         """partition_grads: in place; or each partition comes from the host, is added to, and goes back.
 
         ``held`` are the reduced partitions.
@@ -519,61 +545,62 @@ class Stage3(States):
         # A gradient beside the bucket goes when its part has been added, in the order of the parameters; a
         # single one that needed no copy holds the reduced part itself.
         places = {leaf.name: place for place, leaf in enumerate(self.order)}
-        waiting = sorted(self.in_bucket, key=lambda item: places[item[0].name], reverse=True)
+        waiting = sorted(bucket, key=lambda item: places[item[0].name], reverse=True)
         alone = None if held else waiting[0][1]
-        self.in_bucket.clear()
+        bucket.clear()
         for leaf, own in reversed(waiting):
             if self.has_own(leaf):
-                so_far = self.new("temporaries", "sum so far", self.part(leaf), self.settings.accumulate)
+                so_far = self.new("temporaries", "sum so far", self.part(leaf), self.sums(leaf))
                 free(before)
                 before = so_far
             if own is not alone:
                 free(own)
         free(before, alone, *held)
 
-    def _scattered(self) -> list[Tensor]:
+    def _scattered(self, bucket: Sequence[Waiting]) -> list[Tensor]:
         """reduce_scatter_coalesced: a flat copy with padding, unless one parameter needs none.
 
         Between CPUs (engine/zero/stage3.py) it is without, and what the other ranks send lies beside it; one
         rank has no copy.
         """
-        width, accumulate = self.wire, self.settings.accumulate
+        first, _ = bucket[0]
+        width, accumulate = self.wire(first), max(self.sums(leaf) for leaf, _ in bucket)
         sent = [
             self.new("temporaries", "gradient as it is sent", gradient.numel, width)
-            for _, gradient in self.in_bucket
+            for _, gradient in bucket
             if gradient is not None and gradient.width != width
         ]
-        padded = sum(self.coordinator.padded(leaf) for leaf, _ in self.in_bucket)
+        padded = sum(self.coordinator.padded(leaf) for leaf, _ in bucket)
         copies: list[Tensor] = []
-        ranks, place = self.among(self.in_bucket[0][0])
+        ranks, place = self.among(first)
         if self.settings.gloo:
-            numels = [leaf.numel for leaf, _ in self.in_bucket] if self.plan.dp > 1 else []
+            numels = [leaf.numel for leaf, _ in bucket] if self.plan.dp > 1 else []
             each = [(numel, -(-numel // ranks)) for numel in numels]
             mine = sum(max(0, min(part, numel - part * place)) for numel, part in each)
             sizes = sum(numels), (ranks - 1) * mine
             copies += (
                 self.new("temporaries", "flat copy of the bucket", size, width) for size in sizes if size
             )
-        elif len(self.in_bucket) > 1 or padded != self.in_bucket[0][0].numel:
+        elif len(bucket) > 1 or padded != first.numel:
             copies.append(self.new("temporaries", "flat copy of the bucket", padded, width))
         free(*sent)
         if accumulate == width:
             return copies
         parts = [
-            self.new("temporaries", "partitions to add", self.part(leaf), accumulate)
-            for leaf, _ in self.in_bucket
+            self.new("temporaries", "partitions to add", self.part(leaf), accumulate) for leaf, _ in bucket
         ]
         free(*copies)
         return parts
 
-    def _all_reduced(self) -> list[Tensor]:
+    def _all_reduced(self, bucket: Sequence[Waiting]) -> list[Tensor]:
         """``reduce_scatter`` false (__avg_scatter_contiguous_grads): in the bucket, then a scaled copy."""
-        width, accumulate = self.wire, self.settings.accumulate
+        width, accumulate = self.wire(bucket[0][0]), max(self.sums(leaf) for leaf, _ in bucket)
+        numel = sum(leaf.numel for leaf, _ in bucket)
         held: list[Tensor] = []
         if self.plan.dp > 1:
-            held.append(self.new("temporaries", "scaled bucket", self.elements, width))
+            held.append(self.new("temporaries", "scaled bucket", numel, width))
         if accumulate != width:
-            added = self.new("temporaries", "bucket to add", self.elements, accumulate)
+            added = self.new("temporaries", "bucket to add", numel, accumulate)
             free(*held)
             held = [added]
         return held
@@ -581,7 +608,8 @@ class Stage3(States):
     def reduce(self, *, boundary: bool, came: bool) -> None:
         """The epilogue of a backward: empty the bucket, let go of the model's first modules."""
         del boundary, came
-        self.flush()
+        for wire in sorted(self.buckets):
+            self.flush(wire)
         self.coordinator.release_rest()
 
     # The update
@@ -591,8 +619,9 @@ class Stage3(States):
         if self.offload.optimizer:
             self._finalize()
         self.coordinator.release_all()
-        if not self.offload.optimizer and self.settings.accumulate != 4:
-            self.norm(max(map(self.part, self.order)))
+        narrow = [self.part(leaf) for leaf in self.order if self.sums(leaf) != 4]
+        if not self.offload.optimizer and narrow:
+            self.norm(max(narrow))
         self.update_groups()
         self.coordinator.gather_persistent([*self.leaves.values()])
 
@@ -600,7 +629,7 @@ class Stage3(States):
         """_prepare_fp32_grad_for_sub_group: a flat fp32 copy; None for a single one that is fp32 already."""
         if self.offload.optimizer:
             return None  # the masters' own
-        size, accumulate = self.sizes[group], self.settings.accumulate
+        size, accumulate = self.sizes[group], self.sums(self.sub_groups[group][0])
         flat: Tensor | None = None
         if len(self.sub_groups[group]) > 1:
             flat = self.new("temporaries", "flat gradient", size, accumulate)
@@ -612,10 +641,9 @@ class Stage3(States):
 
     def _finalize(self) -> None:
         """_finalize_offload_gradient_accumulation: the norm in fp64, then fp32 to the host."""
-        width = self.settings.accumulate
         part: Tensor | None = None
         for leaf in self.order:
-            size = self.part(leaf)
+            size, width = self.part(leaf), self.sums(leaf)
             if not self.has_own(leaf):
                 continue
             if not self.offload.unified:

@@ -366,7 +366,7 @@ class States:
 
     def step(self) -> None:
         """The update."""
-        self.update([leaf.numel for leaf in self.order])
+        self.update([[leaf.numel for leaf in self.order]])
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
@@ -380,18 +380,19 @@ class States:
 
     # The update
 
-    def update(self, numels: Sequence[int]) -> None:
-        """One optimizer step over fp32 tensors of these sizes."""
-        rule = self.settings.optimizer
-        if not self.moments:
-            self.moments = [self.new("optimizer", "moments", numel, rule.state_bytes) for numel in numels]
-        held: list[Tensor] = []
-        for numel in numels:
-            if rule.one_by_one:
-                free(*held)
-                held.clear()
-            held.append(self.new("temporaries", "update", numel, rule.step_bytes))
-        free(*held)
+    def update(self, groups: Sequence[Sequence[int]]) -> None:
+        """One optimizer step over fp32 tensors of these sizes, group by group, each with its moments."""
+        rule, first = self.settings.optimizer, not self.moments
+        for numels in groups:
+            if first:
+                self.moments += [self.new("optimizer", "moments", size, rule.state_bytes) for size in numels]
+            held: list[Tensor] = []
+            for numel in numels:
+                if rule.one_by_one:
+                    free(*held)
+                    held.clear()
+                held.append(self.new("temporaries", "update", numel, rule.step_bytes))
+            free(*held)
 
     def update_groups(self) -> None:
         """Group by group, the update, which makes the moments when it is the first."""
@@ -472,6 +473,17 @@ class States:
         """A tensor of ``width`` for each parameter that is trained, or its own if that is wider."""
         return [self.new(category, name, leaf.numel, max(width, leaf.width)) for leaf in self.order]
 
+    def groups(self) -> list[list[Leaf]]:
+        """The optimizer's without ZeRO: one, unless some of it stays in fp32 (dsx/engine/optimizers.py)."""
+        if all(leaf.width == self.settings.width for leaf in self.order):
+            return [self.order]
+        return [[self.leaves[name] for name, _ in group] for group in self.plan.groups]
+
+    def casts(self, group: Sequence[Leaf]) -> list[Tensor]:
+        """Of each that is not in fp32, its values or its gradient so."""
+        narrow = (leaf.numel for leaf in group if leaf.width != 4)
+        return [self.new("temporaries", "each in float32", numel, 4) for numel in narrow]
+
 
 class Unfused(States):
     """Half precision without ZeRO, torch's optimizers: fp16/unfused_optimizer.py, each parameter in fp32."""
@@ -479,57 +491,62 @@ class Unfused(States):
     def start(self) -> None:
         """Masters, then a first update on zero gradients, which dsx undoes."""
         for leaf in self.order:
-            self.make_master(leaf.numel)
+            self.make_master(leaf.numel, cloned=leaf.width != 4)
         low = self.each("gradients", "zero gradients", self.settings.width)
         high = self.each("temporaries", "fp32 gradients", 4)
-        self.update([leaf.numel for leaf in self.order])
+        self.update([[leaf.numel for leaf in group] for group in self.groups()])
         free(*low, *high, *self.moments)
         self.moments.clear()
 
     def step(self) -> None:
         """The norm, fp32 gradients beside the bf16 ones, and the update."""
-        numels = [leaf.numel for leaf in self.order]
-        self.norm(max(numels))
-        gradients = self.each("temporaries", "fp32 gradients", 4)
-        self.update(numels)
+        self.norm(max(leaf.numel for leaf in self.order))
+        gradients = self.casts(self.order)
+        self.update([[leaf.numel for leaf in group] for group in self.groups()])
         free(*gradients)
         self.drop_gradients()
 
 
 class Flat(States):
-    """Half precision without ZeRO, fused optimizers: fp16/fused_optimizer.py, flat bf16 and flat fp32."""
+    """Half precision without ZeRO, fused optimizers: fp16/fused_optimizer.py, groups flat, and in fp32."""
 
     def prepare(self) -> None:
-        """All parameters are one tensor."""
-        self._total = sum(leaf.numel for leaf in self.order)
+        """Parameters of a group are one tensor."""
+        self._groups = self.groups()
+        self._sizes = [sum(leaf.numel for leaf in group) for group in self._groups]
 
     def start(self) -> None:
         """Clones, their flat copy, the flat masters; a first update, which dsx undoes."""
-        width, total = self.settings.width, self._total
-        clones = self.each("temporaries", "clones", width)
-        flat = self.new("parameters", "flat parameters", total, width)
-        free(*clones, *self.parameters)
-        self.parameters = [flat]
-        self.make_master(total)
-        with self.aside("zero gradients", total, 4):
-            self.update([total])
-        # dsx/engine/zero/replicated.py _undo_initial_step
-        wide = self.each("temporaries", "each in float32", 4)
-        self.passing("parameters in float32", total, 4)
-        free(*wide, *self.moments)
+        held, self.parameters = iter(self.parameters), []
+        for group, size in zip(self._groups, self._sizes, strict=True):
+            width = group[0].width
+            clones = [self.new("temporaries", "clones", leaf.numel, width) for leaf in group]
+            self.parameters.append(self.new("parameters", "flat parameters", size, width))
+            free(*clones, *(next(held) for _ in group))
+            self.make_master(size, cloned=width != 4)
+        with self.aside("zero gradients", sum(self._sizes), 4):
+            self.update([[size] for size in self._sizes])
+        for group, size in zip(self._groups, self._sizes, strict=True):
+            # dsx/engine/zero/replicated.py _undo_initial_step
+            wide = self.casts(group)
+            self.passing("parameters in float32", size, 4)
+            free(*wide)
+        free(*self.moments)
         self.moments.clear()
 
     def step(self) -> None:
         """The norm, each gradient in fp32, then all flat, the update."""
         self.norm(max(leaf.numel for leaf in self.order))
-        casts = self.each("temporaries", "each in float32", 4)
-        with self.aside("flat fp32 gradients", self._total, 4):
-            free(*casts)
-            self.drop_gradients()
-            if self.replicated:
-                # A copy of a tied weight does not count (runtime/utils.py, get_flattened_grad_norm).
-                kind = "temporaries", "mask of the norm", self._total
-                marks, sums, mask = (self.new(*kind, width) for width in (4, 4, 1))
-                free(marks, sums)
-                free(self.new(*kind, 4), mask)
-            self.update([self._total])
+        flat: list[Tensor] = []
+        for group, size in zip(self._groups, self._sizes, strict=True):
+            casts = self.casts(group)
+            flat.append(self.new("temporaries", "flat fp32 gradients", size, 4))
+            free(*casts, *(self.take(leaf) for leaf in group))
+        for size in self._sizes if self.replicated else ():
+            # A copy of a tied weight does not count (runtime/utils.py, get_flattened_grad_norm).
+            kind = "temporaries", "mask of the norm", size
+            marks, sums, mask = (self.new(*kind, width) for width in (4, 4, 1))
+            free(marks, sums)
+            free(self.new(*kind, 4), mask)
+        self.update([[size] for size in self._sizes])
+        free(*flat)

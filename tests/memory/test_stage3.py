@@ -90,7 +90,7 @@ def test_the_second_step_prefetches_up_to_the_first_parameter_that_fills_the_buc
     a, b, c, d = (Leaf(name, (10,), 2) for name in "abcd")
     modules = [(a,), (b,), (c,), (d,)]
     coordinator = Coordinator(
-        Ledger(), 2, 2, Gathering(prefetch=11, reuse_distance=0, live=1000, persistence=0), frozenset()
+        Ledger(), 2, Gathering(prefetch=11, reuse_distance=0, live=1000, persistence=0), frozenset()
     )
     assert walk(coordinator, modules) == [["a"], ["b"], ["c"], ["d"]]
     # With b, c comes too; with d also a, whose backward is the next use that nobody has yet. b's backward was
@@ -103,7 +103,7 @@ def test_the_second_step_prefetches_up_to_the_first_parameter_that_fills_the_buc
 def test_several_come_through_a_flat_buffer_and_one_alone_in_its_own():
     a, b, c = (Leaf(name, (10,), 2) for name in "abc")
     ledger = Ledger()
-    coordinator = Coordinator(ledger, 4, 2, Gathering(persistence=0), frozenset())
+    coordinator = Coordinator(ledger, 4, Gathering(persistence=0), frozenset())
     coordinator.begin()
     coordinator.fetch((a,), forward=True)
     assert ledger.current_bytes == 2 * 12
@@ -117,7 +117,7 @@ def test_several_come_through_a_flat_buffer_and_one_alone_in_its_own():
 def test_what_a_recomputation_saved_keeps_a_gathered_parameter():
     a = Leaf("a", (10,), 2)
     ledger = Ledger()
-    coordinator = Coordinator(ledger, 2, 2, Gathering(persistence=0), frozenset())
+    coordinator = Coordinator(ledger, 2, Gathering(persistence=0), frozenset())
     coordinator.begin()
     coordinator.fetch((a,), forward=True)
     saved = a.detach()
@@ -131,7 +131,7 @@ def test_one_rank_gathers_nothing_but_what_lies_on_the_host():
     a = Leaf("a", (10,), 2)
     for offloaded, size in ((False, 0), (True, 20)):
         ledger = Ledger()
-        coordinator = Coordinator(ledger, 1, 2, Gathering(persistence=0), frozenset(), offloaded=offloaded)
+        coordinator = Coordinator(ledger, 1, Gathering(persistence=0), frozenset(), offloaded=offloaded)
         coordinator.begin()
         coordinator.fetch((a,), forward=True)
         assert ledger.current_bytes == size
