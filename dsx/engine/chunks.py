@@ -202,6 +202,10 @@ class Chunks(nn.Module):
         """What takes inputs of a stage's layers to the host, of how many, and whether of the first."""
         return self._offloaded[stage]
 
+    def hides(self, stage: int) -> bool:
+        """Whether a stage's divided backward hides exchanges of rows behind weight gradients."""
+        return any(getattr(layer, "hides", False) for _, layer in self._stages[stage])
+
     def trains(self, stage: int) -> bool:
         return any(parameter.requires_grad for parameter in self.used_parameters()[stage])
 

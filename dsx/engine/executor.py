@@ -16,6 +16,7 @@ from dsx.engine.rank_progress import RankProgress
 from dsx.errors import ModelError
 from dsx.nn.split import WeightGradients
 from dsx.parallel.groups import Groups
+from dsx.schedules.hiding import in_parts
 from dsx.schedules.host_copies import host_plan
 from dsx.schedules.receives import Channel, ReceivePlan
 from dsx.schedules.schedule import BACKWARDS, Action, Kind, Op, Schedule
@@ -145,6 +146,7 @@ class StepRun:
         self._split = split or WeightGradients()
         self._row = schedule.rows[groups.pp_rank]
         self._last, self._position = schedule.num_stages - 1, 0
+        self._in_parts = in_parts(self._row)
         # A chunk's last transfer included, so that nobody waits for what is done with its gradients.
         self._ends = {a.stage: i for i, a in enumerate(self._row)} if mode.training else {}
         self._inputs: dict[Key, Any] = {}
@@ -179,7 +181,7 @@ class StepRun:
         """Execute the row. Returns when every send has left."""
         steps = {
             Op.FORWARD: self._forward,
-            Op.BACKWARD: self._backward,
+            Op.BACKWARD: self._whole_backward,
             Op.BACKWARD_INPUT: self._backward_input,
             Op.BACKWARD_WEIGHT: self._backward_weight,
             Op.RECV_F: self._receive_input,
@@ -368,8 +370,16 @@ class StepRun:
         key = (action.stage, action.micro_batch)
         self._gradients[key] = self._take("B", action.stage + 1, key)[1]
 
+    def _whole_backward(self, action: Action) -> None:
+        if self._position in self._in_parts and self._stages.hides(action.stage):
+            self._backward_input(action)
+            self._backward_weight(action)
+        else:
+            self._backward(action)
+
     def _backward_input(self, action: Action) -> None:
-        with self._split.deferring((action.stage, action.micro_batch)):
+        key, direct = (action.stage, action.micro_batch), not self._calls.hooked
+        with self._split.deferring(key, direct=direct):
             self._backward(action)
 
     def _backward_weight(self, action: Action) -> None:

@@ -23,6 +23,7 @@ from dsx.nn.expert_load import Tally
 from dsx.nn.experts import ExpertParallel, over_ranks
 from dsx.nn.parallel import uncompiled
 from dsx.nn.parameters import DTYPES
+from dsx.nn.split import WeightGradients
 
 _COUNT = "num_experts"
 _BIASES = ("e_score_correction_bias", "expert_bias")  # transformers' names of it
@@ -68,23 +69,28 @@ def tallies_of(block: nn.Module, number: int, device: torch.device | str | None)
     return [Tally(number, *each, bias, device) for each, bias in zip(held, biases, strict=True)]
 
 
-def share_experts(block: nn.Module, ep: ExpertParallel) -> None:
+def share_experts(block: nn.Module, ep: ExpertParallel, split: WeightGradients | None) -> bool:
     """Have each of a block's modules of experts hold this rank's and compute what comes to them.
 
     Args:
         block: On the meta device. Its parameters get the shapes of this rank's part with their storage.
         ep: The ranks that hold the experts together.
+        split: Where the block's weight gradients wait when the backward is divided.
+
+    Returns:
+        Whether there are any, for which rows travel.
     """
-    if ep.size > 1:
-        for _, module in experts_in(block):
-            module.forward = SharedExperts(module, ep)
+    found = [module for _, module in experts_in(block)] if ep.size > 1 else []
+    for module in found:
+        module.forward = SharedExperts(module, ep, split)
+    return bool(found)
 
 
 class SharedExperts:
     """The forward of a module of experts, of which the other ranks hold the rest."""
 
-    def __init__(self, module: Any, ep: ExpertParallel) -> None:
-        self._module, self._ep, self._forward = module, ep, module.forward
+    def __init__(self, module: Any, ep: ExpertParallel, split: WeightGradients | None) -> None:
+        self._module, self._ep, self._split, self._forward = module, ep, split, module.forward
         self._experts: int = module.num_experts
         module.num_experts = self._experts // ep.size
         names = [*inspect.signature(inspect.unwrap(type(module).forward)).parameters][1:]
@@ -111,5 +117,6 @@ class SharedExperts:
             return found
 
         routes = index.reshape(len(tokens), -1), weights.reshape(len(tokens), -1)
-        y = over_ranks(tokens, *routes, ep=self._ep, experts=self._experts, compute=compute)
+        told = {"ep": self._ep, "experts": self._experts, "split": self._split}
+        y = over_ranks(tokens, *routes, compute=compute, **told)
         return y.view_as(hidden)

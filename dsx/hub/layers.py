@@ -33,6 +33,7 @@ from dsx.nn.documents import Given, Places, Stream, carried, hidden_of
 from dsx.nn.embedding import looked_up, own_rows
 from dsx.nn.linear import column_linear
 from dsx.nn.parameters import Weights, own_dtype
+from dsx.nn.split import block_ends
 from dsx.nn.tiling import tile
 
 
@@ -178,7 +179,7 @@ class HubBlock(nn.Module):
         plan = block_plan(model, structure, number)
         summed = apply_plan(self.block, plan, weights.tp, weights.split, around.paths)
         self.tallies = tallies_of(self.block, number, weights.device)
-        share_experts(self.block, weights.ep)
+        self._split = weights.split if share_experts(self.block, weights.ep, weights.split) else None
         pass_states(self.block, around.passing, weights.cp)
         gather_around(self.block, around.paths - around.passing, weights.cp)
         settled(self, model, weights, {f"block.{path}" for path in summed})
@@ -201,7 +202,13 @@ class HubBlock(nn.Module):
         # Where the hidden states leave, whoever computes the block again must not hold them.
         once = partial(self._run, call if self.host is None else replace(call, hidden=x.new_empty(0)))
         run = again(self._recompute, self.host, once, random=training)
-        return Stream(*run(x, sums), places).flat()
+        y, sums = run(x, sums)
+        return Stream(block_ends(y, self._split) if self.hides and self._split else y, sums, places).flat()
+
+    @property
+    def hides(self) -> bool:
+        """Whether rows travel to experts, and weight gradients can be computed meanwhile."""
+        return self._split is not None and self._split.divides
 
     @property
     def why_not_compiled(self) -> str:

@@ -32,6 +32,9 @@ An event is a tuple that starts with its kind:
   receives, the larger of both; ``("begin", ..., "context")`` one over the context-parallel ranks, and
   ``("begin", ..., "expert")`` one over those that hold experts together.
 
+- ``("exchange",)``: rows have begun to travel to experts or back in a divided backward, and weight gradients of
+  other layers are computed meanwhile (:mod:`dsx.schedules.hiding`).
+
 An operator with a number before it comes that many times: ``(510, "mm", ...)``.
 
 An id is a number, ``"x0"`` for the storage of the first input, or ``"d0"`` for that of the gradient of the
@@ -57,7 +60,7 @@ Event = tuple[Any, ...]
 LABELLED = frozenset(("+", "sum", "many"))
 """Kinds of events with a label."""
 
-MEMORY = LABELLED | {"-", "out", "in", "grad", "fetch", "release"}
+MEMORY = LABELLED | {"-", "out", "in", "grad", "fetch", "release", "exchange"}
 """Kinds of events that a ledger replays."""
 
 

@@ -106,6 +106,7 @@ class LayerRecorder(paper.UncompiledMode):
         self._path: list[str] = []
         self._paths: list[tuple[int, str]] = []
         self._collectives = 0
+        self.split: WeightGradients | None = None
 
     # What goes on besides operators
 
@@ -335,11 +336,19 @@ class LayerRecorder(paper.UncompiledMode):
 
         noted: dict[str, Any] = {"start_all_reduce": all_reduce, "_all_gather": all_gather}
         noted |= {"_reduce_scatter": reduce_scatter, "_all_to_all": all_to_all}
-        noted["exchange"] = lambda *x: self._collective("all_to_all", max(map(_bytes, x[:2])), None).wait()
+        noted["start_exchange"] = self._exchange
         with ExitStack() as stack:
             for name, stand_in in (noted | {"send": send, "receive": receive, "_messages": messages}).items():
                 stack.enter_context(paper.swapped(collectives, name, stand_in))
             yield
+
+    def _exchange(
+        self, found: Tensor, x: Tensor, _: Any, received: list[int] | None, *__: Any
+    ) -> collectives.Pending:
+        work = self._collective("all_to_all", max(_bytes(found), _bytes(x)), None)
+        if received is not None and self.split is not None and self.split.active:
+            self.emit("exchange")  # of rows, behind which weight gradients run
+        return collectives.Pending(found, work, lambda y: y)
 
     def _collective(self, kind: str, size_bytes: int, ranks: collectives.Ranks | None) -> Any:
         axis = ("expert",) if ranks is None else ("context",) * isinstance(ranks, ContextParallel)
@@ -606,6 +615,7 @@ class _LayerTracing:
         end = self._forward()
         recorder.numbers = max(recorder.numbers, self._numbers)  # no storage of two backwards has the same
         recorder.events = backward = list[Event]()
+        recorder.split = divided
         if end is not None:
             with nullcontext() if divided is None else divided.deferring(KEY):
                 with recorder.paused():

@@ -6,7 +6,7 @@ Chunks of recorded layers (:mod:`dsx.memory.layer_record`) go forward and backwa
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from dsx.memory.ledger import Label, Leaf, Ledger, Message, Replay, Storage, Ten
 from dsx.memory.record_cache import LayerRecords
 from dsx.memory.states import States
 from dsx.parallel.stages import StageMap
+from dsx.schedules.hiding import Fillers, in_parts
 from dsx.schedules.host_copies import HostPlan, host_plan
 from dsx.schedules.receives import Channel, ReceivePlan, receive_plan
 from dsx.schedules.schedule import BACKWARDS, TRANSFERS, Action, Kind, Op, Schedule
@@ -44,8 +45,10 @@ class _Shared:
         waits: How many more gradients a parameter gets before autograd hands on their sum: a table that the
             chunk uses as embedding and as head gets two.
         sums: The sum of such a parameter's gradients so far.
+        meanwhile: Called while rows travel to experts.
     """
 
+    meanwhile: Callable[[], None]
     waits: dict[str, int] = field(default_factory=dict)
     sums: dict[str, Storage] = field(default_factory=dict)
 
@@ -75,6 +78,7 @@ class RecordedLayer:
         ends = last and not record.num_labels
         self._logits = frozenset(record.output_ids) if ends else frozenset[int | str]()
         self._held: dict[int | str, Storage] = {}
+        self.exchanges = ("exchange",) in record.memory("backward_input")
 
     def forward(self, inputs: Message) -> Message:
         """The outputs; the inputs stay the caller's."""
@@ -177,6 +181,8 @@ class RecordedLayer:
             elif kind == "grad" and shared is not None:
                 if self._give(event[1], held[event[2]], shared):
                     given[event[2]] = self.leaves[event[1]]
+            elif kind == "exchange" and shared is not None:
+                shared.meanwhile()
             else:
                 found += self._do(event)
         for leaf in given.values():
@@ -240,7 +246,15 @@ class RecordedChunk:
         self._made: Message = []
         self._unified = unified
         self._copies: dict[RecordedLayer, Storage] = {}
+        self._uses: dict[Leaf, list[tuple[RecordedLayer, int]]] = {}
+        self._totals: dict[Leaf, Storage] = {}
+        self._fillers = Fillers[Leaf]()
         self.away: list[int] = []
+
+    @property
+    def hides(self) -> bool:
+        """Whether weight gradients run behind exchanges of rows where the backward is divided."""
+        return any(layer.exchanges for layer in self.layers)
 
     @property
     def blocks(self) -> int:
@@ -295,7 +309,7 @@ class RecordedChunk:
         if self._hooks is not None:
             self._hooks.fetch((), forward=False)
         phase = "backward_input" if divided else "backward"
-        shared = _Shared()
+        shared = _Shared(self._meanwhile)
         for layer in self.layers:
             for given in layer.record.gives(phase):
                 name = layer.leaves[given].name
@@ -303,6 +317,8 @@ class RecordedChunk:
         found = [storage.hold() for storage in gradients]
         for place in reversed(range(len(self.layers))):
             layer = self.layers[place]
+            if divided and layer.exchanges:
+                self._fillers.block(leaf for leaf, uses in self._uses.items() if uses)
             due = iter(found)
             wanted = [next(due, None) if form.differentiable else None for form in layer.record.outputs]
             for near in (layer, *self.layers[place - 1 : place]) if layer.offloads else ():
@@ -310,6 +326,8 @@ class RecordedChunk:
             found = layer.backward(wanted, phase, shared, copies=not place)
             if layer in self._copies:
                 self._copies.pop(layer).drop()
+            for number, use in enumerate(layer.record.uses if divided else ()):
+                self._uses.setdefault(layer.leaves[use.parameter], []).append((layer, number))
         dropped(self._made)
         if self._hooks is not None and not first:
             self._hooks.release((), forward=False)
@@ -328,34 +346,41 @@ class RecordedChunk:
 
         Parameter by parameter, each use's communication begun during the one before.
         """
-        queue: dict[str, list[tuple[RecordedLayer, int]]] = {}
-        leaves: dict[str, Leaf] = {}
-        for layer in reversed(self.layers):
-            for place, use in enumerate(layer.record.uses):
-                leaf = layer.leaves[use.parameter]
-                leaves[leaf.name] = leaf
-                queue.setdefault(leaf.name, []).append((layer, place))
-        if not queue:
-            return
-        token = Storage(self._ledger, _TOKEN, 4).hold()
-        uses = [(name, *use) for name, several in queue.items() for use in several]
-        begun = 0
-        total: Storage | None = None
-        for number, (name, layer, place) in enumerate(uses):
-            while begun < min(number + 2, len(uses)):
-                uses[begun][1].begin_use(uses[begun][2])
-                begun += 1
-            gradient = layer.finish_use(place)
-            if total is None:
-                total = gradient
-            else:
-                gradient.drop()
-            if number + 1 == len(uses) or uses[number + 1][0] != name:
-                leaf = leaves[name]
+        leaves = [leaf for leaf, uses in self._uses.items() if uses or leaf in self._totals]
+        if leaves:
+            token = Storage(self._ledger, _TOKEN, 4).hold()
+            for leaf, total in self._computed(leaves):
                 leaf.receive(Tensor(leaf.shape, leaf.width, total))
                 total.drop()
-                total = None
-        token.drop()
+            token.drop()
+
+    def _meanwhile(self) -> None:
+        """Weight gradients behind an exchange of rows; those that hooks wait for stay for :meth:`weights`."""
+        for leaf, total in self._computed(self._fillers.exchange()):
+            if self._hooks is None:
+                leaf.receive(Tensor(leaf.shape, leaf.width, total))
+                total.drop()
+            else:
+                self._totals[leaf] = total
+
+    def _computed(self, leaves: Sequence[Leaf]) -> Iterator[tuple[Leaf, Storage]]:
+        """The gradients of parameters, one after the other, each held once for the caller."""
+        uses = [use for leaf in leaves for use in self._uses[leaf]]
+        begun = done = 0
+        for leaf in leaves:
+            total = self._totals.pop(leaf, None)
+            for layer, place in self._uses[leaf]:
+                while begun < min(done + 2, len(uses)):
+                    uses[begun][0].begin_use(uses[begun][1])
+                    begun += 1
+                gradient, done = layer.finish_use(place), done + 1
+                if total is None:
+                    total = gradient
+                else:
+                    gradient.drop()
+            self._uses[leaf] = []
+            assert total is not None
+            yield leaf, total
 
 
 def _tell(leaf: Leaf) -> None:
@@ -488,6 +513,7 @@ class Walk:
         self.final = next((place for place in reversed(places) if self.backs[self.row[place].stage]), -1)
         self.checked: set[tuple[str, int]] = set()
         self.ends = {action.stage: place for place, action in enumerate(self.row)}
+        self._in_parts = in_parts(self.row)
         offloads = any(layers.offloads(stage) for stage in self.ends)
         self.host = host_plan(schedule, rank) if offloads else HostPlan(frozenset(), {})
         self._away: dict[int, list[int]] = {}
@@ -748,6 +774,8 @@ class Walk:
 
     def _backward(self, action: Action, place: int) -> None:
         key, divided = (action.stage, action.micro_batch), action.op is Op.BACKWARD_INPUT
+        hides = place in self._in_parts and key in self.chunks and self.chunks[key].hides
+        divided |= hides
         inputs, output = self.inputs.pop(key, []), self.outputs.pop(key, [])
         back, gradients = self.backs[action.stage], self.gradients.pop(key, None)
         if gradients is None:
@@ -767,7 +795,9 @@ class Walk:
         if action.stage > 0:
             self.gradients[action.stage - 1, action.micro_batch] = found
         dropped(inputs)
-        if not divided:
+        if hides:
+            self._backward_weight(action, place)
+        elif not divided:
             self.chunks.pop(key, None)
 
     def _backward_weight(self, action: Action, place: int) -> None:

@@ -138,18 +138,19 @@ def _check_divides(x: Tensor, tp: TensorParallel, dim: int) -> None:
         )
 
 
-def exchange(
+def start_exchange(
     found: Tensor,
     x: Tensor,
     group: dist.ProcessGroup | None,
     received: list[int] | None,
     sent: list[int] | None,
-) -> None:
-    """An all-to-all of the rows of ``x``, ``sent`` to each rank, into ``found``; None for as many to each.
+) -> Pending:
+    """Start an all-to-all of the rows of ``x``, ``sent`` to each rank, into ``found``; None for as many to each.
 
     Of ranks that hold experts together (:mod:`dsx.nn.experts`).
     """
-    dist.all_to_all_single(found, x, received, sent, group=group)
+    work = dist.all_to_all_single(found, x, received, sent, group=group, async_op=True)
+    return Pending(found, work, _same)
 
 
 def _all_gather(output: Tensor, x: Tensor, tp: Ranks) -> dist.Work | None:

@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 
 from dsx.nn import collectives
 from dsx.nn.parallel import check_place
+from dsx.nn.split import WeightGradients
 from dsx.parallel.mesh import ALONE, Coordinates
 
 
@@ -55,8 +56,7 @@ class ExpertParallel:
     def counts_of_all(self, counts: Tensor) -> Tensor:
         """What each rank has for this one: int64 [ep, ...] of [ep, ...], by an all-to-all."""
         received = torch.empty_like(counts)
-        collectives.exchange(received, counts, self.group, None, None)
-        return received
+        return collectives.start_exchange(received, counts, self.group, None, None).wait()
 
     def splits(self, own: Tensor, theirs: Tensor, rows: int) -> tuple[list[int], list[int]]:
         """How many rows go to each of the ranks, and how many come from it.
@@ -72,11 +72,18 @@ class ExpertParallel:
         sent, received = torch.stack((own.sum(1), theirs.sum(1))).tolist()
         return sent, received
 
-    def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """The rows that the ranks send here, in their order, for those that go to each of them."""
+    def exchange(
+        self, rows: Tensor, sent: Sequence[int], received: Sequence[int], split: WeightGradients | None = None
+    ) -> Tensor:
+        """The rows that the ranks send here, in their order, for those that go to each of them.
+
+        Meanwhile weight gradients are computed that wait in ``split``.
+        """
         found = rows.new_empty((sum(received), *rows.shape[1:]))
-        collectives.exchange(found, rows.contiguous(), self.group, [*received], [*sent])
-        return found
+        pending = collectives.start_exchange(found, rows.contiguous(), self.group, [*received], [*sent])
+        if split is not None:
+            split.meanwhile()
+        return pending.wait()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
         """Itself: it is frozen, and a process group cannot be copied."""
@@ -92,16 +99,21 @@ class _Travel(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, ep: ExpertParallel, sent: Sequence[int], received: Sequence[int]
+        ctx: Any,
+        rows: Tensor,
+        ep: ExpertParallel,
+        sent: Sequence[int],
+        received: Sequence[int],
+        split: WeightGradients | None,
     ) -> Tensor:
-        ctx.way = ep, sent, received
-        return ep.exchange(rows, sent, received)
+        ctx.way = ep, sent, received, split
+        return ep.exchange(rows, sent, received, split)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        ep, sent, received = ctx.way
-        return ep.exchange(gradient, received, sent), None, None, None
+        ep, sent, received, split = ctx.way
+        return ep.exchange(gradient, received, sent, split), None, None, None, None
 
 
 def _gathered(x_TH: Tensor, order: Tensor, each: int) -> Tensor:
@@ -162,6 +174,7 @@ def over_ranks(
     ep: ExpertParallel,
     experts: int,
     compute: Callable[[Tensor, Tensor], Tensor],
+    split: WeightGradients | None = None,
 ) -> Tensor:
     """What the experts of all ranks make of this rank's tokens. A collective call over the ranks.
 
@@ -173,6 +186,7 @@ def over_ranks(
         experts: E, of all ranks.
         compute: This rank's experts: gives [R, H] for rows [R, H] and the number of each one's expert among
             this rank's, int64 [R]. Where R is 0 it must still pass gradients to rows and parameters.
+        split: Has weight gradients to compute while rows travel; None if no backward is divided.
 
     Returns:
         [T, H], in the dtype of ``hidden_TH``.
@@ -186,10 +200,10 @@ def over_ranks(
     there = ep.counts_of_all(counts)
     sent, received = ep.splits(counts, there, len(chosen))
     order = order[: sum(sent)]
-    rows = _Travel.apply(_Spread.apply(hidden_TH, order, each), ep, sent, received)
+    rows = _Travel.apply(_Spread.apply(hidden_TH, order, each), ep, sent, received, split)
     numbers = torch.arange(own, device=there.device).repeat(ep.size)
     which = numbers.repeat_interleave(there.flatten(), output_size=sum(received))
-    back = _Travel.apply(compute(rows, which), ep, received, sent)
+    back = _Travel.apply(compute(rows, which), ep, received, sent, split)
     weighted = back * weights_Tk.flatten()[order].unsqueeze(-1)
     summed: Tensor = _Collect.apply(weighted, order, tokens, each)
     return summed.to(hidden_TH.dtype)

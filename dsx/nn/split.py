@@ -10,13 +10,16 @@ post-accumulate hooks and with them ZeRO work as ever.
 Parameters get all their gradients in the second part. The cheap ones (biases, norms) are computed in the
 first part and kept, so that ZeRO-2 and ZeRO-3 reduce once per micro-batch, and never while another stage
 waits.
+
+While rows travel to experts of other ranks, the first part computes some of what waits (:meth:`meanwhile`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -25,6 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from dsx.errors import ScheduleError
 from dsx.nn.parallel import uncompiled
+from dsx.schedules.hiding import Fillers
 
 Key: TypeAlias = tuple[int, int]
 """(virtual stage, micro-batch)."""
@@ -64,6 +68,12 @@ class _Kept:
     parameter: Tensor
     shape: torch.Size
     uses: list[WeightUse] = field(default_factory=list)
+    total: Tensor | None = None  # of uses that were computed ahead, unless the parameter has it
+
+    @property
+    def waits(self) -> bool:
+        """Whether the parameter is to get something."""
+        return bool(self.uses) or self.total is not None
 
 
 class WeightGradients:
@@ -82,6 +92,7 @@ class WeightGradients:
         self.divides = True
         self._key: Key | None = None
         self._kept: dict[Key, dict[int, _Kept]] = {}
+        self._fillers, self._direct = Fillers[_Kept](), False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightGradients:
         """Itself: the gradients of a copied module are asked for here too."""
@@ -110,14 +121,20 @@ class WeightGradients:
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
             for kept in self._kept.values()
             for parameter in kept.values()
-            for use in parameter.uses
-            for tensor in use.tensors
+            for tensors in (*(use.tensors for use in parameter.uses), (parameter.total,))
+            for tensor in tensors
+            if tensor is not None
         }
         return sum(storages.values())
 
     @contextmanager
-    def deferring(self, key: Key) -> Iterator[None]:
+    def deferring(self, key: Key, *, direct: bool = False) -> Iterator[None]:
         """Backwards inside compute input gradients and keep the rest under ``key``.
+
+        Args:
+            key: Of what is kept.
+            direct: Whether what is computed :meth:`meanwhile` may go to parameters at once, as with
+                :meth:`accumulate`; otherwise it is kept for :meth:`delivering`.
 
         Raises:
             ScheduleError: Another such block is active, or ``key`` has gradients waiting.
@@ -128,11 +145,11 @@ class WeightGradients:
                 "its weight gradients are still waiting" if key in self._kept else "another one is running",
                 "run every micro-batch's weight backward after its input backward, once",
             )
-        self._key = key
+        self._key, self._direct, self._fillers = key, direct, Fillers()
         try:
             yield
         finally:
-            self._key = None
+            self._key, self._fillers = None, Fillers()
 
     @contextmanager
     def undivided(self) -> Iterator[None]:
@@ -159,6 +176,33 @@ class WeightGradients:
         entry = kept.setdefault(id(parameter), _Kept(parameter, shape))
         entry.uses.append(WeightUse(start, tensors))
 
+    def block(self) -> None:
+        """The backward of a block that exchanges rows begins: what is kept by now is for :meth:`meanwhile`."""
+        if self._key is not None:
+            waiting = self._kept.get(self._key, {}).values()
+            self._fillers.block(entry for entry in waiting if entry.uses)
+
+    def meanwhile(self) -> None:
+        """Called while rows of a block travel: computes the share of what waits that belongs to them.
+
+        Which one that is follows from counts (:class:`dsx.schedules.hiding.Fillers`), which are the same on
+        all ranks of a stage: so is the order of their collectives, and of each gradient's sum.
+        """
+        if self._key is None:
+            return
+        entries = self._fillers.exchange()
+        delivery = _Delivery(entries)
+        # A forward that is computed again may be under autocast, which no second part is.
+        with torch.no_grad(), ExitStack() as stack:
+            for kind in {entry.parameter.device.type for entry in entries}:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            for index, entry in enumerate(entries):
+                parameter = entry.parameter
+                if self._direct and not _is_hooked(parameter):
+                    parameter.grad = delivery.gradient(index, parameter.grad)
+                else:
+                    entry.total = delivery.gradient(index)
+
     @contextmanager
     def delivering(self, key: Key) -> Iterator[Tensor | None]:
         """A scalar whose backward, inside this block, gives the parameters what is kept for ``key``.
@@ -168,7 +212,7 @@ class WeightGradients:
         get their gradients one by one, in the order of an undivided backward, each freed of what it needed
         before the next one is computed. Nothing stays kept after the block.
         """
-        entries = list(self._kept.pop(key, {}).values())
+        entries = [entry for entry in self._kept.pop(key, {}).values() if entry.waits]
         if not entries:
             yield None
             return
@@ -190,7 +234,7 @@ class WeightGradients:
         Each gradient is taken over as ``p.grad``, or added to it, as autograd does. Where a
         parameter has hooks, everything stays kept for :meth:`delivering`, whose backward runs them.
         """
-        entries = list(self._kept.get(key, {}).values())
+        entries = [entry for entry in self._kept.get(key, {}).values() if entry.waits]
         if any(_is_hooked(entry.parameter) for entry in entries):
             return
         self._kept.pop(key, None)
@@ -209,11 +253,13 @@ class _Delivery:
     """Computes gradients in the order of their parameters, each one's communication started a step ahead."""
 
     def __init__(self, entries: list[_Kept]) -> None:
-        self._uses = [entry.uses for entry in entries]
+        self._entries, self._uses = entries, [entry.uses for entry in entries]
 
     def gradient(self, index: int, total: Tensor | None = None) -> Tensor:
         """Gradient of parameter ``index``, the sum over its uses, added to ``total`` if that is given."""
-        uses = self._uses[index]
+        uses, entry = self._uses[index], self._entries[index]
+        if total is None:
+            total, entry.total = entry.total, None
         for number, use in enumerate(uses):
             use.begin()
             self._begin_next(index, number)
@@ -223,10 +269,8 @@ class _Delivery:
         return total
 
     def _begin_next(self, index: int, number: int) -> None:
-        if number + 1 < len(self._uses[index]):
-            self._uses[index][number + 1].begin()
-        elif index + 1 < len(self._uses):
-            self._uses[index + 1][0].begin()
+        for use in [*self._uses[index][number + 1 :], *chain(*self._uses[index + 1 :])][:1]:
+            use.begin()
 
 
 class _Link(torch.autograd.Function):
@@ -261,6 +305,27 @@ def _gathered_shapes(entries: list[_Kept]) -> Iterator[None]:
     finally:
         for parameter, data, _ in emptied:
             parameter.data = data
+
+
+class _Block(torch.autograd.Function):
+    """Identity on a block's output, whose backward says that the block's begins."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, split: WeightGradients) -> Tensor:
+        ctx.split = split
+        return x.detach()  # no view, so that the output's memory can be let go of
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        ctx.split.block()
+        return upstream, None
+
+
+def block_ends(x: Tensor, split: WeightGradients) -> Tensor:
+    """The output of a block that exchanges rows, unchanged; see :meth:`WeightGradients.block`."""
+    y: Tensor = uncompiled(_Block.apply, x, split)
+    return y
 
 
 class _Later(torch.autograd.Function):
