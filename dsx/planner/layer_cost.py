@@ -11,7 +11,7 @@ from dsx.schedules.simulate import Costs
 
 PARTS = (
     *("again_seconds", "forward_wait", "again_wait", "backward_wait", "input_wait", "weight_wait"),
-    *("context_wait", "expert_wait", "host_wait"),
+    *("context_wait", "expert_wait", "expert_back_wait", "hidden_wait", "host_wait"),
 )
 """Seconds of a :class:`LayerCost` that are a part of others, 0 where nobody tells them apart."""
 
@@ -34,6 +34,8 @@ class LayerCost:
         context_wait: Of the waits of a forward, of what is done again, and of a backward in one part or two:
             that for the ranks that share a sequence.
         expert_wait: The same for those that hold experts together.
+        expert_back_wait: Of that, a backward's.
+        hidden_wait: Of that, what the weight gradients of such a layer above hide in a divided backward.
         host_wait: Of the waits of a forward, and of a backward in one part or two: that for copies to the
             host and back.
         kept_bytes: Activations kept from the forward to the backward.
@@ -54,6 +56,8 @@ class LayerCost:
     weight_wait: float = 0.0
     context_wait: float = 0.0
     expert_wait: float = 0.0
+    expert_back_wait: float = 0.0
+    hidden_wait: float = 0.0
     host_wait: float = 0.0
     kept_bytes: int = 0
     pending_bytes: int = 0
@@ -88,6 +92,16 @@ class LayerCost:
             working_bytes=max(x.working_bytes for x in layers),
             boundary_bytes=layers[-1].boundary_bytes,
         )
+
+
+def hidden(layers: Sequence[LayerCost]) -> tuple[float, float]:
+    """Of a stage's divided backward: the waits for rows that are hidden, by what seconds of weight gradients.
+
+    Each layer with experts hides its rows behind the one above, the stage's last one behind none.
+    """
+    found = [x for x in layers if x.expert_back_wait]
+    weights = sum(x.backward_weight_seconds - x.weight_wait for x in found[1:])
+    return sum(x.hidden_wait for x in found[:-1]), weights
 
 
 def stage_costs(layers: Sequence[LayerCost], bounds: Iterable[int]) -> tuple[LayerCost, ...]:

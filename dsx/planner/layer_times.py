@@ -323,6 +323,7 @@ def _layer_time(
     inputs = anew + anew_wait + first.computing
     once = pricing.price((untiled or plain).operators("backward"))
     weights = second.computing + machine.traffic(_added(plain))
+    rows = max(whole.expert, again.expert)
     return LayerCost(
         forward_seconds=forward.computing + forward.waiting,
         backward_seconds=inputs + weights + whole.waiting,
@@ -335,7 +336,9 @@ def _layer_time(
         input_wait=first.waiting,
         weight_wait=second.waiting,
         context_wait=forward.context + max(whole.context, again.context),
-        expert_wait=forward.expert + max(whole.expert, again.expert),
+        expert_wait=forward.expert + rows,
+        expert_back_wait=rows,
+        hidden_wait=rows - machine.exposed(weights, rows) if divides else 0.0,
     )
 
 

@@ -24,7 +24,7 @@ from dsx.parallel.reduction import elements_of_a_bucket
 from dsx.parallel.stages import StageMap
 from dsx.planner.cluster import Group
 from dsx.planner.costs import Kind
-from dsx.planner.layer_cost import LayerCost
+from dsx.planner.layer_cost import LayerCost, hidden
 from dsx.planner.layout import Candidate, Task
 from dsx.schedules.program import Program
 from dsx.schedules.schedule import Op, Schedule
@@ -293,6 +293,7 @@ class StepTime:
         tensor: Tensor-parallel communication that somebody waits for.
         context: The same of ranks that share sequences: keys and values, or heads.
         expert: The same of ranks that hold experts together: rows to them, and back.
+        hidden: Such communication besides, which weight gradients hide: no part of the step.
         host: Copies of activations to the host and back that computing does not hide.
         transfers: Pipeline transfers that a rank cannot compute beside; others show as bubble.
         gathers: ZeRO-3's gathers, and reductions after each micro-batch, where they are longer than what they
@@ -316,6 +317,7 @@ class StepTime:
     bubble_over_ideal: float
     context: float = 0.0
     expert: float = 0.0
+    hidden: float = 0.0
     host: float = 0.0
 
     @property
@@ -403,14 +405,19 @@ class Predictor:
         zero = ZeroActions(self.task, layout)
         last = len(totals) - 1
         forward, whole, first, second = [], [], [], []
+        there, back_again = [], []
         for stage, total in enumerate(totals):
+            goes_back = bool(total.cost.backward_seconds)
+            rows = total.cost.expert_back_wait * goes_back
+            there.append(total.cost.expert_wait - total.cost.expert_back_wait)
+            back_again.append(rows)
             into = stage > 0 and stages.rank_of(stage - 1) != stages.rank_of(stage)
             back = stage < last and stages.rank_of(stage + 1) != stages.rank_of(stage)
             received, returned = wire.action * into, wire.action * back
-            forward.append(zero.forward(total) + received)
+            forward.append(zero.forward(total) + received - there[-1])
             # Nothing goes back below the lowest trained layer.
-            whole.append(zero.backward(total) + returned if total.cost.backward_seconds else 0.0)
-            first.append(zero.inputs(total) + returned if total.cost.backward_seconds else 0.0)
+            whole.append(zero.backward(total) + returned - rows if goes_back else 0.0)
+            first.append(zero.inputs(total) + returned - rows if goes_back else 0.0)
             second.append(zero.weights(total) if total.trained.total else 0.0)
         return Costs(
             forward_seconds=tuple(forward),
@@ -418,7 +425,16 @@ class Predictor:
             backward_input_seconds=tuple(first),
             backward_weight_seconds=tuple(second),
             transfer_seconds=wire.delay,
+            exchange_seconds=tuple(there),
+            backward_exchange_seconds=tuple(back_again),
+            hidden_seconds=tuple(each for each, _ in self.hides(layout)),
+            ahead_seconds=tuple(each for _, each in self.hides(layout)),
         )
+
+    def hides(self, layout: Candidate) -> list[tuple[float, float]]:
+        """Of every virtual stage; see :func:`dsx.planner.layer_cost.hidden`."""
+        times, bounds = self.times(layout), self.stages(layout).bounds
+        return [hidden(times[a:b]) if layout.program.divides else (0.0, 0.0) for a, b in pairwise(bounds)]
 
     def _stage_totals(self, layout: Candidate, bounds: tuple[int, ...]) -> tuple[StageTotal, ...]:
         """Time and parameters of every virtual stage."""
@@ -500,6 +516,7 @@ class Predictor:
             bubble_over_ideal=ran.bubble,
             context=mean.context,
             expert=mean.expert,
+            hidden=mean.hidden,
             host=mean.host,
         )
 
@@ -613,6 +630,7 @@ class _Mean:
     tensor: float
     context: float
     expert: float
+    hidden: float
     host: float
     transfers: float
     gathers: float
@@ -628,6 +646,8 @@ class _Mean:
         recompute, context = each * every.again_seconds, each * every.context_wait
         expert, host = each * every.expert_wait, each * every.host_wait
         tensor = each * waits - context - expert - host
+        behind = each * sum(seconds for seconds, _ in predictor.hides(layout))
+        expert -= behind
         wire = Wire(predictor.task, layout)
         crossings = sum(a != b for a, b in pairwise(map(stages.rank_of, range(stages.num_stages))))
         transfers = each * 2 * crossings * wire.action
@@ -641,6 +661,7 @@ class _Mean:
             tensor=tensor,
             context=context,
             expert=expert,
+            hidden=behind,
             host=host,
             transfers=transfers,
             gathers=gathers,

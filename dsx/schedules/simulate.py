@@ -34,6 +34,10 @@ class Costs:
             without.
         transfer_seconds: From the end of an action to the arrival of its result on another rank. Transfers
             overlap with computation and with each other.
+        exchange_seconds: What a forward takes longer for rows that travel to experts of other ranks and back.
+        backward_exchange_seconds: The same of a whole backward, and of the first part of a divided one.
+        hidden_seconds: How much of that is hidden behind weight gradients (:mod:`dsx.schedules.hiding`).
+        ahead_seconds: Weight gradients that run there, in the first part of a divided backward.
 
     >>> Costs(backward_seconds=3.0).by_op(2)[Op.BACKWARD_WEIGHT]
     (1.5, 1.5)
@@ -44,6 +48,19 @@ class Costs:
     backward_input_seconds: Seconds | None = None
     backward_weight_seconds: Seconds | None = None
     transfer_seconds: float = 0.0
+    exchange_seconds: Seconds = 0.0
+    backward_exchange_seconds: Seconds = 0.0
+    hidden_seconds: Seconds = 0.0
+    ahead_seconds: Seconds = 0.0
+
+    def exchanges(self, num_stages: int) -> dict[Op, tuple[tuple[float, float], ...]]:
+        """Seconds of rows that travel, per virtual stage: those that a rank waits for, and hidden ones."""
+        there = _each(num_stages, "exchange_seconds", self.exchange_seconds)
+        back = _each(num_stages, "backward_exchange_seconds", self.backward_exchange_seconds)
+        hidden = _each(num_stages, "hidden_seconds", self.hidden_seconds)
+        backward = tuple((each - some, some) for each, some in zip(back, hidden, strict=True))
+        forward = tuple((each, 0.0) for each in there)
+        return {Op.FORWARD: forward, Op.BACKWARD: backward, Op.BACKWARD_INPUT: backward}
 
     def by_op(self, num_stages: int) -> dict[Op, tuple[float, ...]]:
         """Seconds of every op that computes, per virtual stage."""
@@ -59,11 +76,16 @@ class Costs:
             first = tuple(total - part for total, part in zip(whole, known, strict=True))
         second = second or tuple(total - part for total, part in zip(whole, first, strict=True))
         found = {
-            Op.FORWARD: _per_stage(num_stages, "forward_seconds", self.forward_seconds) or (),
+            Op.FORWARD: _each(num_stages, "forward_seconds", self.forward_seconds),
             Op.BACKWARD: whole,
             Op.BACKWARD_INPUT: first,
             Op.BACKWARD_WEIGHT: second,
         }
+        for op, waits in self.exchanges(num_stages).items():
+            found[op] = tuple(each + wait for each, (wait, _) in zip(found[op], waits, strict=True))
+        ahead = _each(num_stages, "ahead_seconds", self.ahead_seconds)
+        for op, sign in ((Op.BACKWARD_INPUT, 1), (Op.BACKWARD_WEIGHT, -1)):
+            found[op] = tuple(each + sign * more for each, more in zip(found[op], ahead, strict=True))
         for op, values in found.items():
             if min(values, default=0.0) < 0:
                 raise ScheduleError(f"costs of {op}", f"{min(values):g} seconds", "give none below 0")
@@ -154,6 +176,10 @@ class TimedOrder:
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Timeline of a schedule, lowered or not: each rank runs its row as early as its inputs allow."""
     return TimedOrder(schedule).timeline(costs or Costs())
+
+
+def _each(num_stages: int, name: str, value: Seconds) -> tuple[float, ...]:
+    return _per_stage(num_stages, name, value) or ()
 
 
 def _per_stage(num_stages: int, name: str, value: Seconds | None) -> tuple[float, ...] | None:
