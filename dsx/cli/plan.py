@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 _MOST_TOO_LARGE = 3
 _PICTURES = ("svg", "png", "html", "pdf")
+_DRAWN = ("svg", "png", "html")
 
 
 def plan(
@@ -94,6 +95,12 @@ def plan(
             "left, .svg, .png, .html or .pdf.",
         ),
     ] = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(
+            "--timeline", metavar="FILE", help="Picture of the best layout's step to write: .svg, .png, .html."
+        ),
+    ] = None,
 ) -> None:
     """Find the layout that trains a model fastest.
 
@@ -135,6 +142,8 @@ def plan(
         micro_batch=micro_batch,
         gpu_memory=gpu_memory,
     )
+    if timeline is not None:  # not after a minute's search
+        style_of(None, timeline, _DRAWN, needs_ending=True)
     where, measured = read_cluster(cluster), None
     _is_picture(output, told=goodput or saves_of is not None or where.failures is not None)
     waiting = _comparing()
@@ -165,6 +174,7 @@ def plan(
                 sites = compare(joined, site, where, pinned, measured, top=top, looked=waiting.stands)
                 kept = None if known is None else time_left_of_sites(sites, known)
             _tell(sites.taken, measured, sites.config(joined), style, output, kept, sites)
+            _draw_step(sites.taken, timeline)
             return
     else:
         from dsx.planner.own_layers import OwnInputs
@@ -189,6 +199,7 @@ def plan(
         content = found.config()
         kept = None if known is None else time_left(found, known)
     _tell(found, measured, content, style, output, kept)
+    _draw_step(found, timeline)
 
 
 def _rests_on(
@@ -271,6 +282,18 @@ def _picture(found: BestLayout, kept: dict[str, Any], output: Path) -> str | byt
     return as_file(draw(kept, title), style_of(None, output, _PICTURES), title=title)
 
 
+def _draw_step(found: BestLayout, output: Path | None) -> None:
+    """Write the timeline of the best layout's step, as it was simulated."""
+    from dsx.cli.schedule import in_milliseconds, render
+
+    if output is not None:
+        layout = found.best.layout
+        count = layout.micro_batches(found.plan.task.global_batch)
+        built = layout.program.build(layout.pipeline, layout.chunks, count)
+        costs, style = in_milliseconds(found.predictor.costs(layout)), style_of(None, output, _DRAWN)
+        write(render(built, costs, style, to_file=True, unit="ms"), output)
+
+
 def _text(inputs: PlanInputs, found: Plan, measured: Calibration | None, module: str) -> str:
     from dsx.planner.plan import reason
     from dsx.train.progress import compact
@@ -289,6 +312,9 @@ def _text(inputs: PlanInputs, found: Plan, measured: Calibration | None, module:
     parts = found.best[0].time.parts()
     shares = ((name, seconds / found.best[0].time.seconds) for name, seconds in parts.items())
     lines.append("its step: " + ", ".join(f"{name} {share:.1%}" for name, share in shares if share >= 0.001))
+    if found.best[0].time.hidden:
+        share = found.best[0].time.hidden / found.best[0].time.seconds
+        lines[-1] += f"; beside that, {share:.1%} of expert communication behind weight gradients"
     lines += [module] if module else []
     lines += ["", "one thing changed"]
     lines += [f"  {_change(found.best[0], each)}: {reason(found, each)}" for each in found.others]
@@ -378,6 +404,7 @@ def _facts(inputs: PlanInputs, found: Plan) -> dict[str, Any]:
             del layout["context_method"]
         degrees = {axis.title: mesh.degree(axis.name) for axis in mesh.named}
         figures = _figures(inputs, found, ranked) | {"parts_seconds": ranked.time.parts()}
+        figures |= {"expert_hidden_seconds": ranked.time.hidden} if mesh.ep > 1 else {}
         return (
             degrees
             | layout

@@ -62,7 +62,7 @@ def _ranked_text(
         return json.dumps({"chosen": _choice(ranking.chosen), "others": others}, indent=2) + "\n"
     costs = ranking.chosen.cut.program.options.costs
     assert costs is not None
-    return draw(ranking.chosen.cut.schedule, _in_milliseconds(costs) if style in _PICTURES else costs)
+    return draw(ranking.chosen.cut.schedule, in_milliseconds(costs) if style in _PICTURES else costs)
 
 
 def _check_choice(
@@ -181,8 +181,8 @@ def _search(
             write(found.schedule.to_csv(), output)
         say(_searched_table(searched, output), end="")
     else:
-        costs = _in_milliseconds(searched.costs) if style in _PICTURES else searched.costs
-        deliver(_render(found.schedule, costs, style, to_file=output is not None, unit="ms"), output)
+        costs = in_milliseconds(searched.costs) if style in _PICTURES else searched.costs
+        deliver(render(found.schedule, costs, style, to_file=output is not None, unit="ms"), output)
 
 
 def _searched_table(searched: Searched, output: Path | None) -> str:
@@ -210,7 +210,8 @@ def _searched_table(searched: Searched, output: Path | None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _in_milliseconds(costs: Costs) -> Costs:
+def in_milliseconds(costs: Costs) -> Costs:
+    """Costs in seconds, for pictures."""
     def scaled(value: Seconds | None) -> Seconds | None:
         if isinstance(value, tuple):
             return tuple(1000 * seconds for seconds in value)
@@ -339,7 +340,7 @@ def schedule(
             warmup_per_rank=warmup,
             most_bytes=None if activation_gib is None else int(activation_gib * _GIB),
         )
-        draw = partial(_render, style=kind, unit="ms", to_file=output is not None)
+        draw = partial(render, style=kind, unit="ms", to_file=output is not None)
         with judging(ScheduleError):
             text = _ranked_text(measured, sizes, space, kind, draw)
         deliver(text, output)
@@ -351,7 +352,7 @@ def schedule(
         else:
             options = Options(group_size=group_size, warmup_per_rank=warmup, costs=costs)
             built = _build(name, stages, chunks, micro_batches, options)
-    deliver(_render(built, costs, kind, to_file=output is not None, offloads=offload), output)
+    deliver(render(built, costs, kind, to_file=output is not None, offloads=offload), output)
 
 
 def _build(
@@ -375,7 +376,7 @@ def _read(path: Path, given: tuple[int | None, ...]) -> Schedule:
     return load(text, name=path.name)
 
 
-def _render(
+def render(
     built: Schedule,
     costs: Costs,
     style: str,
@@ -384,6 +385,7 @@ def _render(
     unit: str = "forwards",
     offloads: bool = False,
 ) -> str | bytes:
+    """A schedule with its costs in one of the command's styles, for a file or not."""
     timeline = simulate(built, costs)
     if style == "csv":
         return built.to_csv()
@@ -397,8 +399,8 @@ def _render(
         from dsx.schedules import timeline as pictures
 
         if style == "html":
-            return pictures.html(built, timeline, unit=unit, offloads=offloads)
-        return picture_of(pictures.svg(built, timeline, unit=unit, offloads=offloads), style)
+            return pictures.html(built, timeline, unit=unit, offloads=offloads, costs=costs)
+        return picture_of(pictures.svg(built, timeline, unit=unit, offloads=offloads, costs=costs), style)
     from dsx.schedules.tables import schedule_table
 
     width = NARROWEST if to_file else columns()

@@ -18,7 +18,7 @@ from typing import Any
 
 from dsx.schedules.host_copies import host_plan
 from dsx.schedules.schedule import TRANSFERS, Action, Op, Schedule
-from dsx.schedules.simulate import Dependencies, Span, Timeline, peak_activations
+from dsx.schedules.simulate import Costs, Dependencies, Span, Timeline, peak_activations
 from dsx.schedules.trace import Comparison, Executed, computation
 from dsx.terminal import printable, shortened
 
@@ -72,6 +72,7 @@ _MOST_NAME, _MOST_TITLE = 60, 160
 _DIGIT = 0.68  # width of a bold digit over the font size, in the widest of the fonts above
 _SMALLEST_TEXT, _LARGEST_TEXT = 6.0, 16.0
 _MILLISECONDS = 1e3
+_WAITS, _HIDDEN = "#b91c1c", "#facc15"
 
 
 def svg(
@@ -81,6 +82,7 @@ def svg(
     unit: str = "s",
     title: str | None = None,
     offloads: bool = False,
+    costs: Costs | None = None,
 ) -> str:
     """Draw ``timeline`` of ``schedule`` as an SVG document.
 
@@ -90,6 +92,7 @@ def svg(
         unit: What one unit of the timeline's time is called: ``s``, or ``forwards`` when a forward costs 1.
         title: Headline; by default the schedule's name and size.
         offloads: Whether blocks' inputs go to the host: marks where the last one of a stage comes back.
+        costs: What ``timeline`` was simulated with, in its unit: marks what actions take for rows that travel.
     """
     comes: dict[Action, str] = {}
     for rank, row in enumerate(schedule.rows if offloads else ()):
@@ -106,6 +109,7 @@ def svg(
             facts=f"step: {_step(schedule, timeline, unit)}; {_peak(schedule)}",
             unit=unit,
             comes=comes,
+            travels={} if costs is None else costs.exchanges(schedule.num_stages),
         )
     )
 
@@ -116,10 +120,10 @@ def html(
     *,
     unit: str = "s",
     title: str | None = None,
-    offloads: bool = False,
+    **told: Any,
 ) -> str:
     """As :func:`svg`, in a self-contained page, where pointing at an action follows its micro-batch."""
-    picture = svg(schedule, timeline, unit=unit, title=title, offloads=offloads)
+    picture = svg(schedule, timeline, unit=unit, title=title, **told)
     return page(title or _title(schedule), picture)
 
 
@@ -187,6 +191,8 @@ class _Picture:
     """What pointing at an action says; by default when it runs."""
     comes: Mapping[Action, str] = field(default_factory=dict)
     """What begins to come back from the host when an action begins."""
+    travels: Mapping[Op, Sequence[tuple[float, float]]] = field(default_factory=dict)
+    """Per virtual stage, how long rows travel in an action: as long as it waits for them, and hidden."""
 
     @property
     def seconds(self) -> float:
@@ -259,7 +265,7 @@ def _draw(picture: _Picture) -> str:
             *_heading(frame, picture),
             *_axis(frame, picture),
             *(line for lane in picture.lanes for line in _row(frame, picture, lane)),
-            *_legend(frame, picture.schedule, comes=bool(picture.comes)),
+            *_legend(frame, picture),
         )
     )
     size = f'width="{frame.width * frame.zoom:.0f}" height="{frame.height * frame.zoom:.0f}"'
@@ -411,7 +417,7 @@ def _row(frame: _Frame, picture: _Picture, lane: _Lane) -> Iterator[str]:
 def _box(frame: _Frame, picture: _Picture, lane: _Lane, span: Span) -> str:
     action, start, end = span
     x, width = frame.x(start), (end - start) * frame.scale
-    number = str(action.micro_batch)
+    number, at = str(action.micro_batch), x
     size = min(frame.largest_text, _fitting(width, frame.digits), 0.7 * lane.height)
     text = ""
     if size * frame.zoom >= _SMALLEST_TEXT:
@@ -423,6 +429,13 @@ def _box(frame: _Frame, picture: _Picture, lane: _Lane, span: Span) -> str:
         tip += f"; from the host comes the last input of {picture.comes[action]}"
         foot = f'x="{x + 3:.2f}" y="{lane.y + lane.height - 7:.1f}" width="{min(10.0, width / 2):.2f}"'
         mark = f'<rect {foot} height="4" fill="#ffffff" style="fill:#ffffff"/>'
+    waits, hidden = picture.travels.get(action.op, {action.stage: (0.0, 0.0)})[action.stage]
+    if waits or hidden:
+        tip += f"; rows travel for {waits + hidden:.4g}, of which {hidden:.4g} are hidden"
+        for length, fill in ((waits, _WAITS), (hidden, _HIDDEN)):
+            edge = f'x="{at:.2f}" y="{lane.y:.1f}" width="{length * frame.scale:.2f}"'
+            mark += f'<rect {edge} height="6" fill="{fill}" style="fill:{fill}"/>'
+            at += length * frame.scale
     apart, chunk = min(1.0, width / 10), picture.schedule.chunk_of(action.stage)
     return (
         f'<g class="{action.op}{chunk}" data-m="{number}"><title>{escape(tip)}</title>'
@@ -456,7 +469,8 @@ def _defs(schedule: Schedule) -> Iterator[str]:
 _MOST_SHADES = 3
 
 
-def _legend(frame: _Frame, schedule: Schedule, *, comes: bool) -> Iterator[str]:
+def _legend(frame: _Frame, picture: _Picture) -> Iterator[str]:
+    schedule = picture.schedule
     x, y = frame.left, frame.bottom + 66.0
     last = schedule.num_chunks - 1
     shown = sorted({last * part // _MOST_SHADES for part in range(_MOST_SHADES + 1)})
@@ -472,7 +486,9 @@ def _legend(frame: _Frame, schedule: Schedule, *, comes: bool) -> Iterator[str]:
     yield f'<text x="{x + 26:.0f}" y="{y:.0f}" font-size="15" fill="{INK}">idle</text>'
     notes = [f"dark to light: chunk 0 to {last}"] if last else []
     notes += ["number: micro-batch"] if frame.numbered else []
-    notes += ["white foot: a last input begins to come from the host"] * comes
+    notes += ["white foot: a last input begins to come from the host"] * bool(picture.comes)
+    travels = any(any(each) for stages in picture.travels.values() for each in stages)
+    notes += ["edge: rows travel to experts, waited for (red) or hidden (yellow)"] * travels
     words, x = "; ".join(notes), x + 82
     if x + 15 * _PLAIN * len(words) > frame.width - 8:  # no room beside the colours
         x, y = frame.left, y + 26

@@ -70,7 +70,8 @@ def compare(sets, world_size, to=EXPERTS, imbalance=1.0):
     """
     config = resolve(CONFIG, world_size=world_size, overrides=sets)
     job = job_of(config, device="cpu", imbalance=imbalance)
-    alike = range(world_size) if to == EXPERTS else range(0, world_size, config.mesh.ep)
+    first = range(world_size // config.mesh.pp)
+    alike = first if to == EXPERTS else first[:: config.mesh.ep]
     real = ranks.run(counted, world_size, sets, to)
     phases = {phase.name: phase.peak_bytes for phase in estimate(job, 0).phases}
     names = "engine", "step 1", "step 2"
@@ -95,6 +96,7 @@ def test_peaks_are_those_that_are_estimated(name):
         assert estimated == pytest.approx(real, rel=0.001), phase
 
 
+_DEEP = ["dsx.parallel.pipeline=2", "dsx.model.config.num_hidden_layers=6", "gradient_accumulation_steps=4"]
 MORE = {
     "recomputed, ZeRO-2": ["zero_optimization.stage=2", "dsx.recompute=full", "bf16.enabled=true"],
     "cut by tensor ranks": ["zero_optimization.stage=1", "dsx.parallel.tensor=2"],
@@ -103,6 +105,20 @@ MORE = {
         "dsx.parallel.pipeline=2",
         "dsx.schedule.name=zb_h1",
         "dsx.partition.method=uniform",
+    ],
+    "rows hidden, ZeRO-3": [*_DEEP, "zero_optimization.stage=3", "dsx.schedule.name=zb_h1"],
+    "rows hidden, recomputed": [
+        *_DEEP,
+        "zero_optimization.stage=1",
+        "dsx.recompute=full",
+        "dsx.parallel.chunks=2",
+        "dsx.schedule.name=zbv",
+    ],
+    "rows hidden, DualPipeV": [
+        *_DEEP,
+        "zero_optimization.stage=2",
+        "dsx.parallel.chunks=2",
+        "dsx.schedule.name=dualpipev",
     ],
     "all ranks, offloaded": [
         "zero_optimization.stage=3",

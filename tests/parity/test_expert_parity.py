@@ -24,6 +24,8 @@ LAYOUTS = {
     "ep 4": Layout(dp=4, ep=4, zero=0),
     "ep 2 of dp 4, ZeRO-1": Layout(dp=4, ep=2, zero=1),
     "ep 2 of dp 4, ZeRO-2": Layout(dp=4, ep=2, zero=2),
+    "ep 2 x pp 2, rows hidden": Layout(dp=2, ep=2, pp=2, schedule="zb_h1", zero=3, recompute="full"),
+    "ep 2 x pp 2, DualPipeV": Layout(dp=2, ep=2, pp=2, chunks=2, schedule="dualpipev", zero=2),
 }
 FAMILIES = (
     "mixtral",

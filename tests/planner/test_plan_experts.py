@@ -1,6 +1,7 @@
 """Ranks that hold experts together, in plans: bytes beside the formula, parameters, degrees tried."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from h100 import MACHINE, NETWORK, shape_of
@@ -18,6 +19,7 @@ from dsx.planner.inputs import PinnedChoices, plan_inputs, plan_search
 from dsx.planner.layers import model_task
 from dsx.planner.layout import Candidate, Space, meshes, variants
 from dsx.planner.step_time import Predictor, total
+from dsx.schedules.schedule import Op
 
 H, E, K, T, WIDTH = 128, 16, 2, 1024, 2
 CONFIG = {
@@ -153,3 +155,32 @@ def test_a_plan_keeps_a_degree_that_is_asked_for(tmp_path):
     assert [each.layout.mesh.ep for each in best] == [4]
     with pytest.raises(ConfigError, match="--expert 0"):
         planned(tmp_path, expert=0)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1", "dualpipev"])
+def test_rows_that_weight_gradients_hide_are_no_part_of_a_step(name):
+    """What is hidden is what the step is shorter; weight gradients only move from one part to the other."""
+    predictor = Predictor(model_task(MODEL, machine=MACHINE, global_batch=64, sequence_length=T))
+    chunks = 2 if name == "dualpipev" else 1
+    stages, layout = 2 * chunks, Candidate(mesh=Mesh.of(dp=8, pp=2, ep=8), schedule=name, chunks=chunks)
+    costs, step = predictor.costs(layout), predictor.predict(layout)
+    found = costs.by_op(stages)
+    waited = replace(costs, hidden_seconds=0.0, ahead_seconds=0.0).by_op(stages)
+    for stage, (waits, hidden) in enumerate(costs.exchanges(stages)[Op.BACKWARD_INPUT]):
+        parts, before = (op[Op.BACKWARD_INPUT][stage] + op[Op.BACKWARD_WEIGHT][stage] for op in (found, waited))
+        assert parts == pytest.approx(before - hidden)
+        assert found[Op.BACKWARD][stage] == pytest.approx(waited[Op.BACKWARD][stage] - hidden)
+        assert 0 <= hidden < waits + hidden
+    assert sum(step.parts().values()) == pytest.approx(step.seconds)
+    assert (step.hidden > 0) == (name == "zb_h1")  # the others have one block a stage, or divide nothing
+
+
+def test_a_plan_draws_its_step(tmp_path, dsx):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    size = ("--gpus", 4, "--global-batch", 8, "--sequence-length", T, "--pipeline", 2, "--expert", 2)
+    where = ("--model", tmp_path / "config.json", "--cluster", "H100", *size)
+    code, _, err = dsx("plan", *where, "--timeline", tmp_path / "step.svg")
+    assert (code, err) == (0, "")
+    assert "rows travel for" in (tmp_path / "step.svg").read_text()
+    code, _, err = dsx("plan", *where, "--timeline", tmp_path / "step.pdf")
+    assert (code, "step.pdf" in err) == (2, True)
