@@ -91,14 +91,8 @@ def plan(
         typer.Option(
             "--output",
             metavar="FILE",
-            help="File to write: the best layout's config, .json; with --goodput also a picture of what is "
-            "left, .svg, .png, .html or .pdf.",
-        ),
-    ] = None,
-    timeline: Annotated[
-        Path | None,
-        typer.Option(
-            "--timeline", metavar="FILE", help="Picture of the best layout's step to write: .svg, .png, .html."
+            help="File to write: the best layout's config, .json, or a picture of its step, .svg, .png or "
+            ".html; with --goodput of what is left, also .pdf.",
         ),
     ] = None,
 ) -> None:
@@ -142,8 +136,6 @@ def plan(
         micro_batch=micro_batch,
         gpu_memory=gpu_memory,
     )
-    if timeline is not None:  # not after a minute's search
-        style_of(None, timeline, _DRAWN, needs_ending=True)
     where, measured = read_cluster(cluster), None
     _is_picture(output, told=goodput or saves_of is not None or where.failures is not None)
     waiting = _comparing()
@@ -174,7 +166,6 @@ def plan(
                 sites = compare(joined, site, where, pinned, measured, top=top, looked=waiting.stands)
                 kept = None if known is None else time_left_of_sites(sites, known)
             _tell(sites.taken, measured, sites.config(joined), style, output, kept, sites)
-            _draw_step(sites.taken, timeline)
             return
     else:
         from dsx.planner.own_layers import OwnInputs
@@ -199,7 +190,6 @@ def plan(
         content = found.config()
         kept = None if known is None else time_left(found, known)
     _tell(found, measured, content, style, output, kept)
-    _draw_step(found, timeline)
 
 
 def _rests_on(
@@ -247,8 +237,8 @@ def _tell(
 
     inputs, plan, module = found.inputs, found.plan, found.module_words()
     if output is not None:  # with JSON, standard output is JSON alone
-        told = None if not _is_picture(output, told=True) else kept
-        write(json.dumps(content, indent=2) + "\n" if told is None else _picture(found, told, output), output)
+        drawn = _is_picture(output, told=kept is not None)
+        write(_picture(found, kept, output) if drawn else json.dumps(content, indent=2) + "\n", output)
     if style == "json":
         facts = _facts(inputs, plan) | {"measured": measured and measured.text, "config": content}
         facts |= {} if sites is None else {"sites": sites.facts()}
@@ -265,33 +255,24 @@ def _tell(
 
 
 def _is_picture(output: Path | None, *, told: bool) -> bool:
-    """Whether ``--output`` names one. Raises ConfigError for one of an answer that is not told."""
-    if style_of(None, output, ("json", *_PICTURES)) == "json":
-        return False
-    if not told:
-        raise ConfigError(f"--output {output}", "the picture is of what --goodput tells", "add --goodput")
-    return True
+    """Whether ``--output`` names one, of what ``--goodput`` tells or of a step."""
+    return style_of(None, output, ("json", *(_PICTURES if told else _DRAWN))) != "json"
 
 
-def _picture(found: BestLayout, kept: dict[str, Any], output: Path) -> str | bytes:
+def _picture(found: BestLayout, kept: dict[str, Any] | None, output: Path) -> str | bytes:
     from dsx.cli.picture import as_file
+    from dsx.cli.schedule import in_milliseconds, render
     from dsx.planner.goodput_picture import draw
 
-    cluster, label = found.plan.task.machine.network.cluster, found.best.layout.label
-    title = f"{found.inputs.name} on {found.inputs.gpus:,} x {cluster.name}: {label}"
-    return as_file(draw(kept, title), style_of(None, output, _PICTURES), title=title)
-
-
-def _draw_step(found: BestLayout, output: Path | None) -> None:
-    """Write the timeline of the best layout's step, as it was simulated."""
-    from dsx.cli.schedule import in_milliseconds, render
-
-    if output is not None:
+    if kept is None:
         layout = found.best.layout
         count = layout.micro_batches(found.plan.task.global_batch)
         built = layout.program.build(layout.pipeline, layout.chunks, count)
-        costs, style = in_milliseconds(found.predictor.costs(layout)), style_of(None, output, _DRAWN)
-        write(render(built, costs, style, to_file=True, unit="ms"), output)
+        costs = in_milliseconds(found.predictor.costs(layout))
+        return render(built, costs, style_of(None, output, _DRAWN), to_file=True, unit="ms")
+    cluster, label = found.plan.task.machine.network.cluster, found.best.layout.label
+    title = f"{found.inputs.name} on {found.inputs.gpus:,} x {cluster.name}: {label}"
+    return as_file(draw(kept, title), style_of(None, output, _PICTURES), title=title)
 
 
 def _text(inputs: PlanInputs, found: Plan, measured: Calibration | None, module: str) -> str:

@@ -212,6 +212,7 @@ def _searched_table(searched: Searched, output: Path | None) -> str:
 
 def in_milliseconds(costs: Costs) -> Costs:
     """Costs in seconds, for pictures."""
+
     def scaled(value: Seconds | None) -> Seconds | None:
         if isinstance(value, tuple):
             return tuple(1000 * seconds for seconds in value)

@@ -145,7 +145,7 @@ def start_exchange(
     received: list[int] | None,
     sent: list[int] | None,
 ) -> Pending:
-    """Start an all-to-all of the rows of ``x``, ``sent`` to each rank, into ``found``; None for as many to each.
+    """Start an all-to-all of the rows of ``x``, ``sent`` to each rank, into ``found``; None: as many to each.
 
     Of ranks that hold experts together (:mod:`dsx.nn.experts`).
     """

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, TypeAlias
 
 import torch
@@ -177,7 +177,7 @@ class WeightGradients:
         entry.uses.append(WeightUse(start, tensors))
 
     def block(self) -> None:
-        """The backward of a block that exchanges rows begins: what is kept by now is for :meth:`meanwhile`."""
+        """A block that exchanges rows begins its backward: what is kept by now is for :meth:`meanwhile`."""
         if self._key is not None:
             waiting = self._kept.get(self._key, {}).values()
             self._fillers.block(entry for entry in waiting if entry.uses)
@@ -269,7 +269,8 @@ class _Delivery:
         return total
 
     def _begin_next(self, index: int, number: int) -> None:
-        for use in [*self._uses[index][number + 1 :], *chain(*self._uses[index + 1 :])][:1]:
+        later = chain(self._uses[index][number + 1 :], *islice(self._uses, index + 1, None))
+        for use in islice(later, 1):
             use.begin()
 
 

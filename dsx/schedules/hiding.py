@@ -1,9 +1,9 @@
-"""What runs behind the exchanges of experts: weight gradients of a divided backward, by counts and never by the clock.
+"""What runs behind exchanges of experts' rows: weight gradients, by counts and never by the clock.
 
-Between the start of an exchange of rows (:mod:`dsx.nn.experts`) and the wait for it, a divided backward
-computes weight gradients that wait: those of the layers above in the same micro-batch, because in the
-schedules that leave the fewest activations, and on the first rank of all, those of other micro-batches
-have been computed by then (zb_h1, zbv). Who runs, replays and prices a step follows the same rule.
+Between the start of an exchange (:mod:`dsx.nn.experts`) and the wait for it, a divided backward computes
+weight gradients that wait, those of the layers above of the same micro-batch. Other micro-batches' would
+hide nothing on the rank that sets the pace: zb_h1's first one and all of zbv's have computed them by then.
+Who runs a step, replays its memory and prices it follows one rule.
 """
 
 from __future__ import annotations

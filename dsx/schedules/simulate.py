@@ -53,14 +53,18 @@ class Costs:
     hidden_seconds: Seconds = 0.0
     ahead_seconds: Seconds = 0.0
 
-    def exchanges(self, num_stages: int) -> dict[Op, tuple[tuple[float, float], ...]]:
-        """Seconds of rows that travel, per virtual stage: those that a rank waits for, and hidden ones."""
-        there = _each(num_stages, "exchange_seconds", self.exchange_seconds)
-        back = _each(num_stages, "backward_exchange_seconds", self.backward_exchange_seconds)
-        hidden = _each(num_stages, "hidden_seconds", self.hidden_seconds)
-        backward = tuple((each - some, some) for each, some in zip(back, hidden, strict=True))
-        forward = tuple((each, 0.0) for each in there)
-        return {Op.FORWARD: forward, Op.BACKWARD: backward, Op.BACKWARD_INPUT: backward}
+    def exchanges(self, num_stages: int) -> dict[Op, tuple[tuple[float, float, float], ...]]:
+        """Per virtual stage: seconds that it waits for rows, hidden ones, weight gradients that run there."""
+        names = ("exchange_seconds", "backward_exchange_seconds", "hidden_seconds", "ahead_seconds")
+        stages = [
+            *zip(*(_per_stage(num_stages, each, getattr(self, each)) or () for each in names), strict=True)
+        ]
+        return {
+            Op.FORWARD: tuple((there, 0.0, 0.0) for there, *_ in stages),
+            Op.BACKWARD: tuple((back - hidden, hidden, 0.0) for _, back, hidden, _ in stages),
+            Op.BACKWARD_INPUT: tuple((back - hidden, hidden, ahead) for _, back, hidden, ahead in stages),
+            Op.BACKWARD_WEIGHT: tuple((0.0, 0.0, -ahead) for *_, ahead in stages),
+        }
 
     def by_op(self, num_stages: int) -> dict[Op, tuple[float, ...]]:
         """Seconds of every op that computes, per virtual stage."""
@@ -76,16 +80,13 @@ class Costs:
             first = tuple(total - part for total, part in zip(whole, known, strict=True))
         second = second or tuple(total - part for total, part in zip(whole, first, strict=True))
         found = {
-            Op.FORWARD: _each(num_stages, "forward_seconds", self.forward_seconds),
+            Op.FORWARD: _per_stage(num_stages, "forward_seconds", self.forward_seconds) or (),
             Op.BACKWARD: whole,
             Op.BACKWARD_INPUT: first,
             Op.BACKWARD_WEIGHT: second,
         }
-        for op, waits in self.exchanges(num_stages).items():
-            found[op] = tuple(each + wait for each, (wait, _) in zip(found[op], waits, strict=True))
-        ahead = _each(num_stages, "ahead_seconds", self.ahead_seconds)
-        for op, sign in ((Op.BACKWARD_INPUT, 1), (Op.BACKWARD_WEIGHT, -1)):
-            found[op] = tuple(each + sign * more for each, more in zip(found[op], ahead, strict=True))
+        for op, more in self.exchanges(num_stages).items():
+            found[op] = tuple(each + wait + run for each, (wait, _, run) in zip(found[op], more, strict=True))
         for op, values in found.items():
             if min(values, default=0.0) < 0:
                 raise ScheduleError(f"costs of {op}", f"{min(values):g} seconds", "give none below 0")
@@ -176,10 +177,6 @@ class TimedOrder:
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Timeline of a schedule, lowered or not: each rank runs its row as early as its inputs allow."""
     return TimedOrder(schedule).timeline(costs or Costs())
-
-
-def _each(num_stages: int, name: str, value: Seconds) -> tuple[float, ...]:
-    return _per_stage(num_stages, name, value) or ()
 
 
 def _per_stage(num_stages: int, name: str, value: Seconds | None) -> tuple[float, ...] | None:

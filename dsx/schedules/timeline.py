@@ -92,7 +92,7 @@ def svg(
         unit: What one unit of the timeline's time is called: ``s``, or ``forwards`` when a forward costs 1.
         title: Headline; by default the schedule's name and size.
         offloads: Whether blocks' inputs go to the host: marks where the last one of a stage comes back.
-        costs: What ``timeline`` was simulated with, in its unit: marks what actions take for rows that travel.
+        costs: What ``timeline`` was simulated with, in its unit: marks how long rows travel to experts.
     """
     comes: dict[Action, str] = {}
     for rank, row in enumerate(schedule.rows if offloads else ()):
@@ -191,8 +191,8 @@ class _Picture:
     """What pointing at an action says; by default when it runs."""
     comes: Mapping[Action, str] = field(default_factory=dict)
     """What begins to come back from the host when an action begins."""
-    travels: Mapping[Op, Sequence[tuple[float, float]]] = field(default_factory=dict)
-    """Per virtual stage, how long rows travel in an action: as long as it waits for them, and hidden."""
+    travels: Mapping[Op, Sequence[tuple[float, float, float]]] = field(default_factory=dict)
+    """How long rows travel in an action; see :meth:`dsx.schedules.simulate.Costs.exchanges`."""
 
     @property
     def seconds(self) -> float:
@@ -417,7 +417,7 @@ def _row(frame: _Frame, picture: _Picture, lane: _Lane) -> Iterator[str]:
 def _box(frame: _Frame, picture: _Picture, lane: _Lane, span: Span) -> str:
     action, start, end = span
     x, width = frame.x(start), (end - start) * frame.scale
-    number, at = str(action.micro_batch), x
+    number = str(action.micro_batch)
     size = min(frame.largest_text, _fitting(width, frame.digits), 0.7 * lane.height)
     text = ""
     if size * frame.zoom >= _SMALLEST_TEXT:
@@ -429,13 +429,12 @@ def _box(frame: _Frame, picture: _Picture, lane: _Lane, span: Span) -> str:
         tip += f"; from the host comes the last input of {picture.comes[action]}"
         foot = f'x="{x + 3:.2f}" y="{lane.y + lane.height - 7:.1f}" width="{min(10.0, width / 2):.2f}"'
         mark = f'<rect {foot} height="4" fill="#ffffff" style="fill:#ffffff"/>'
-    waits, hidden = picture.travels.get(action.op, {action.stage: (0.0, 0.0)})[action.stage]
+    waits, hidden, _ = picture.travels[action.op][action.stage] if picture.travels else (0.0, 0.0, 0.0)
     if waits or hidden:
         tip += f"; rows travel for {waits + hidden:.4g}, of which {hidden:.4g} are hidden"
-        for length, fill in ((waits, _WAITS), (hidden, _HIDDEN)):
-            edge = f'x="{at:.2f}" y="{lane.y:.1f}" width="{length * frame.scale:.2f}"'
+        for at, length, fill in ((0.0, waits, _WAITS), (waits, hidden, _HIDDEN)):
+            edge = f'x="{frame.x(start + at):.2f}" y="{lane.y:.1f}" width="{length * frame.scale:.2f}"'
             mark += f'<rect {edge} height="6" fill="{fill}" style="fill:{fill}"/>'
-            at += length * frame.scale
     apart, chunk = min(1.0, width / 10), picture.schedule.chunk_of(action.stage)
     return (
         f'<g class="{action.op}{chunk}" data-m="{number}"><title>{escape(tip)}</title>'

@@ -134,7 +134,6 @@ def test_the_picture_shows_what_the_answer_says(plan, more):
 def test_a_picture_is_written_or_refused(dsx, tmp_path):
     file, picture = tmp_path / "cluster.json", tmp_path / "left.svg"
     for failures, more, words in (
-        (None, (), "the picture is of what --goodput tells. Fix: add --goodput"),
         ({"per_thousand_gpu_days": 0, "per_thousand_node_days": 0}, (), "nothing fails"),
         (None, ("--goodput",), ""),
     ):

@@ -1,4 +1,4 @@
-"""Weight gradients behind the exchanges of experts: what real ranks do between a start and its wait, in order."""
+"""Weight gradients behind exchanges of experts: what real ranks do between a start and its wait."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def behind(events: list[str]) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("name", often(CASES, 5))
 def test_what_runs_between_start_and_wait(name: str, tmp_path: Path) -> None:
-    """A block's exchanges share evenly what the block above has left; the first has the head's, or nothing."""
+    """A block's exchanges share evenly what the block above has left; the first has the head's or none."""
     case = CASES[name]
     folder = oracle.save_model(case.family, tmp_path / "model")
     each = ranks.run(noted, case.world_size, case, folder)
