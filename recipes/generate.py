@@ -12,6 +12,7 @@ conversion.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -46,6 +47,7 @@ def main() -> None:
         show=write,
         chat=arguments.chat,
         chat_template=arguments.chat_template,
+        chat_template_kwargs=arguments.chat_template_kwargs,
     )
     print()
 
@@ -65,6 +67,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--prompt", default="", help="text to continue; without it, a document from its beginning")
     add("--chat", action="store_true", help="the prompt is a user's message: write the assistant's turn")
     add("--chat-template", help="Jinja file, or the template itself, in place of the tokenizer's own")
+    told = 'what the template is told besides, as JSON: {"enable_thinking": false}'
+    add("--chat-template-kwargs", type=json.loads, default={}, help=told)
     add("--tokens", type=int, default=200, help="at most so many (200)")
     add("--step", type=int, help="the run's checkpoint after this step; the latest by default")
     add("--temperature", type=float, default=0.8, help="0 takes the likeliest token, always (0.8)")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from datetime import date
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -99,8 +100,8 @@ NO_TOKENIZER = "none"
 
 COLUMNS: dict[str, tuple[str, ...]] = {
     "text": (),
-    "completion": ("prompt", "completion", "tools"),
-    "chat": ("messages", "system", "tools"),
+    "completion": ("prompt", "completion", "tools", "chat_template_kwargs"),
+    "chat": ("messages", "system", "tools", "chat_template_kwargs"),
 }
 """What ``dsx.data.columns`` can name for each format."""
 
@@ -124,7 +125,9 @@ class TextSource(SchemaBlock):
         "ShareGPT's) with tools, if it has them. What is trained of the last two, train_on says.",
     )
     text_column: str = Field(default="text", min_length=1, description="Column that holds the text.")
-    columns: dict[Literal["messages", "system", "tools", "prompt", "completion"], str] = Field(
+    columns: dict[
+        Literal["messages", "system", "tools", "prompt", "completion", "chat_template_kwargs"], str
+    ] = Field(
         default={},
         description='Chat and completion: columns of other names than the usual: {"messages": "dialogue"}.',
     )
@@ -182,10 +185,22 @@ class DataConfig(TextSource):
         min_length=1,
         description="Chat: a Jinja file, or the template itself, in place of the tokenizer's own.",
     )
-    train_on: Literal["assistant", "last", "all"] = Field(
+    chat_template_kwargs: dict[str, Any] = Field(
+        default={},
+        description='Chat: what the template is told besides the chat: {"enable_thinking": false}. A column '
+        "of that name adds to it, or says otherwise, for its record.",
+    )
+    chat_date: str | None = Field(
+        default=None,
+        pattern=r"^\d{4}-\d\d-\d\d$",
+        description='Chat: the day that a template which writes the date is told, "2025-12-31"; null: the '
+        "day on which the data are prepared. Streaming needs it for such a template.",
+    )
+    train_on: Literal["assistant", "each", "last", "all"] = Field(
         default="assistant",
-        description="Chat: what is trained on: all turns of the assistant, its last turn, or every token. "
-        "Completion: the completion, or with all the prompt, too.",
+        description="Chat: what is trained on: all turns of the assistant, as the whole chat has them; each, "
+        "as it is when it is written, in a document of its own where the template later rewrites it; the "
+        "last turn; or every token. Completion: the completion, or with all the prompt, too.",
     )
     documents: Literal["auto", "apart", "joined"] = Field(
         default="auto",
@@ -265,18 +280,26 @@ class DataConfig(TextSource):
             if part.format != "text" and part.text_column != "text":
                 raise MistakeError(f'format "{part.format}" reads no text_column', "use columns")
         if all(part.format == "text" for part in self.parts()):
-            keys = ("chat_template", "train_on", "too_long", "bad_records")
+            keys = [
+                "chat_template",
+                "chat_template_kwargs",
+                "chat_date",
+                "train_on",
+                "too_long",
+                "bad_records",
+            ]
             fields = type(self).model_fields
             unread = next((key for key in keys if getattr(self, key) != fields[key].default), None)
             if unread is not None:
                 raise MistakeError(
                     f'{unread} has no meaning for format "text"', 'set format to "chat" or "completion"'
                 )
-        elif self.streaming:
-            raise MistakeError(
-                "chats and completions cannot be streamed: they are packed whole, which needs all of them",
-                'leave streaming out, or write them as text (format "text")',
-            )
+
+    @field_validator("chat_date")
+    @classmethod
+    def _is_a_day(cls, value: str | None) -> str | None:
+        date.fromisoformat(value or "2000-01-01")
+        return value
 
     @property
     def keeps_apart(self) -> bool:

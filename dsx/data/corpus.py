@@ -364,8 +364,9 @@ class Corpus:
         return loss / math.log(2) / self.bytes_per_token
 
     def fill(self) -> Fill | None:
-        """How full the packs of the training split are; None for text, which fills every sequence."""
-        return fill_of(self.train, self.info.train.documents) if self.info.masked else None
+        """How full the packs of the training split are; None for text, which fills all, and for streams."""
+        counts = self.info.train
+        return fill_of(self.train, counts.documents) if self.info.masked and counts.documents else None
 
     def _need_held_out(self) -> None:
         if not (self.info.held_out.text_bytes and self.info.held_out.tokens):
@@ -434,7 +435,7 @@ def prepare(data: DataConfig, cache_dir: str | Path, before: Callable[[], None] 
         settings |= {"bad_records": data.bad_records, "longest": longest}
 
         def write(folder: Path) -> CorpusInfo:
-            return _write_examples(folder, data, masks, tokenizer, settings)
+            return write_examples(folder, _split_examples(data, masks), data, tokenizer, settings)
 
     return write_once(cache_dir, settings, lambda folder: _checked(write(folder), data), before)
 
@@ -520,34 +521,48 @@ def _info(
     )
 
 
-def _write_examples(
-    folder: Path, data: DataConfig, masks: Masks, tokenizer: Tokenizer, settings: dict[str, Any]
-) -> CorpusInfo:
-    """Write the files of chats or completions. A record that cannot be used is an error, or counted."""
+def _split_examples(data: DataConfig, masks: Masks) -> Iterator[tuple[Encoded | DataError, bool]]:
     from dsx.data.records import examples
 
+    number, before = -1, ""
+    for one in chain.from_iterable(masks.encode(examples(data))):
+        if not isinstance(one, DataError):
+            number, before = number + (one.where != before), one.where  # a chat's documents stay together
+        yield one, is_held_out(max(number, 0), data.held_out, data.seed)
+
+
+def write_examples(
+    folder: Path,
+    encoded: Iterable[tuple[Encoded | DataError, bool]],
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    settings: dict[str, Any],
+) -> CorpusInfo:
+    """Write the files of chats or completions, each with whether it is held out.
+
+    A record that cannot be used is an error, or counted.
+    """
     dtype, left = _dtype_of(tokenizer), data.max_bytes
-    number, bad, first_bad = 0, 0, ""
+    longest = data.sequence_length if data.too_long == "refuse" and data.keeps_apart else None
+    bad, first_bad = 0, ""
     with (
         SplitWriter(folder, "train", dtype, masked=True) as train,
         SplitWriter(folder, "held_out", dtype, masked=True) as held_out,
         Waiting(f"tokenising {data.source}", unit="bytes") as waiting,
     ):
-        for one in chain.from_iterable(masks.encode(examples(data))):
+        for one, is_kept in encoded:
             if isinstance(one, DataError):
                 if data.bad_records == "refuse":
                     raise one
                 bad, first_bad = bad + 1, first_bad or f"{one.where}: {one.what}"
                 continue
-            _require_short(one, settings["longest"])
+            require_short(one, longest)
             waiting.advance(one.text_bytes)
-            split = held_out if is_held_out(number, data.held_out, data.seed) else train
-            split.append(one.ids, one.text_bytes, one.trained)
-            number += 1
+            (held_out if is_kept else train).append(one.ids, one.text_bytes, one.trained)
             left = None if left is None else left - one.text_bytes
             if left is not None and left <= 0:
                 break
-    if bad and not number:
+    if bad and not train.documents + held_out.documents:
         what = f"none of its {bad:,} records can be used; {first_bad}"
         raise DataError(f'dsx.data.source = "{data.source}"', what, "mend what is wrong with the first")
     return _info(
@@ -563,7 +578,8 @@ def _write_examples(
     )
 
 
-def _require_short(one: Encoded, longest: int | None) -> None:
+def require_short(one: Encoded, longest: int | None) -> None:
+    """Raise DataError for a document of more tokens than ``longest``."""
     if longest is not None and len(one.ids) > longest:
         what = f"it has {len(one.ids):,} tokens, and dsx.data.too_long refuses more than {longest:,}"
         fix = 'raise dsx.data.sequence_length, shorten it, or set too_long to "truncate" or "drop"'

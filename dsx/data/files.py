@@ -210,7 +210,7 @@ class Tables:
         name: Configuration of the data set, or of the folder's dataset card, if there are several.
         split: Split; of a data set of the hub slices such as ``train[:10%]`` too. Files on their own have
             "train" alone.
-        text_column: Column that holds the text.
+        text_column: Column that holds the text; none if whole rows are records.
         stream: Read over the network instead of downloading the whole first.
     """
 
@@ -243,7 +243,9 @@ class Tables:
     def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Rows as objects, each with its place. Raises DataError, as :meth:`documents` does."""
         return self._read(
-            lambda table, where: ((f"{where}, row {number}", row) for number, row in enumerate(table, 1))
+            lambda table, where: (
+                (f"{where}, row {number}", _without_nulls(row)) for number, row in enumerate(table, 1)
+            )
         )
 
     def _parts(self) -> list[Tables]:
@@ -341,7 +343,7 @@ def _local_options(source: LocalFiles, files: list[str]) -> tuple[str, dict[str,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableShard:
-    """A shard of a data set that ``datasets`` streams; positions are rows.
+    """A shard of a data set that ``datasets`` streams; positions are rows, records without a column.
 
     Rows before a position are read again and dropped without being decoded: the ``state_dict`` of
     ``datasets`` remembers a shard and a row too, and skips rows in the same way.
@@ -367,7 +369,7 @@ class TableShard:
             shard = self.table.shard(self.count, self.index).with_format("arrow")
             for batch in shard.iter(batch_size=_BATCH_ROWS):
                 if row + len(batch) > skip:
-                    for offset, cell in enumerate(_cells(batch, self.column, self.where), row):
+                    for offset, cell in enumerate(self._documents(batch), row):
                         if cell and offset >= skip:
                             yield offset, cell
                 row += len(batch)
@@ -378,6 +380,22 @@ class TableShard:
             raise _unreadable(self.where, error, files, streamed=True) from error
         if row < skip:
             raise DataError(self.where, f"has {row} rows left of more than {skip}", "restore the data")
+
+    def place(self, at: int) -> str:
+        """The shard and the row in it, from 1."""
+        return f"{self.where}, {self.name}, row {at + 1}"
+
+    def _documents(self, batch: Any) -> Iterable[str | None]:
+        if self.column:
+            return _cells(batch, self.column, self.where)
+        return (json.dumps(_without_nulls(row), default=str) for row in batch.to_pylist())
+
+
+def _without_nulls(value: Any) -> Any:
+    """Without keys whose value is null: tables give every object of a column the keys of all of them."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def _shards(table: Any, column: str, where: str, stamps: tuple[Stamp, ...]) -> tuple[TableShard, ...]:
@@ -575,9 +593,8 @@ def _files(root: Path, paths: list[Path], data: DataConfig) -> DocumentSource:
 
 def _tables(source: str | LocalFiles, data: DataConfig) -> Tables:
     stream = data.max_bytes is not None or not isinstance(source, str)
-    return Tables(
-        source=source, name=data.name, split=data.split, text_column=data.text_column, stream=stream
-    )
+    column = data.text_column if data.format == "text" else ""
+    return Tables(source=source, name=data.name, split=data.split, text_column=column, stream=stream)
 
 
 def _refuse_table_keys(data: DataConfig) -> None:

@@ -20,7 +20,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from itertools import chain
 from pathlib import Path
 from threading import Lock
@@ -30,16 +30,22 @@ import numpy as np
 import numpy.typing as npt
 
 from dsx.config.schema import DataConfig
-from dsx.data.corpus import VERSION, CorpusInfo, write_corpus, write_once
+from dsx.data.corpus import VERSION, CorpusInfo, require_short, write_corpus, write_examples, write_once
 from dsx.data.files import LocalFiles, Tables, open_source
+from dsx.data.masks import Encoded, Masks
 from dsx.data.order import Shares, keyed_hash, permute
-from dsx.data.packs import Sample, Sequences
+from dsx.data.packs import Packs, Sample, Sequences
+from dsx.data.records import example, open_records
 from dsx.data.tokenizers import TokenIds, Tokenizer, load_tokenizer
 from dsx.data.units import Unit
 from dsx.errors import DataError
 from dsx.terminal import seconds
 
+Tokens = npt.NDArray[np.unsignedinteger[Any]]
+"""Ids [tokens]; of chats and completions ids and whether each is trained on [tokens, 2]."""
+
 _POINTS = 1 << 64
+_PACKED_TOGETHER = 32  # sequences: a lane's last pack, which stays half empty, is one of so many
 _FEWEST_CHARACTERS, _MOST_CHARACTERS = 4 << 10, 64 << 10  # tokenised at once: little when a lane is opened
 
 
@@ -64,6 +70,42 @@ class StreamPlace:
         return list(astuple(self))
 
 
+class StreamedRecords:
+    """Makes documents of the chats or completions of a stream, and counts those that cannot be used."""
+
+    def __init__(self, data: DataConfig, tokenizer: Tokenizer) -> None:
+        self.data, self.masks = data, Masks(data, tokenizer)
+        self._skipped = 0
+
+    def encode(self, documents: Sequence[tuple[Unit, int, str]]) -> list[list[Encoded]]:
+        """Those of each record, no longer than a sequence if they are packed. Raises DataError."""
+        found: list[list[Encoded]] = [[] for _ in documents]
+        read = (example(self.data, str(number), text) for number, (*_, text) in enumerate(documents))
+        for one in chain.from_iterable(self.masks.encode(read)):
+            unit, at, _ = documents[int(one.where)]
+            if not isinstance(one, DataError):
+                found[int(one.where)] += [self._cut(one, unit, at)] if self.data.keeps_apart else [one]
+            elif self.data.bad_records == "refuse":
+                raise DataError(unit.place(at), one.what, one.fix)
+            else:
+                self._skipped += 1
+        return [[one for one in each if one.trained[1:].any()] for each in found]
+
+    def _cut(self, one: Encoded, unit: Unit, at: int) -> Encoded:
+        """As ``dsx.data.too_long`` has it; without a trained token if it is dropped."""
+        most, too_long = self.data.sequence_length, self.data.too_long
+        if len(one.ids) <= most:
+            return one
+        if too_long == "refuse":
+            require_short(replace(one, where=unit.place(at)), most)
+        return replace(one, ids=one.ids[:most], trained=one.trained[:most] & (too_long != "drop"))
+
+    def news(self, name: str) -> list[str]:
+        """What was skipped since the last call."""
+        count, self._skipped = self._skipped, 0
+        return [f'data: source "{name}": {count:,} bad record{"s" * (count > 1)} skipped'] if count else []
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamedSource:
     """A source and all that decides what is read of it.
@@ -74,6 +116,7 @@ class StreamedSource:
         tokenizer: Text -> ids.
         held_out: Share of the documents that are never trained on.
         seed: Decides which documents those are.
+        records: Makes documents of chats and completions.
     """
 
     name: str
@@ -81,10 +124,20 @@ class StreamedSource:
     tokenizer: Tokenizer
     held_out: float
     seed: int
+    records: StreamedRecords | None = None
 
     def is_held_out(self, unit: Unit, offset: int) -> bool:
         """Whether a document is kept for evaluation, by its place, so that nothing needs to be counted."""
         return keyed_hash("held-out", self.seed, unit.name, offset) < self.held_out * _POINTS
+
+    def encode(self, documents: Sequence[tuple[Unit, int, str]]) -> list[list[Tokens]]:
+        """The tokens of each: text and its end token, or of a record its documents, perhaps none."""
+        dtype = np.uint16 if self.tokenizer.vocab_size <= 1 << 16 else np.uint32
+        if self.records is not None:
+            each = self.records.encode(documents)
+            return [[np.stack([one.ids, one.trained], 1).astype(dtype) for one in found] for found in each]
+        encoded: list[TokenIds] = self.tokenizer.encode([text for *_, text in documents])
+        return [[np.append(ids, self.tokenizer.end_id).astype(dtype)] for ids in encoded]
 
     def lane(self, lane: int, lanes: int) -> tuple[LaneUnit, ...]:
         count = len(self.units)
@@ -123,14 +176,11 @@ class LaneReader:
     def __init__(
         self, source: StreamedSource, lane: int, lanes: int, *, sequence_length: int, place: StreamPlace
     ) -> None:
-        self._source, self._lane = source, lane
-        self._units = source.lane(lane, lanes)
-        self._length = sequence_length
+        self._source, self._length = source, sequence_length
         self._begun, self._skip = place, 0
-        self._encoded = self._encode()
-        self._pending: deque[tuple[StreamPlace, npt.NDArray[Any]]] = deque()
+        self._encoded = _Lane(source, lane, lanes, place).encoded()
+        self._pending: deque[tuple[StreamPlace, Tokens]] = deque()
         self._held = 0
-        self._dtype = np.uint16 if source.tokenizer.vocab_size <= 1 << 16 else np.uint32
 
     @property
     def place(self) -> StreamPlace:
@@ -140,8 +190,8 @@ class LaneReader:
         document = self._pending[0][0]
         return StreamPlace(document.turn, document.unit, document.offset, self._skip)
 
-    def read(self) -> npt.NDArray[np.unsignedinteger[Any]]:
-        """The next sequence: S + 1 ids; the last one is the next sequence's first."""
+    def read(self) -> Tokens:
+        """The next sequence: S + 1 tokens; the last one is the next sequence's first."""
         wanted = self._length + 1
         while self._held < wanted:
             self._refill()
@@ -157,10 +207,11 @@ class LaneReader:
 
     def _refill(self) -> None:
         first = not self._pending
-        for place, ids in next(self._encoded):
-            self._pending.append((place, ids))
-            self._held += len(ids)
-        if first:  # nothing has been read yet: begin where the place says
+        for place, found in next(self._encoded):
+            if found:
+                self._pending.append((place, np.concatenate(found)))
+                self._held += len(self._pending[-1][1])
+        if first and self._pending:  # nothing has been read yet: begin where the place says
             if self._begun.skip >= len(self._pending[0][1]):
                 tokens = len(self._pending[0][1])
                 raise DataError(
@@ -176,19 +227,63 @@ class LaneReader:
         while self._pending and self._skip >= len(self._pending[0][1]):
             self._skip -= len(self._pending.popleft()[1])
 
-    def _encode(self) -> Iterator[list[tuple[StreamPlace, npt.NDArray[Any]]]]:
+
+class PackReader:
+    """The endless packs of one lane of one source of chats or completions, in reading order.
+
+    Records are read until their documents would fill so many sequences, and those are packed together. A
+    place is the first record of such a window, and how many of its packs have been read (``skip``).
+    """
+
+    def __init__(
+        self, source: StreamedSource, lane: int, lanes: int, *, sequence_length: int, place: StreamPlace
+    ) -> None:
+        self._length, self._pad_id = sequence_length, source.tokenizer.end_id
+        self._records = chain.from_iterable(_Lane(source, lane, lanes, place).encoded())
+        self._packs: Packs | None = None
+        self.place = place
+
+    def read(self) -> tuple[Packs, int]:
+        """The next pack: its window, and its number there."""
+        while self._packs is None or self.place.skip >= len(self._packs):
+            skip = 0 if self._packs else self.place.skip
+            self._packs = self._window()
+            self.place = replace(self.place, skip=skip)
+        self.place = replace(self.place, skip=self.place.skip + 1)
+        return self._packs, self.place.skip - 1
+
+    def _window(self) -> Packs:
+        found: list[Tokens] = []
+        while sum(map(len, found)) < _PACKED_TOGETHER * self._length:
+            place, documents = next(self._records)
+            self.place = self.place if found else place
+            found += documents
+        tokens = np.concatenate(found)
+        sizes = np.array([[len(one), one[1:, 1].sum()] for one in found])
+        return Packs(tokens[:, 0], tokens[:, 1], sizes, self._length, pad_id=self._pad_id)
+
+
+class _Lane:
+    """The documents of one lane of one source from a place on, without an end."""
+
+    def __init__(self, source: StreamedSource, lane: int, lanes: int, begun: StreamPlace) -> None:
+        self._source, self._lane, self._begun = source, lane, begun
+        self._units = source.lane(lane, lanes)
+
+    def encoded(self) -> Iterator[list[tuple[StreamPlace, list[Tokens]]]]:
+        """Places, each with the tokens of what begins there, some at a time. Raises DataError."""
         batch: list[tuple[StreamPlace, str]] = []
-        length, wanted = 0, _FEWEST_CHARACTERS
+        length, wanted, turn = 0, _FEWEST_CHARACTERS, self._begun.turn
         for place, text in self._documents():
             batch.append((place, text))
             length += len(text)
             if length >= wanted:
-                tokenizer = self._source.tokenizer
-                encoded: list[TokenIds] = tokenizer.encode([text for _, text in batch])
-                yield [
-                    (place, np.append(ids, tokenizer.end_id).astype(self._dtype))
-                    for (place, _), ids in zip(batch, encoded, strict=True)
-                ]
+                units = [(self._units[one.unit].unit, one.offset or 0, text) for one, text in batch]
+                found = self._source.encode(units)
+                turn = place.turn if any(found) else turn
+                if place.turn > turn + 1:
+                    raise self._empty()
+                yield [(place, tokens) for (place, _), tokens in zip(batch, found, strict=True)]
                 batch, length, wanted = [], 0, min(2 * wanted, _MOST_CHARACTERS)
 
     def _documents(self) -> Iterator[tuple[StreamPlace, str]]:
@@ -201,17 +296,21 @@ class LaneReader:
                     yield StreamPlace(turn, number, position), text
                 offset = None
             if whole and not found:
-                raise DataError(
-                    f'source "{self._source.name}"',
-                    f"lane {self._lane} of dsx.data.lanes has no document to train on",
-                    "use fewer dsx.data.lanes, or prepare so little text beforehand (streaming: false)",
-                )
+                raise self._empty()
             turn, at, whole, found = turn + 1, 0, True, False
+
+    def _empty(self) -> DataError:
+        return DataError(
+            f'source "{self._source.name}"',
+            f"lane {self._lane} of dsx.data.lanes has no document to train on",
+            "use fewer dsx.data.lanes, or prepare so little text beforehand (streaming: false)",
+        )
 
 
 _LONG_SECONDS = 1.0
 
-Ids = npt.NDArray[np.unsignedinteger[Any]]
+Read = Tokens | tuple[Packs, int]
+"""What a lane's reader reads at a time: a sequence, or a pack by its number in a window."""
 StreamState = Mapping[str, Sequence[Any]]
 """``source/lane`` -> number of a block, and where it begins (:meth:`StreamPlace.plain`)."""
 
@@ -219,14 +318,16 @@ StreamState = Mapping[str, Sequence[Any]]
 class _Shuffle:
     """Sequences of one lane of one source by number, shuffled within blocks; numbers must only grow."""
 
-    def __init__(self, reader: LaneReader, size: int, key: Callable[[int], int], *, block: int) -> None:
+    def __init__(
+        self, reader: LaneReader | PackReader, size: int, key: Callable[[int], int], *, block: int
+    ) -> None:
         self._reader, self._size, self._key = reader, size, key
         self._block = block
-        self._now: list[Ids] = []
-        self._next: list[Ids] = []
+        self._now: list[Read] = []
+        self._next: list[Read] = []
         self.begins = {block: reader.place}
 
-    def take(self, number: int) -> Ids:
+    def take(self, number: int) -> Read:
         block, place = divmod(number, self._size)
         if block < self._block:
             raise DataError(
@@ -305,8 +406,13 @@ class SampleStream:
         row, lane = divmod(sample, self._data.lanes)
         with self._lock:
             source, number = self._shares.locate(row, lane)
-            ids = self._take(source, lane, number)
-        return Sequences(ids, self._data.sequence_length, end_id=self._end_id).window(0)
+            taken = self._take(source, lane, number)
+        if isinstance(taken, tuple):
+            packs, index = taken
+            return packs.window(index)
+        if taken.ndim > 1:
+            return Sequences(taken[:, 0], self._data.sequence_length, taken[:, 1]).window(0)
+        return Sequences(taken, self._data.sequence_length, end_id=self._end_id).window(0)
 
     def state(self, cursor: int) -> dict[str, list[Any]]:
         """What another run needs to continue with sample ``cursor``, for the lanes that were read here."""
@@ -324,6 +430,8 @@ class SampleStream:
         """What has happened since the last call that a person should know."""
         with self._lock:
             news, self._news = self._news, []
+            for number, source in self._sources.items():
+                news += source.records.news(self._names[number]) if source.records else []
             if self._opened and self._opening_seconds >= self._told_from:
                 news.append(
                     f"data: {self._opened} lanes opened in {seconds(self._opening_seconds)}, "
@@ -332,7 +440,7 @@ class SampleStream:
                 self._opened, self._opening_seconds, self._told_from = 0, 0.0, _LONG_SECONDS
         return news
 
-    def _take(self, source: int, lane: int, number: int) -> Ids:
+    def _take(self, source: int, lane: int, number: int) -> Read:
         key = (source, lane)
         if key not in self._lanes:
             began = time.perf_counter()
@@ -358,7 +466,8 @@ class SampleStream:
         if source not in self._sources:
             self._sources[source] = self._open_source(source)
         block, place = self._state.get(name, (0, StreamPlace().plain()))
-        reader = LaneReader(
+        packed = self._sources[source].records and data.keeps_apart
+        reader = (PackReader if packed else LaneReader)(
             self._sources[source],
             lane,
             data.lanes,
@@ -391,17 +500,24 @@ _PLACES = 64  # parts of a source that the held-out text is gathered from
 
 def open_stream(data: DataConfig, name: str) -> StreamedSource:
     """The one source of ``data``, to be streamed."""
-    units = open_source(data).units(data.lanes)
+    units = (open_source(data) if data.format == "text" else open_records(data)).units(data.lanes)
     if not units:
         raise DataError(
             f'dsx.data.source = "{data.source}"', "it holds no text", "name files with text in them"
         )
+    tokenizer = load_tokenizer(data.tokenizer, trust_remote_code=data.trust_remote_code)
+    records = None if data.format == "text" else StreamedRecords(data, tokenizer)
+    if records is not None and records.masks.needs_date:
+        what = "the chat template writes the date, which would change under a stream that goes on tomorrow"
+        fix = f'set dsx.data.chat_date, to "{time.strftime("%Y-%m-%d")}" for example'
+        raise DataError(f'source "{name}"', what, fix)
     return StreamedSource(
         name=name,
         units=units,
-        tokenizer=load_tokenizer(data.tokenizer, trust_remote_code=data.trust_remote_code),
+        tokenizer=tokenizer,
         held_out=data.held_out,
         seed=data.seed,
+        records=records,
     )
 
 
@@ -416,6 +532,8 @@ def order_digest(data: DataConfig, source: StreamedSource) -> str:
         "shuffle_buffer": data.shuffle_buffer,
         "sequence_length": data.sequence_length,
     }
+    if source.records is not None:
+        settings["records"] = [data.format, data.columns, data.too_long, source.records.masks.identity()]
     return hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
@@ -440,8 +558,13 @@ def prepare_stream(data: DataConfig, name: str, cache_dir: str | Path, *, held_o
     }
 
     def write(aside: Path) -> CorpusInfo:
-        texts = ((text, True) for text in _held_out(source, held_out_tokens))
-        info = write_corpus(aside, texts, data.source, source.tokenizer, settings)
+        kept, records = _held_out(source, held_out_tokens), source.records
+        if records is None:
+            texts = ((text, True) for *_, text in kept)
+            info = write_corpus(aside, texts, data.source, source.tokenizer, settings)
+        else:
+            encoded = ((found, True) for one in kept for found in records.encode([one])[0])
+            info = write_examples(aside, encoded, data, source.tokenizer, settings)
         if data.held_out and not info.held_out.documents:
             raise DataError(
                 f"dsx.data.held_out = {data.held_out}",
@@ -454,8 +577,12 @@ def prepare_stream(data: DataConfig, name: str, cache_dir: str | Path, *, held_o
 
 
 def _require_text(source: StreamedSource, lane: int, lanes: int) -> None:
-    units = source.lane(lane, lanes)
-    if next(chain.from_iterable(unit.documents(None) for unit in units), None) is None:
+    """Raise DataError if a lane has no document, or its first one cannot be used."""
+    documents = ((unit.unit, *one) for unit in source.lane(lane, lanes) for one in unit.documents(None))
+    first = next(documents, None)
+    if first is not None and source.records is not None:
+        source.encode([first])
+    if first is None:
         raise DataError(
             f"dsx.data.lanes = {lanes}",
             f'source "{source.name}" has no document to train on for lane {lane}',
@@ -463,7 +590,7 @@ def _require_text(source: StreamedSource, lane: int, lanes: int) -> None:
         )
 
 
-def _held_out(source: StreamedSource, tokens: int) -> Iterator[str]:
+def _held_out(source: StreamedSource, tokens: int) -> Iterator[tuple[Unit, int, str]]:
     """Held-out documents of about ``tokens`` tokens, evenly from all over the source if that will do."""
     if not source.held_out:
         return
@@ -474,8 +601,8 @@ def _held_out(source: StreamedSource, tokens: int) -> Iterator[str]:
         unit, left = source.units[index], min(quota, tokens)
         for offset, text in unit.documents(None) if left > 0 else ():
             if source.is_held_out(unit, offset):
-                yield text
-                taken = len(source.tokenizer.encode([text])[0]) + 1
+                yield unit, offset, text
+                taken = sum(map(len, source.encode([(unit, offset, text)])[0]))
                 left, tokens = left - taken, tokens - taken
                 if left <= 0:
                     break

@@ -6,6 +6,11 @@ the chat before it ends, generation prompt included, and ends where the chat up 
 prompt is not trained, and the token that ends the turn is. A template that writes earlier turns otherwise
 once others follow is refused, but for thinking that it leaves out of them, as Qwen3's does: such a turn is
 trained as it stands in the whole chat, which is what the model will see.
+
+``train_on`` "each" asks instead for every turn as it is when it is written: the chat up to it, as the
+template has it then. Such beginnings of a chat lie in one document as long as each begins with the one before
+it. Of a turn whose thought the template leaves out even then, as DeepSeek's do, the text is the generation
+prompt, which begins the thought, then thought and answer, and the end of the turn.
 """
 
 from __future__ import annotations
@@ -15,7 +20,9 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +35,7 @@ from dsx.errors import DataError
 from dsx.models.transformers_settings import first_line, quiet_transformers
 
 _MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_THOUGHT = "</think>"
+_BEGUN, _THOUGHT = "<think>", "</think>"
 _BATCH_CHARACTERS = 1 << 20
 _FIX = "use a template with {% generation %} marks (dsx.data.chat_template)"
 
@@ -92,7 +99,16 @@ class Masks:
         """What decides the text and the masks, besides the records and the tokenizer's words, as JSON."""
         plain, with_tools = self._tokenizer.chat_template(None), self._tokenizer.chat_template([{}])
         special = {name: str(token) for name, token in self._special.items()}
-        return [self._own_template, plain, with_tools, special, self._data.train_on]
+        data = self._data
+        told = [data.train_on, data.chat_template_kwargs, data.chat_date]
+        return [self._own_template, plain, with_tools, special, *told]
+
+    @property
+    def needs_date(self) -> bool:
+        """Whether a template writes the day, and nothing says which."""
+        own, both = self._tokenizer.chat_template, list[list[Any] | None]([None, [{}]])
+        templates = self._own_template or str([own(one) for one in both])
+        return self._data.chat_date is None and "strftime_now" in templates
 
     def encode(
         self, examples: Iterable[Example | BadRecordError]
@@ -101,28 +117,42 @@ class Masks:
         batch: list[_Marked | BadRecordError] = []
         length = 0
         for example in examples:
-            batch.append(example if isinstance(example, BadRecordError) else self._marked(example))
-            length += len(batch[-1].text) if isinstance(batch[-1], _Marked) else 0
+            made = [example] if isinstance(example, BadRecordError) else self._marked(example)
+            batch += made
+            length += sum(len(one.text) for one in made if isinstance(one, _Marked))
             if length >= _BATCH_CHARACTERS:
                 yield self._encoded(batch)
                 batch, length = [], 0
         yield self._encoded(batch)
 
-    def _marked(self, example: Example) -> _Marked | BadRecordError:
+    def _marked(self, example: Example) -> list[_Marked | BadRecordError]:
         try:
             if example.texts is not None:
                 prompt, completion = example.texts
                 text = prompt + completion
                 text += "" if text.endswith(self.eos) else self.eos
                 start = 0 if self._data.train_on == "all" else len(prompt)
-                return _Marked(example.where, text, [(start, len(text))], is_chat=False)
-            return _Marked(example.where, *self._chat(example), is_chat=True)
+                return [_Marked(example.where, text, [(start, len(text))], is_chat=False)]
+            return [_Marked(example.where, *chat, is_chat=True) for chat in self._chats(example)]
         except BadRecordError as error:
-            return error
+            return [error]
+
+    def _chats(self, example: Example) -> list[tuple[str, list[Span]]]:
+        """The documents of a chat: one, but for "each" of a template that writes earlier turns otherwise."""
+        ends = [number + 1 for number, trained in enumerate(example.trained) if trained]
+        if self._data.train_on != "each" or len(ends) < 2:
+            return [self._chat(example)]
+        found: list[tuple[str, list[Span]]] = []
+        for end in ends:
+            upto = replace(example, messages=example.messages[:end], trained=example.trained[:end])
+            text, spans = self._chat(upto)
+            before = found.pop()[1] if found and text.startswith(found[-1][0]) else []
+            found.append((text, before + spans))
+        return found
 
     def _chat(self, example: Example) -> tuple[str, list[Span]]:
         turns = [number for number, trained in enumerate(example.trained) if trained]
-        turns = turns[-1:] if self._data.train_on == "last" else turns
+        turns = turns[-1:] if self._data.train_on in ("last", "each") else turns
         first = 0 if self._data.train_on == "all" else example.prompt
         whole = self._rendered(example, turns if first is None else range(first, len(example.messages)))
         text, marked = whole.text, whole.marks
@@ -168,6 +198,9 @@ class Masks:
                 "name one in dsx.data.chat_template, or use an instruct model's tokenizer",
             )
         has_marks = _MARKS.search(template) is not None
+        told = {**self._special, **self._data.chat_template_kwargs, **example.kwargs}
+        if self._data.chat_date is not None:
+            told["strftime_now"] = date.fromisoformat(self._data.chat_date).strftime
         try:
             with quiet_transformers():
                 texts, marks = render_jinja_template(
@@ -176,7 +209,7 @@ class Masks:
                     chat_template=template,
                     return_assistant_tokens_mask=has_marks,
                     add_generation_prompt=prompt,
-                    **self._special,
+                    **told,
                 )
         except TemplateSyntaxError as error:
             where = f"dsx.data.chat_template, or the template of {self._tokenizer.name}"
@@ -257,6 +290,27 @@ class _Rendering:
         self._count = len(example.messages)
         self.text, self.marks = masks.render(example, self._count)
         self._require_calls(turns)
+        if self._count - 1 in turns:
+            self._require_thought(self._example.messages[-1])
+
+    def _require_thought(self, turn: Message) -> None:
+        """Write the thought of the last turn, if the template leaves that to who trains, or raise."""
+        inside, _, said = (turn.get("content") or "").rpartition(_THOUGHT)
+        given = turn.get("reasoning_content")
+        thought = (given or inside.strip().removeprefix(_BEGUN)).strip()
+        if turn["role"] != "assistant" or not thought or self._count < 2:
+            return
+        before, _ = self._masks.render(self._example, self._count - 1, prompt=True)
+        if thought in self.text[self._common(before) :]:
+            return
+        header, said = before.rstrip().removesuffix(_BEGUN), said.strip()
+        answer = self.text.removeprefix(header).lstrip()
+        if header == before.rstrip() or not said or not answer.startswith(said) or turn.get("tool_calls"):
+            what = f"the chat template does not write the thought of turn {self._count}, which would be lost"
+            fix = "use a template that writes it (dsx.data.chat_template), remove it, or skip such records"
+            raise BadRecordError(self._example.where, what, f"{fix} (dsx.data.bad_records)")
+        ending = answer.removeprefix(said)
+        self.text, self.marks = f"{before}{thought}\n{_THOUGHT}\n\n{said}{ending}", None
 
     def _require_calls(self, turns: Iterable[int]) -> None:
         """Raise BadRecordError unless each call is written: under another name, it is found anywhere."""
@@ -288,7 +342,13 @@ class _Rendering:
             raise BadRecordError(self._example.where, what, f"begin with another turn, or {_FIX}")
         before, _ = self._masks.render(self._example, turn, prompt=True)
         if not self.text.startswith(before):
-            raise self._otherwise(before, turn, "the turns before it, with the generation prompt,", '"all"')
+            what = "the turns before it, with the generation prompt,"
+            if turn < self._count - 1:
+                raise self._otherwise(before, turn, what, 'dsx.data.train_on "each" or "all"')
+            fix = (
+                "where that prompt begins a thought, give the turn one, or set what else the template is told"
+            )
+            raise self._otherwise(before, turn, what, f"{fix} (dsx.data.chat_template_kwargs)")
         return len(before)
 
     def end(self, turn: int) -> int:
@@ -307,7 +367,7 @@ class _Rendering:
         said = said.lstrip("\n")
         if thought and said and self.text.startswith(said, begin):
             return begin + len(said)
-        raise self._otherwise(upto, turn, "the turns up to it", '"last" or "all"')
+        raise self._otherwise(upto, turn, "the turns up to it", 'dsx.data.train_on "each", "last" or "all"')
 
     def marked_in(self, marked: list[Span], turns: list[int]) -> list[Span]:
         """What the template marks in these turns of the assistant."""
@@ -323,11 +383,11 @@ class _Rendering:
         pairs = zip(self.text, other, strict=False)
         return next((n for n, (one, two) in enumerate(pairs) if one != two), min(len(self.text), len(other)))
 
-    def _otherwise(self, other: str, turn: int, what: str, trainable: str) -> BadRecordError:
+    def _otherwise(self, other: str, turn: int, what: str, fix: str) -> BadRecordError:
         at = self._common(other)
         return BadRecordError(
             self._example.where,
             f"turn {turn + 1} cannot be told apart: the chat template writes {what} otherwise than in the "
             f"whole chat, {other[at : at + 40]!r} for {self.text[at : at + 40]!r}",
-            f"{_FIX}, or dsx.data.train_on {trainable}",
+            f"{_FIX}, or {fix}",
         )

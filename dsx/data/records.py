@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import csv
 import json
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,10 @@ _USUAL = {
     "tools": ("tools",),
     "prompt": ("prompt", "question"),
     "completion": ("completion", "response", "answer"),
+    "chat_template_kwargs": ("chat_template_kwargs",),
 }
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""What a turn's thought is called, by one template or another: each is told it under its own name."""
 
 
 class BadRecordError(DataError):
@@ -53,6 +57,7 @@ class Example:
         trained: For each message of a chat, whether it may be trained on.
         tools: Functions that the assistant can call, as JSON schemas.
         texts: Prompt and completion, if they are no messages.
+        kwargs: What the template is told besides, above what ``dsx.data.chat_template_kwargs`` says.
     """
 
     where: str
@@ -61,6 +66,7 @@ class Example:
     trained: tuple[bool, ...] = ()
     tools: list[Any] | None = None
     texts: tuple[str, str] | None = None
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,20 +80,26 @@ class _Row:
 
 def examples(data: DataConfig) -> Iterator[Example | BadRecordError]:
     """The records of the one source of ``data``, checked; those that cannot be used as errors."""
+    return (_example(data, row) for row in _rows(data))
+
+
+def example(data: DataConfig, where: str, text: str) -> Example | BadRecordError:
+    """A record of a stream's unit, checked, or as an error."""
+    return _example(data, _line(where, text.encode(errors="surrogateescape")))
+
+
+def _example(data: DataConfig, row: _Row) -> Example | BadRecordError:
+    if row.cells is None:
+        return BadRecordError(row.where, row.problem, _FIX)
     read = _completion if data.format == "completion" else _chat
-    for row in _rows(data):
-        if row.cells is None:
-            yield BadRecordError(row.where, row.problem, _FIX)
-            continue
-        try:
-            example = read(_Record(row.where, row.cells, data.columns))
-        except BadRecordError as error:
-            yield error
-        else:
-            yield example
+    try:
+        return read(_Record(row.where, row.cells, data.columns))
+    except BadRecordError as error:
+        return error
 
 
-def _rows(data: DataConfig) -> Iterator[_Row]:
+def open_records(data: DataConfig) -> Tables:
+    """The tables of ``data.source``. Raises DataError for what has no records."""
     source = open_source(data)
     if not isinstance(source, Tables):
         raise DataError(
@@ -95,12 +107,21 @@ def _rows(data: DataConfig) -> Iterator[_Row]:
             f'source "{data.source}" is running text, which has no records',
             "name files of jsonl, json, parquet or csv, or a hub data set",
         )
+    is_csv = isinstance(source.source, LocalFiles) and source.source.builder == "csv"
+    if data.streaming and is_csv:  # whose cells a stream would take for numbers where they look like some
+        what = "records of csv are not streamed"
+        raise DataError(f'dsx.data.source = "{data.source}"', what, "write jsonl, or leave streaming out")
+    return source
+
+
+def _rows(data: DataConfig) -> Iterator[_Row]:
+    source = open_records(data)
     if isinstance(source.source, LocalFiles) and source.source.builder in ("json", "csv"):
         for path in source.source.paths:
             yield from _file_rows(source.source.root / path)
         return
     for where, cells in source.rows():
-        yield _Row(where, _without_nulls(cells))
+        yield _Row(where, cells)
 
 
 def _file_rows(path: Path) -> Iterator[_Row]:
@@ -115,16 +136,19 @@ def _line_rows(path: Path) -> Iterator[_Row]:
     """A line each. Read as bytes, so that a line that is not UTF-8 spoils no other."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            where = f"{path}, line {number}"
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                if text.strip():
-                    yield _object(where, json.loads(text), "line")
-            except UnicodeDecodeError as error:
-                what = f"is not UTF-8 text ({error.reason}: byte 0x{line[error.start]:02x} at {error.start})"
-                yield _Row(where, None, what)
-            except (ValueError, RecursionError) as error:
-                yield _Row(where, None, f"is no line of JSON ({error})")
+            record = line.removeprefix(BOM_UTF8) if number == 1 else line
+            if record.strip():
+                yield _line(f"{path}, line {number}", record)
+
+
+def _line(where: str, line: bytes) -> _Row:
+    try:
+        return _object(where, json.loads(line.decode()), "line")
+    except UnicodeDecodeError as error:
+        what = f"is not UTF-8 text ({error.reason}: byte 0x{line[error.start]:02x} at {error.start})"
+        return _Row(where, None, what)
+    except (ValueError, RecursionError) as error:
+        return _Row(where, None, f"is no line of JSON ({error})")
 
 
 def _json_rows(path: Path) -> Iterator[_Row]:
@@ -166,13 +190,6 @@ def _object(where: str, value: Any, kind: str) -> _Row:
     if isinstance(value, dict):
         return _Row(where, value)
     return _Row(where, None, f"the {kind} holds {_kind(value)}, not an object")
-
-
-def _without_nulls(value: Any) -> Any:
-    """Without keys whose value is null: tables give every object of a column the keys of all of them."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
-    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 class _Record:
@@ -233,14 +250,21 @@ class _Record:
         except (ValueError, RecursionError) as error:
             raise self.bad(f"{what} is text that is no JSON ({error})") from error
 
-    def tools(self) -> list[Any] | None:
-        name = self.column("tools")
-        if name is None or self._cells[name] == "":  # a cell of CSV
-            return None
-        tools = self.parsed(self._cells[name], name)
-        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-            raise self.bad(f"{name} is {_kind(tools)}, not a list of objects (JSON schemas of functions)")
-        return tools or None
+    def told(self) -> dict[str, Any]:
+        """What the template is told besides the messages: ``tools`` and ``kwargs`` of an example."""
+        tools, kwargs = self._parsed_cell("tools"), self._parsed_cell("chat_template_kwargs")
+        if tools is not None and (
+            not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools)
+        ):
+            raise self.bad(f"tools is {_kind(tools)}, not a list of objects (JSON schemas of functions)")
+        if not isinstance(kwargs or {}, dict):
+            raise self.bad(f"chat_template_kwargs is {_kind(kwargs)}, not an object")
+        return {"tools": tools or None, "kwargs": kwargs or {}}
+
+    def _parsed_cell(self, role: str) -> Any:
+        name = self.column(role)
+        # An empty text is a cell of CSV.
+        return None if name is None or self._cells[name] == "" else self.parsed(self._cells[name], name)
 
     def messages(self, name: str, value: Any) -> tuple[list[Message], list[bool]]:
         """Turns as chat templates take them, and whether each may be trained on."""
@@ -274,9 +298,16 @@ class _Record:
             turn["content"] = self._content(what, turn["content"])
         elif not (is_assistant and turn.get("tool_calls")):
             raise self.bad(f"{what} ({turn['role']}) has no content; it has {', '.join(turn)}")
-        if is_assistant and not turn.get("content") and not turn.get("tool_calls"):
+        return self._thought(what, turn) if is_assistant else turn, is_assistant and bool(weight)
+
+    def _thought(self, what: str, turn: Message) -> Message:
+        """A turn of the assistant with its thought under every name."""
+        if not turn.get("content") and not turn.get("tool_calls"):
             raise self.bad(f"{what} (assistant) is empty: there is nothing to learn from it")
-        return turn, is_assistant and bool(weight)
+        thought = next((turn[key] for key in _THOUGHTS if turn.get(key)), None)
+        if thought is None:
+            return turn
+        return {**turn, **dict.fromkeys(_THOUGHTS, self.text(thought, f"the thought of {what}"))}
 
     def _from_sharegpt(self, what: str, turn: Message) -> Message:
         if "value" not in turn:
@@ -324,7 +355,7 @@ def _chat(record: _Record) -> Example:
         messages, trained = [{"role": "system", "content": text}, *messages], [False, *trained]
     elif text and messages[0]["content"] != text:
         raise record.bad(f"{system} says otherwise than the first turn, which is the system's, too")
-    return Example(where=record.where, messages=tuple(messages), trained=tuple(trained), tools=record.tools())
+    return Example(where=record.where, messages=tuple(messages), trained=tuple(trained), **record.told())
 
 
 def _completion(record: _Record) -> Example:
@@ -339,7 +370,7 @@ def _completion(record: _Record) -> Example:
             raise record.bad(f"{one} is {_kind(value)}, {its} is not: both are text, or both messages")
     messages = record.messages(name, prompt)[0]
     both = (*messages, *record.messages(other, completion)[0])
-    return Example(where=record.where, messages=both, prompt=len(messages), tools=record.tools())
+    return Example(where=record.where, messages=both, prompt=len(messages), **record.told())
 
 
 _KINDS: dict[type, str] = {

@@ -33,11 +33,14 @@ class Unit(Protocol):
         """A name that is the same on every machine, and that no other unit of the source has."""
 
     def documents(self, start: int | None) -> Iterator[tuple[int, str]]:
-        """Documents in order, each with where it begins.
+        """Documents in order, each with where it begins; a record is the text of its JSON.
 
         Args:
             start: Where to begin, as an earlier call said; None for the unit's first document.
         """
+
+    def place(self, at: int) -> str:
+        """What people call the place where a document begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +96,7 @@ class FilePart:
         start: First byte.
         end: Byte after the last.
         lines: Whether a document is a line of JSON instead of a stretch of running text.
-        column: The key of the JSON that holds the text.
+        column: The key of the JSON that holds the text; none if whole lines are records.
         cut_bytes: Running text is cut into documents of at least so many bytes, at blank lines where there
             are any, and at most about twice that.
         blank: Whether lines without text are documents, too, without a character.
@@ -148,6 +151,9 @@ class FilePart:
 
     def _text(self, piece: bytes, at: int) -> str | None:
         try:
+            if self.lines and not self.column:  # whoever reads the record says what is wrong with it
+                line = piece.removeprefix(BOM_UTF8) if at == 0 else piece
+                return line.decode(errors="surrogateescape").strip()
             return self._json(piece, at) if self.lines else _decoded(piece, self.stamp.path, at)
         except DataError:
             self.stamp.check()  # if the file has changed, that is the reason
@@ -166,14 +172,14 @@ class FilePart:
             raise
         except (ValueError, RecursionError) as error:
             what = f"is no line of JSON in UTF-8 ({error})"
-            raise DataError(self._place(at), what, "mend or remove that line") from error
+            raise DataError(self.place(at), what, "mend or remove that line") from error
         if not isinstance(row, dict):
-            raise DataError(self._place(at), f"holds {type(row).__name__}, not an object", "mend that line")
+            raise DataError(self.place(at), f"holds {type(row).__name__}, not an object", "mend that line")
         if isinstance(cell, str) or (cell is None and (at or self.column in row or self._later())):
             return cell
         what = f"{self.stamp.path} has no such column; it has {shortened(', '.join(row), 500)}"
         if cell is not None:
-            what = f"{self._place(at)} holds {type(cell).__name__} there, not text"
+            what = f"{self.place(at)} holds {type(cell).__name__} there, not text"
         texts = [key for key, value in row.items() if isinstance(value, str)]
         chats = [key for key, value in row.items() if re.search(r"^\[.*'(role|from)':", str(value))]
         raise DataError(f'dsx.data.text_column = "{self.column}"', what, to_name(texts, chats))
@@ -187,7 +193,7 @@ class FilePart:
                         return True
         return False
 
-    def _place(self, at: int) -> str:
+    def place(self, at: int) -> str:
         """File and line of a byte; the byte itself where counting the lines would take long."""
         if at > _LARGEST_UNIT_BYTES:
             return f"{self.stamp.path}, byte {at}"
@@ -217,7 +223,7 @@ def file_parts(
         root: Folder that ``paths`` are relative to.
         paths: Files in order.
         lanes: Lanes that read them.
-        column: The key of JSON lines that holds the text; None for running text.
+        column: The key of JSON lines that holds the text, empty for records; None for running text.
         whole_files: Do not cut files of running text into documents, but for very large ones.
     """
     stamps = [(path, Stamp.of(root / path)) for path in paths]

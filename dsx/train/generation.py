@@ -141,6 +141,7 @@ def generate(
     show: Callable[[str], object] | None = None,
     chat: bool = False,
     chat_template: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
     """Text that the model continues a prompt with, up to the end of a document.
 
@@ -158,6 +159,7 @@ def generate(
         chat: Take the prompt for a user's message: the tokenizer's chat template writes it, and the text is
             the assistant's turn.
         chat_template: A Jinja file, or the template itself, in place of the tokenizer's own.
+        chat_template_kwargs: What the template is told besides the message.
 
     Raises:
         ConfigError: A number outside its range, or more tokens than the model has positions.
@@ -175,7 +177,7 @@ def generate(
             )
     ends = [tokenizer.end_id]
     if chat:
-        prompt, end = _turn(tokenizer, prompt, chat_template)
+        prompt, end = _turn(tokenizer, prompt, chat_template, chat_template_kwargs or {})
         ends += end
     ids = [int(one) for one in tokenizer.encode([prompt])[0]] or [tokenizer.end_id]
     positions = getattr(model.config, "max_position_embeddings", None)
@@ -211,14 +213,16 @@ def generate(
     return tokenizer.decode(made[0, len(ids) :].tolist())
 
 
-def _turn(tokenizer: Tokenizer, message: str, template: str | None) -> tuple[str, list[int]]:
+def _turn(
+    tokenizer: Tokenizer, message: str, template: str | None, told: Mapping[str, Any]
+) -> tuple[str, list[int]]:
     """A user's message as its template writes it, up to where the assistant begins, and what ends that turn.
 
     That is the special token behind a reply; a template that has none leaves it to the end of a document.
     """
     masks = Masks(DataConfig(sequence_length=1, format="chat", chat_template=template), tokenizer)
     turns = ({"role": "user", "content": message}, {"role": "assistant", "content": _REPLY})
-    chat = Example(where="the prompt", messages=turns)
+    chat = Example(where="the prompt", messages=turns, kwargs=told)
     prompt, _ = masks.render(chat, 1, prompt=True)
     behind = masks.render(chat, len(turns))[0].rpartition(_REPLY)[2]
     ids = [int(one) for one in tokenizer.encode([behind])[0][:1]] if behind else []
