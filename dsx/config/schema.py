@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from datetime import date
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -192,7 +191,7 @@ class DataConfig(TextSource):
     )
     chat_date: str | None = Field(
         default=None,
-        pattern=r"^\d{4}-\d\d-\d\d$",
+        pattern=r"^\d{4}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])$",
         description='Chat: the day that a template which writes the date is told, "2025-12-31"; null: the '
         "day on which the data are prepared. Streaming needs it for such a template.",
     )
@@ -294,12 +293,6 @@ class DataConfig(TextSource):
                 raise MistakeError(
                     f'{unread} has no meaning for format "text"', 'set format to "chat" or "completion"'
                 )
-
-    @field_validator("chat_date")
-    @classmethod
-    def _is_a_day(cls, value: str | None) -> str | None:
-        date.fromisoformat(value or "2000-01-01")
-        return value
 
     @property
     def keeps_apart(self) -> bool:

@@ -543,7 +543,6 @@ def write_examples(
     A record that cannot be used is an error, or counted.
     """
     dtype, left = _dtype_of(tokenizer), data.max_bytes
-    longest = data.sequence_length if data.too_long == "refuse" and data.keeps_apart else None
     bad, first_bad = 0, ""
     with (
         SplitWriter(folder, "train", dtype, masked=True) as train,
@@ -556,7 +555,8 @@ def write_examples(
                     raise one
                 bad, first_bad = bad + 1, first_bad or f"{one.where}: {one.what}"
                 continue
-            require_short(one, longest)
+            if (problem := too_long(one, data)) is not None:
+                raise problem
             waiting.advance(one.text_bytes)
             (held_out if is_kept else train).append(one.ids, one.text_bytes, one.trained)
             left = None if left is None else left - one.text_bytes
@@ -578,12 +578,14 @@ def write_examples(
     )
 
 
-def require_short(one: Encoded, longest: int | None) -> None:
-    """Raise DataError for a document of more tokens than ``longest``."""
-    if longest is not None and len(one.ids) > longest:
-        what = f"it has {len(one.ids):,} tokens, and dsx.data.too_long refuses more than {longest:,}"
-        fix = 'raise dsx.data.sequence_length, shorten it, or set too_long to "truncate" or "drop"'
-        raise DataError(one.where, what, fix)
+def too_long(one: Encoded, data: DataConfig) -> DataError | None:
+    """What is wrong with a document that ``dsx.data.too_long`` refuses."""
+    longest = data.sequence_length
+    if data.too_long != "refuse" or not data.keeps_apart or len(one.ids) <= longest:
+        return None
+    what = f"it has {len(one.ids):,} tokens, and dsx.data.too_long refuses more than {longest:,}"
+    fix = 'raise dsx.data.sequence_length, shorten it, or set too_long to "truncate" or "drop"'
+    return DataError(one.where, what, fix)
 
 
 def _checked(info: CorpusInfo, data: DataConfig) -> CorpusInfo:

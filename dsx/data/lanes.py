@@ -20,7 +20,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from threading import Lock
@@ -30,11 +30,11 @@ import numpy as np
 import numpy.typing as npt
 
 from dsx.config.schema import DataConfig
-from dsx.data.corpus import VERSION, CorpusInfo, require_short, write_corpus, write_examples, write_once
+from dsx.data.corpus import VERSION, CorpusInfo, too_long, write_corpus, write_examples, write_once
 from dsx.data.files import LocalFiles, Tables, open_source
 from dsx.data.masks import Encoded, Masks
 from dsx.data.order import Shares, keyed_hash, permute
-from dsx.data.packs import Packs, Sample, Sequences
+from dsx.data.packs import Packs, Sample, Sequences, require_some
 from dsx.data.records import example, open_records
 from dsx.data.tokenizers import TokenIds, Tokenizer, load_tokenizer
 from dsx.data.units import Unit
@@ -43,6 +43,9 @@ from dsx.terminal import seconds
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 """Ids [tokens]; of chats and completions ids and whether each is trained on [tokens, 2]."""
+
+Document = tuple[Unit, int, str]
+"""Unit, place in it, and text, of a record JSON."""
 
 _POINTS = 1 << 64
 _PACKED_TOGETHER = 32  # sequences: a lane's last pack, which stays half empty, is one of so many
@@ -70,42 +73,6 @@ class StreamPlace:
         return list(astuple(self))
 
 
-class StreamedRecords:
-    """Makes documents of the chats or completions of a stream, and counts those that cannot be used."""
-
-    def __init__(self, data: DataConfig, tokenizer: Tokenizer) -> None:
-        self.data, self.masks = data, Masks(data, tokenizer)
-        self._skipped = 0
-
-    def encode(self, documents: Sequence[tuple[Unit, int, str]]) -> list[list[Encoded]]:
-        """Those of each record, no longer than a sequence if they are packed. Raises DataError."""
-        found: list[list[Encoded]] = [[] for _ in documents]
-        read = (example(self.data, str(number), text) for number, (*_, text) in enumerate(documents))
-        for one in chain.from_iterable(self.masks.encode(read)):
-            unit, at, _ = documents[int(one.where)]
-            if not isinstance(one, DataError):
-                found[int(one.where)] += [self._cut(one, unit, at)] if self.data.keeps_apart else [one]
-            elif self.data.bad_records == "refuse":
-                raise DataError(unit.place(at), one.what, one.fix)
-            else:
-                self._skipped += 1
-        return [[one for one in each if one.trained[1:].any()] for each in found]
-
-    def _cut(self, one: Encoded, unit: Unit, at: int) -> Encoded:
-        """As ``dsx.data.too_long`` has it; without a trained token if it is dropped."""
-        most, too_long = self.data.sequence_length, self.data.too_long
-        if len(one.ids) <= most:
-            return one
-        if too_long == "refuse":
-            require_short(replace(one, where=unit.place(at)), most)
-        return replace(one, ids=one.ids[:most], trained=one.trained[:most] & (too_long != "drop"))
-
-    def news(self, name: str) -> list[str]:
-        """What was skipped since the last call."""
-        count, self._skipped = self._skipped, 0
-        return [f'data: source "{name}": {count:,} bad record{"s" * (count > 1)} skipped'] if count else []
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamedSource:
     """A source and all that decides what is read of it.
@@ -114,30 +81,45 @@ class StreamedSource:
         name: What the config calls it.
         units: Its parts.
         tokenizer: Text -> ids.
-        held_out: Share of the documents that are never trained on.
-        seed: Decides which documents those are.
-        records: Makes documents of chats and completions.
+        data: Its settings: those of records, and which share of the documents is never trained on.
+        masks: Makes documents of chats and completions; None for text.
+        skipped: Records that could not be used.
     """
 
     name: str
     units: tuple[Unit, ...]
     tokenizer: Tokenizer
-    held_out: float
-    seed: int
-    records: StreamedRecords | None = None
+    data: DataConfig
+    masks: Masks | None
+    skipped: list[str] = field(default_factory=list)
 
     def is_held_out(self, unit: Unit, offset: int) -> bool:
         """Whether a document is kept for evaluation, by its place, so that nothing needs to be counted."""
-        return keyed_hash("held-out", self.seed, unit.name, offset) < self.held_out * _POINTS
+        return keyed_hash("held-out", self.data.seed, unit.name, offset) < self.data.held_out * _POINTS
 
-    def encode(self, documents: Sequence[tuple[Unit, int, str]]) -> list[list[Tokens]]:
+    def encode(self, documents: Sequence[Document]) -> list[list[Tokens]]:
         """The tokens of each: text and its end token, or of a record its documents, perhaps none."""
         dtype = np.uint16 if self.tokenizer.vocab_size <= 1 << 16 else np.uint32
-        if self.records is not None:
-            each = self.records.encode(documents)
+        if self.masks is not None:
+            each = self.examples(documents, self.masks)
             return [[np.stack([one.ids, one.trained], 1).astype(dtype) for one in found] for found in each]
         encoded: list[TokenIds] = self.tokenizer.encode([text for *_, text in documents])
         return [[np.append(ids, self.tokenizer.end_id).astype(dtype)] for ids in encoded]
+
+    def examples(self, documents: Sequence[Document], masks: Masks) -> list[list[Encoded]]:
+        """The documents of each record. Raises DataError for what is refused, with its place."""
+        found: list[list[Encoded]] = [[] for _ in documents]
+        read = (example(self.data, str(number), text) for number, (*_, text) in enumerate(documents))
+        for one in chain.from_iterable(masks.encode(read)):
+            problem = one if isinstance(one, DataError) else too_long(one, self.data)
+            unit, at, _ = documents[int(one.where)]
+            if not isinstance(one, DataError) and problem is None:
+                found[int(one.where)].append(one)
+            elif problem is one and self.data.bad_records == "skip":
+                self.skipped.append(problem.what)
+            elif problem is not None:
+                raise DataError(unit.place(at), problem.what, problem.fix)
+        return found
 
     def lane(self, lane: int, lanes: int) -> tuple[LaneUnit, ...]:
         count = len(self.units)
@@ -239,28 +221,29 @@ class PackReader:
         self, source: StreamedSource, lane: int, lanes: int, *, sequence_length: int, place: StreamPlace
     ) -> None:
         self._length, self._pad_id = sequence_length, source.tokenizer.end_id
+        self._drop = source.data.too_long == "drop"
         self._records = chain.from_iterable(_Lane(source, lane, lanes, place).encoded())
-        self._packs: Packs | None = None
-        self.place = place
+        self._read, self.place = self._packs(), place
 
     def read(self) -> tuple[Packs, int]:
         """The next pack: its window, and its number there."""
-        while self._packs is None or self.place.skip >= len(self._packs):
-            skip = 0 if self._packs else self.place.skip
-            self._packs = self._window()
-            self.place = replace(self.place, skip=skip)
-        self.place = replace(self.place, skip=self.place.skip + 1)
-        return self._packs, self.place.skip - 1
+        return next(self._read)
 
-    def _window(self) -> Packs:
-        found: list[Tokens] = []
-        while sum(map(len, found)) < _PACKED_TOGETHER * self._length:
-            place, documents = next(self._records)
-            self.place = self.place if found else place
-            found += documents
-        tokens = np.concatenate(found)
-        sizes = np.array([[len(one), one[1:, 1].sum()] for one in found])
-        return Packs(tokens[:, 0], tokens[:, 1], sizes, self._length, pad_id=self._pad_id)
+    def _packs(self) -> Iterator[tuple[Packs, int]]:
+        skip = self.place.skip
+        while True:
+            begun, found = next(self._records)
+            while sum(map(len, found)) < _PACKED_TOGETHER * self._length:
+                found += next(self._records)[1]
+            tokens, sizes = np.concatenate(found), np.array([[len(one), one[1:, 1].sum()] for one in found])
+            packs = Packs(
+                tokens[:, 0], tokens[:, 1], sizes, self._length, pad_id=self._pad_id, drop=self._drop
+            )
+            require_some(packs, len(tokens), "training")
+            for index in range(skip, len(packs)):
+                self.place = replace(begun, skip=index + 1)
+                yield packs, index
+            skip = 0
 
 
 class _Lane:
@@ -272,39 +255,37 @@ class _Lane:
 
     def encoded(self) -> Iterator[list[tuple[StreamPlace, list[Tokens]]]]:
         """Places, each with the tokens of what begins there, some at a time. Raises DataError."""
-        batch: list[tuple[StreamPlace, str]] = []
-        length, wanted, turn = 0, _FEWEST_CHARACTERS, self._begun.turn
-        for place, text in self._documents():
-            batch.append((place, text))
-            length += len(text)
-            if length >= wanted:
-                units = [(self._units[one.unit].unit, one.offset or 0, text) for one, text in batch]
-                found = self._source.encode(units)
-                turn = place.turn if any(found) else turn
-                if place.turn > turn + 1:
-                    raise self._empty()
-                yield [(place, tokens) for (place, _), tokens in zip(batch, found, strict=True)]
-                batch, length, wanted = [], 0, min(2 * wanted, _MOST_CHARACTERS)
-
-    def _documents(self) -> Iterator[tuple[StreamPlace, str]]:
-        turn, at, offset = self._begun.turn, self._begun.unit, self._begun.offset
-        whole, found = at == 0 and offset is None, False
+        begun = self._begun
         while True:
-            for number in range(at, len(self._units)):
-                for position, text in self._units[number].documents(offset):
-                    found = True
-                    yield StreamPlace(turn, number, position), text
-                offset = None
-            if whole and not found:
-                raise self._empty()
-            turn, at, whole, found = turn + 1, 0, True, False
+            found = (begun.unit, begun.offset) != (0, None)
+            for batch in self._batches(begun):
+                made = self._source.encode(
+                    [(self._units[at.unit].unit, at.offset or 0, text) for at, text in batch]
+                )
+                found = found or any(made)
+                yield [(at, tokens) for (at, _), tokens in zip(batch, made, strict=True)]
+            if not found:
+                raise DataError(
+                    f'source "{self._source.name}"',
+                    f"lane {self._lane} of dsx.data.lanes has no document to train on",
+                    "use fewer dsx.data.lanes, or prepare so little text beforehand (streaming: false)",
+                )
+            begun = StreamPlace(begun.turn + 1)
 
-    def _empty(self) -> DataError:
-        return DataError(
-            f'source "{self._source.name}"',
-            f"lane {self._lane} of dsx.data.lanes has no document to train on",
-            "use fewer dsx.data.lanes, or prepare so little text beforehand (streaming: false)",
-        )
+    def _batches(self, begun: StreamPlace) -> Iterator[list[tuple[StreamPlace, str]]]:
+        """The documents from a place to the end of its turn."""
+        batch: list[tuple[StreamPlace, str]] = []
+        length, wanted, offset = 0, _FEWEST_CHARACTERS, begun.offset
+        for number in range(begun.unit, len(self._units)):
+            for position, text in self._units[number].documents(offset):
+                batch.append((StreamPlace(begun.turn, number, position), text))
+                length += len(text)
+                if length >= wanted:
+                    yield batch
+                    batch, length, wanted = [], 0, min(2 * wanted, _MOST_CHARACTERS)
+            offset = None
+        if batch:
+            yield batch
 
 
 _LONG_SECONDS = 1.0
@@ -431,7 +412,10 @@ class SampleStream:
         with self._lock:
             news, self._news = self._news, []
             for number, source in self._sources.items():
-                news += source.records.news(self._names[number]) if source.records else []
+                if source.skipped:
+                    bad = f"{len(source.skipped):,} bad records skipped, the first: {source.skipped[0]}"
+                    news.append(f'data: source "{self._names[number]}": {bad}')
+                    source.skipped.clear()
             if self._opened and self._opening_seconds >= self._told_from:
                 news.append(
                     f"data: {self._opened} lanes opened in {seconds(self._opening_seconds)}, "
@@ -466,7 +450,7 @@ class SampleStream:
         if source not in self._sources:
             self._sources[source] = self._open_source(source)
         block, place = self._state.get(name, (0, StreamPlace().plain()))
-        packed = self._sources[source].records and data.keeps_apart
+        packed = self._sources[source].masks and data.keeps_apart
         reader = (PackReader if packed else LaneReader)(
             self._sources[source],
             lane,
@@ -506,19 +490,8 @@ def open_stream(data: DataConfig, name: str) -> StreamedSource:
             f'dsx.data.source = "{data.source}"', "it holds no text", "name files with text in them"
         )
     tokenizer = load_tokenizer(data.tokenizer, trust_remote_code=data.trust_remote_code)
-    records = None if data.format == "text" else StreamedRecords(data, tokenizer)
-    if records is not None and records.masks.needs_date:
-        what = "the chat template writes the date, which would change under a stream that goes on tomorrow"
-        fix = f'set dsx.data.chat_date, to "{time.strftime("%Y-%m-%d")}" for example'
-        raise DataError(f'source "{name}"', what, fix)
-    return StreamedSource(
-        name=name,
-        units=units,
-        tokenizer=tokenizer,
-        held_out=data.held_out,
-        seed=data.seed,
-        records=records,
-    )
+    masks = None if data.format == "text" else Masks(data, tokenizer)
+    return StreamedSource(name=name, units=units, tokenizer=tokenizer, data=data, masks=masks)
 
 
 def order_digest(data: DataConfig, source: StreamedSource) -> str:
@@ -532,8 +505,8 @@ def order_digest(data: DataConfig, source: StreamedSource) -> str:
         "shuffle_buffer": data.shuffle_buffer,
         "sequence_length": data.sequence_length,
     }
-    if source.records is not None:
-        settings["records"] = [data.format, data.columns, data.too_long, source.records.masks.identity()]
+    if source.masks is not None:
+        settings["records"] = [data.format, data.columns, source.masks.identity()]
     return hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
@@ -558,12 +531,12 @@ def prepare_stream(data: DataConfig, name: str, cache_dir: str | Path, *, held_o
     }
 
     def write(aside: Path) -> CorpusInfo:
-        kept, records = _held_out(source, held_out_tokens), source.records
-        if records is None:
+        kept, masks = _held_out(source, held_out_tokens), source.masks
+        if masks is None:
             texts = ((text, True) for *_, text in kept)
             info = write_corpus(aside, texts, data.source, source.tokenizer, settings)
         else:
-            encoded = ((found, True) for one in kept for found in records.encode([one])[0])
+            encoded = ((found, True) for one in kept for found in source.examples([one], masks)[0])
             info = write_examples(aside, encoded, data, source.tokenizer, settings)
         if data.held_out and not info.held_out.documents:
             raise DataError(
@@ -580,7 +553,7 @@ def _require_text(source: StreamedSource, lane: int, lanes: int) -> None:
     """Raise DataError if a lane has no document, or its first one cannot be used."""
     documents = ((unit.unit, *one) for unit in source.lane(lane, lanes) for one in unit.documents(None))
     first = next(documents, None)
-    if first is not None and source.records is not None:
+    if first is not None and source.masks is not None:
         source.encode([first])
     if first is None:
         raise DataError(
@@ -590,9 +563,9 @@ def _require_text(source: StreamedSource, lane: int, lanes: int) -> None:
         )
 
 
-def _held_out(source: StreamedSource, tokens: int) -> Iterator[tuple[Unit, int, str]]:
+def _held_out(source: StreamedSource, tokens: int) -> Iterator[Document]:
     """Held-out documents of about ``tokens`` tokens, evenly from all over the source if that will do."""
-    if not source.held_out:
+    if not source.data.held_out:
         return
     step = -(-len(source.units) // _PLACES)
     spread, rest = range(0, len(source.units), step), [i for i in range(len(source.units)) if i % step]

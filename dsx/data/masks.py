@@ -17,12 +17,11 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import date
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -103,12 +102,16 @@ class Masks:
         told = [data.train_on, data.chat_template_kwargs, data.chat_date]
         return [self._own_template, plain, with_tools, special, *told]
 
-    @property
-    def needs_date(self) -> bool:
-        """Whether a template writes the day, and nothing says which."""
-        own, both = self._tokenizer.chat_template, list[list[Any] | None]([None, [{}]])
-        templates = self._own_template or str([own(one) for one in both])
-        return self._data.chat_date is None and "strftime_now" in templates
+    def _day(self, form: str) -> str:
+        """The day, as a template asks for it. Raises DataError where it would change under a run."""
+        if self._data.chat_date is None and self._data.streaming:
+            what = "the chat template writes the day, which another one would be in a run that is resumed"
+            raise DataError(
+                "dsx.data.chat_date", what, f'set it, to "{time.strftime("%Y-%m-%d")}" for example'
+            )
+        return time.strftime(
+            form, time.strptime(self._data.chat_date or time.strftime("%Y-%m-%d"), "%Y-%m-%d")
+        )
 
     def encode(
         self, examples: Iterable[Example | BadRecordError]
@@ -198,9 +201,12 @@ class Masks:
                 "name one in dsx.data.chat_template, or use an instruct model's tokenizer",
             )
         has_marks = _MARKS.search(template) is not None
-        told = {**self._special, **self._data.chat_template_kwargs, **example.kwargs}
-        if self._data.chat_date is not None:
-            told["strftime_now"] = date.fromisoformat(self._data.chat_date).strftime
+        told = {
+            "strftime_now": self._day,
+            **self._special,
+            **self._data.chat_template_kwargs,
+            **example.kwargs,
+        }
         try:
             with quiet_transformers():
                 texts, marks = render_jinja_template(
@@ -215,6 +221,8 @@ class Masks:
             where = f"dsx.data.chat_template, or the template of {self._tokenizer.name}"
             what = f"is no template (line {error.lineno}: {first_line(error)})"
             raise DataError(where, what, "mend it") from error
+        except DataError:
+            raise
         except Exception as error:
             raise BadRecordError(
                 example.where,
