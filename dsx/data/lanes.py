@@ -44,6 +44,8 @@ from dsx.terminal import seconds
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 """Ids [tokens]; of chats and completions ids and whether each is trained on [tokens, 2]."""
 
+Read = Tokens | tuple[Packs, int]
+"""What is read at a time: a sequence, or a pack by its number in a window."""
 Document = tuple[Unit, int, str]
 """Unit, place in it, and text, of a record JSON."""
 
@@ -153,91 +155,77 @@ class LaneUnit:
 
 
 class LaneReader:
-    """The endless sequences of one lane of one source, in reading order."""
+    """The endless sequences, or packs, of one lane of one source, in reading order.
 
-    def __init__(
-        self, source: StreamedSource, lane: int, lanes: int, *, sequence_length: int, place: StreamPlace
-    ) -> None:
-        self._source, self._length = source, sequence_length
-        self._begun, self._skip = place, 0
-        self._encoded = _Lane(source, lane, lanes, place).encoded()
-        self._pending: deque[tuple[StreamPlace, Tokens]] = deque()
-        self._held = 0
+    To be packed, records are read until their documents would fill some sequences, and packed together. A
+    place is then the first record of such a window, and how many of its packs have been read (``skip``).
 
-    @property
-    def place(self) -> StreamPlace:
-        """Where the next sequence begins."""
-        if not self._pending:
-            return self._begun
-        document = self._pending[0][0]
-        return StreamPlace(document.turn, document.unit, document.offset, self._skip)
-
-    def read(self) -> Tokens:
-        """The next sequence: S + 1 tokens; the last one is the next sequence's first."""
-        wanted = self._length + 1
-        while self._held < wanted:
-            self._refill()
-        parts, skip = [], self._skip
-        for _, ids in self._pending:
-            parts.append(ids[skip : skip + wanted])
-            wanted -= len(parts[-1])
-            skip = 0
-            if not wanted:
-                break
-        self._drop(self._length)
-        return np.concatenate(parts)
-
-    def _refill(self) -> None:
-        first = not self._pending
-        for place, found in next(self._encoded):
-            if found:
-                self._pending.append((place, np.concatenate(found)))
-                self._held += len(self._pending[-1][1])
-        if first and self._pending:  # nothing has been read yet: begin where the place says
-            if self._begun.skip >= len(self._pending[0][1]):
-                tokens = len(self._pending[0][1])
-                raise DataError(
-                    f"{self._source.name}, document at {self._begun.offset}",
-                    f"it has {tokens} tokens, the checkpoint was at token {self._begun.skip}",
-                    "restore the text and the tokenizer of that run",
-                )
-            self._drop(self._begun.skip)
-
-    def _drop(self, tokens: int) -> None:
-        self._held -= tokens
-        self._skip += tokens
-        while self._pending and self._skip >= len(self._pending[0][1]):
-            self._skip -= len(self._pending.popleft()[1])
-
-
-class PackReader:
-    """The endless packs of one lane of one source of chats or completions, in reading order.
-
-    Records are read until their documents would fill so many sequences, and those are packed together. A
-    place is the first record of such a window, and how many of its packs have been read (``skip``).
+    Args:
+        source: The source.
+        lane: The lane's number.
+        lanes: How many there are.
+        sequence_length: S.
+        place: Where to begin.
+        packed: Pack documents whole instead of cutting their stream into sequences.
     """
 
     def __init__(
-        self, source: StreamedSource, lane: int, lanes: int, *, sequence_length: int, place: StreamPlace
+        self,
+        source: StreamedSource,
+        lane: int,
+        lanes: int,
+        *,
+        sequence_length: int,
+        place: StreamPlace,
+        packed: bool = False,
     ) -> None:
-        self._length, self._pad_id = sequence_length, source.tokenizer.end_id
-        self._drop = source.data.too_long == "drop"
-        self._records = chain.from_iterable(_Lane(source, lane, lanes, place).encoded())
-        self._read, self.place = self._packs(), place
+        self._source, self._lane, self._length = source, lane, sequence_length
+        self._units, self._begun = source.lane(lane, lanes), place
+        self._documents = chain.from_iterable(self._encoded())
+        self._read: Iterator[Read] = self._packs() if packed else self._sequences()
+        self.place = place
+        """Where the next sequence begins."""
 
-    def read(self) -> tuple[Packs, int]:
-        """The next pack: its window, and its number there."""
+    def read(self) -> Read:
+        """The next sequence, S + 1 tokens of which the last is the next one's first; or the next pack."""
         return next(self._read)
 
+    def _sequences(self) -> Iterator[Tokens]:
+        pending, skip = deque[tuple[StreamPlace, Tokens]](), self._begun.skip
+        held = -skip
+        for place, found in self._documents:
+            pending += [(place, np.concatenate(found))] if found else []
+            held += sum(map(len, found))
+            if pending and skip >= len(pending[0][1]):  # nothing has been read yet
+                raise DataError(
+                    f"{self._source.name}, document at {self._begun.offset}",
+                    f"it has {len(pending[0][1])} tokens, the checkpoint was at token {skip}",
+                    "restore the text and the tokenizer of that run",
+                )
+            while held > self._length:
+                parts = [tokens for _, tokens in pending]
+                whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
+                sequence = whole[skip : skip + self._length + 1].copy()
+                skip, held = skip + self._length, held - self._length
+                while skip >= len(pending[0][1]):
+                    skip -= len(pending.popleft()[1])
+                self.place = replace(pending[0][0], skip=skip)
+                yield sequence
+
     def _packs(self) -> Iterator[tuple[Packs, int]]:
-        skip = self.place.skip
+        skip, data = self._begun.skip, self._source.data
         while True:
-            begun, found = next(self._records)
+            begun, found = next(self._documents)
             while sum(map(len, found)) < _PACKED_TOGETHER * self._length:
-                found += next(self._records)[1]
+                found += next(self._documents)[1]
             tokens, sizes = np.concatenate(found), np.array([[len(one), one[1:, 1].sum()] for one in found])
             packs = Packs(
-                tokens[:, 0], tokens[:, 1], sizes, self._length, pad_id=self._pad_id, drop=self._drop
+                tokens[:, 0],
+                tokens[:, 1],
+                sizes,
+                self._length,
+                pad_id=self._source.tokenizer.end_id,
+                drop=data.too_long == "drop",
             )
             require_some(packs, len(tokens), "training")
             for index in range(skip, len(packs)):
@@ -245,15 +233,7 @@ class PackReader:
                 yield packs, index
             skip = 0
 
-
-class _Lane:
-    """The documents of one lane of one source from a place on, without an end."""
-
-    def __init__(self, source: StreamedSource, lane: int, lanes: int, begun: StreamPlace) -> None:
-        self._source, self._lane, self._begun = source, lane, begun
-        self._units = source.lane(lane, lanes)
-
-    def encoded(self) -> Iterator[list[tuple[StreamPlace, list[Tokens]]]]:
+    def _encoded(self) -> Iterator[list[tuple[StreamPlace, list[Tokens]]]]:
         """Places, each with the tokens of what begins there, some at a time. Raises DataError."""
         begun = self._begun
         while True:
@@ -289,9 +269,6 @@ class _Lane:
 
 
 _LONG_SECONDS = 1.0
-
-Read = Tokens | tuple[Packs, int]
-"""What a lane's reader reads at a time: a sequence, or a pack by its number in a window."""
 StreamState = Mapping[str, Sequence[Any]]
 """``source/lane`` -> number of a block, and where it begins (:meth:`StreamPlace.plain`)."""
 
@@ -299,9 +276,7 @@ StreamState = Mapping[str, Sequence[Any]]
 class _Shuffle:
     """Sequences of one lane of one source by number, shuffled within blocks; numbers must only grow."""
 
-    def __init__(
-        self, reader: LaneReader | PackReader, size: int, key: Callable[[int], int], *, block: int
-    ) -> None:
+    def __init__(self, reader: LaneReader, size: int, key: Callable[[int], int], *, block: int) -> None:
         self._reader, self._size, self._key = reader, size, key
         self._block = block
         self._now: list[Read] = []
@@ -450,13 +425,13 @@ class SampleStream:
         if source not in self._sources:
             self._sources[source] = self._open_source(source)
         block, place = self._state.get(name, (0, StreamPlace().plain()))
-        packed = self._sources[source].masks and data.keeps_apart
-        reader = (PackReader if packed else LaneReader)(
+        reader = LaneReader(
             self._sources[source],
             lane,
             data.lanes,
             sequence_length=data.sequence_length,
             place=StreamPlace(*place),
+            packed=self._sources[source].masks is not None and data.keeps_apart,
         )
         self._lanes[key] = _Shuffle(
             reader,
