@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dsx.checkpoint.catalog import Catalog, model_fact
+from dsx.checkpoint.catalog import Catalog, Entry, Piece, model_fact
 from dsx.checkpoint.claims import MISFITS, forms_of, model_of_fact
 from dsx.checkpoint.file_io import blamed
 from dsx.checkpoint.formats.deepspeed.module import as_model
@@ -159,7 +159,7 @@ def _with(source: Catalog, base: Catalog, fact: Mapping[str, Any]) -> Catalog:
         replace(
             entry,
             role="frozen",
-            pieces=tuple(replace(piece, file=f"{_BASE}/{piece.file}") for piece in entry.pieces),
+            pieces=_below(entry),
         )
         for entry in base.entries
         if entry.name in wanted
@@ -181,6 +181,17 @@ def _with(source: Catalog, base: Catalog, fact: Mapping[str, Any]) -> Catalog:
 
 _BASE = "base"
 """What files of the base begin with."""
+
+
+def _below(entry: Entry) -> tuple[Piece, ...]:
+    """An entry's pieces, in the base's files."""
+    found = []
+    for piece in entry.pieces:
+        packed = piece.packed
+        if packed is not None:
+            packed = replace(packed, parts=tuple(replace(one, pieces=_below(one)) for one in packed.parts))
+        found.append(replace(piece, file=f"{_BASE}/{piece.file}", packed=packed))
+    return tuple(found)
 
 
 def under_known_names(source: Catalog, model: Model | None) -> Catalog:

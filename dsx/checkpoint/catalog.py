@@ -53,7 +53,7 @@ Optimizer states that are one number per tensor, in ``param_groups``: ``step`` a
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path, PurePosixPath
@@ -162,6 +162,8 @@ class Piece:
         strides: Steps of the file's copy, in elements; none is negative.
         replica: Copies of the same tensor are numbered from 0. The pieces of replica 0 cover the tensor
             exactly once; those of another may cover a part. Replica 0 is read.
+        packed: The stored tensors that make it, where it is quantised. ``offset`` and ``strides`` are then
+            not of a file, but of the row-major tensor that they make, and ``file`` is where its numbers are.
     """
 
     file: str
@@ -170,6 +172,7 @@ class Piece:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     replica: int = 0
+    packed: Packed | None = None
 
     @property
     def box(self) -> Box:
@@ -180,6 +183,30 @@ class Piece:
         """Byte after the piece's last one in the file."""
         last = sum((extent - 1) * step for extent, step in zip(self.shape, self.strides, strict=True))
         return self.offset + (last + 1) * item_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """A tensor that stored tensors make: numbers of a few bits, and the scales of blocks of them.
+
+    Attributes:
+        method: ``fp8``, ``mxfp4``, ``4bit`` or ``int8``: a function of :mod:`dsx.checkpoint.unpack`.
+        shape: Of the tensor that they make, row-major.
+        block: Numbers along each dim that share a scale; after these, of ``4bit``, how many scales share one
+            (0: they are plain).
+        parts: The stored tensors. Their states are what they are: ``numbers``, ``scales``, ...
+        mean: Of ``4bit``, what is added to scales that are quantised themselves.
+    """
+
+    method: str
+    shape: tuple[int, ...]
+    block: tuple[int, ...]
+    parts: tuple[Entry, ...]
+    mean: float = 0.0
+
+    def part(self, state: str) -> Entry:
+        """The part of this state, which there is."""
+        return next(part for part in self.parts if part.state == state)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,6 +240,15 @@ class Entry:
     def read_pieces(self) -> tuple[Piece, ...]:
         """The pieces that are read: the first copy."""
         return tuple(piece for piece in self.pieces if piece.replica == 0)
+
+    @property
+    def stored(self) -> Iterator[tuple[Entry, Piece]]:
+        """The stretches of files that it is read from, each with the stored tensor that it is of."""
+        for piece in self.pieces:
+            if piece.packed is None:
+                yield self, piece
+            else:
+                yield from (found for part in piece.packed.parts for found in part.stored)
 
     @property
     def numel(self) -> int:
@@ -305,12 +341,21 @@ class Catalog:
     @property
     def files(self) -> dict[str, Entry]:
         """Every file that a piece lies in, with the first entry that has one there."""
-        return {piece.file: entry for entry in reversed(self.entries) for piece in reversed(entry.pieces)}
+        found: dict[str, Entry] = {}
+        for entry in self.entries:
+            for _, piece in entry.stored:
+                found.setdefault(piece.file, entry)
+        return found
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all logical tensors, once."""
         return sum(entry.num_bytes for entry in self.entries)
+
+
+def is_quantized(catalog: Catalog) -> bool:
+    """Whether a tensor is made of numbers of fewer bits when it is read."""
+    return any(piece.packed is not None for entry in catalog.entries for piece in entry.pieces)
 
 
 def check_files(catalog: Catalog) -> None:
@@ -320,11 +365,11 @@ def check_files(catalog: Catalog) -> None:
         if checksum.file not in sizes:  # random states, say: a file without tensors
             sizes[checksum.file] = locate(catalog, checksum.file, "all of it").stat().st_size
     for entry in catalog.entries:
-        for piece in entry.pieces:
-            if piece.offset < 0 or piece.stop(entry.item_bytes) > sizes[piece.file]:
+        for part, piece in entry.stored:
+            if piece.offset < 0 or piece.stop(part.item_bytes) > sizes[piece.file]:
                 raise CheckpointError(
-                    f"{catalog.root / piece.file}: {entry}",
-                    f"its bytes {piece.offset} to {piece.stop(entry.item_bytes)} lie past the end of the "
+                    f"{catalog.root / piece.file}: {part}",
+                    f"its bytes {piece.offset} to {piece.stop(part.item_bytes)} lie past the end of the "
                     f"file, which has {sizes[piece.file]}: it was cut short",
                     USE_ANOTHER,
                 )
@@ -334,7 +379,7 @@ def heads(catalog: Catalog) -> dict[str, Checksum]:
     """By file the checksum of what lies before its first tensor: its header, which reading tensors skips."""
     first: dict[str, int] = {}
     for entry in catalog.entries:
-        for piece in entry.pieces:
+        for _, piece in entry.stored:
             first[piece.file] = min(piece.offset, first.get(piece.file, piece.offset))
     xxh3 = (one for one in catalog.checksums if one.algorithm == "xxh3_128")
     return {one.file: one for one in xxh3 if one.start == 0 < one.stop <= first.get(one.file, 0)}

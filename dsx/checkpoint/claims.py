@@ -269,6 +269,10 @@ def specs_of_model(catalog: Catalog, model: Model) -> tuple[ParamSpec, ...]:
     return stored_specs(model)
 
 
+_MOST_UNPACKED = 8
+"""Bytes that a byte of a quantised tensor makes at most: two float32."""
+
+
 def _check_entry(catalog: Catalog, entry: Entry, sizes: dict[str, int]) -> None:
     """Check that a tensor is no larger than its files, and that its names can be shown and name files."""
     for text in (entry.name, entry.state, *entry.aliases):
@@ -281,10 +285,12 @@ def _check_entry(catalog: Catalog, entry: Entry, sizes: dict[str, int]) -> None:
     dims = {len(part) for piece in entry.pieces for part in (piece.start, piece.shape, piece.strides)}
     if dims - {len(entry.shape)}:
         raise _wrong(catalog, str(entry), f"its shape is {entry.shape}, and parts of it have other dims")
-    files = {piece.file for piece in entry.pieces}
+    files = {piece.file for _, piece in entry.stored}
     for file in files - sizes.keys():
         sizes[file] = locate(catalog, file, str(entry)).stat().st_size
     held = sum(sizes[file] for file in files)
+    if any(piece.packed is not None for piece in entry.pieces):
+        held *= _MOST_UNPACKED
     if entry.num_bytes > held + (_EXCUSED_BYTES if files else 0):
         raise _wrong(
             catalog, str(entry), f"it would be of {entry.num_bytes} bytes, and its files have {held}"

@@ -118,7 +118,10 @@ def _power_of_x(exponent: int) -> int:
 
 Array: TypeAlias = npt.NDArray[Any]
 
-_STORED: Mapping[str, str] = {"bfloat16": "<u2", "float8_e4m3fn": "u1", "float8_e5m2": "u1"}
+_STORED: Mapping[str, str] = {
+    "bfloat16": "<u2",
+    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"), "u1"),
+}
 _QUIET_NAN = 0x7FC0
 
 

@@ -42,6 +42,7 @@ from dsx.checkpoint.file_io import (
     read_box,
 )
 from dsx.checkpoint.pieces import Part, PieceIndex, flat_offset, intersect, volume
+from dsx.checkpoint.unpack import unpack
 from dsx.errors import CheckpointError
 from dsx.models.param import Box
 
@@ -139,7 +140,7 @@ class Reader:
     def _copy(self, entry: Entry, piece: Piece, box: Box, window: Array, dtype: str) -> None:
         direct = dtype == entry.dtype and window.flags.c_contiguous
         values = window if direct else np.empty(window.shape, numpy_dtype(entry.dtype))
-        count = sum(stop - start for start, stop, _ in self._checked(entry, piece, box, values))
+        count = sum(stop - start for _, start, stop, _ in self._checked(entry, piece, box, values))
         with self._lock:
             self.read_bytes += count
         if not direct:
@@ -158,11 +159,10 @@ class Reader:
         regions = stretches = 0
         for piece, box in self._index(entry).overlaps(tile):
             view = out[within(box, tile)]
-            take_crc32 = (piece.file, "crc32") in self._sums
-            for start, stop, data in self._checked(entry, piece, box, view, regions=known is None):
-                if take_crc32:
-                    parts.append((piece.file, start, stop, zlib.crc32(data)))
-                regions += known is None and (piece.file, start, stop) in self._regions
+            for file, start, stop, data in self._checked(entry, piece, box, view, regions=known is None):
+                if (file, "crc32") in self._sums:
+                    parts.append((file, start, stop, zlib.crc32(data)))
+                regions += known is None and (file, start, stop) in self._regions
                 stretches += 1
         found = digest(out.reshape(-1).view(np.uint8).data)
         if known is not None and (number >= len(known) or known[number] != found):
@@ -182,8 +182,24 @@ class Reader:
 
     def _checked(
         self, entry: Entry, piece: Piece, box: Box, out: Array, *, regions: bool = True
-    ) -> Iterator[tuple[int, int, memoryview]]:
-        """Read as :func:`read_box`, and compare with the checksums of the same stretches (``regions``)."""
+    ) -> Iterator[tuple[str, int, int, memoryview]]:
+        """Read as :func:`read_box`, and compare with the checksums of the same stretches (``regions``).
+
+        Yields:
+            Of every stretch the file, the first byte, the one after the last, and the bytes.
+        """
+        if piece.packed is not None:
+            read: list[tuple[str, int, int, memoryview]] = []
+
+            def part_of(part: Entry, region: Box) -> Array:
+                values = np.empty([stop - start for start, stop in region], numpy_dtype(part.dtype))
+                read.extend(self._checked(part, part.pieces[0], region, values, regions=regions))
+                return values
+
+            values = unpack(piece, box, entry.item_bytes, part_of)
+            out[...] = convert(values, "float32", entry.dtype)
+            yield from read
+            return
         path = self.catalog.root / piece.file
         with blamed(path, str(entry), "reading", _DAMAGED), self._files.lend(piece.file) as file:
             for start, stop, data in read_box(file, piece, box, out):
@@ -192,7 +208,7 @@ class Reader:
                     raise _damaged(path, str(entry), known)
                 if known is not None:
                     self._right.add((piece.file, start))
-                yield start, stop, data
+                yield piece.file, start, stop, data
 
     def _path_of(self, file: str) -> Path:
         """Where a file is, when it is opened; its header, which no tensor needs, is compared once."""
@@ -244,8 +260,8 @@ class Reader:
         for entry in entries:
             if entry.key in self._digests:
                 continue
-            for piece in entry.read_pieces:
-                sums = self._overlapping(piece, entry.item_bytes)
+            for part, piece in entry.stored:
+                sums = self._overlapping(piece, part.item_bytes) if piece.replica == 0 else []
                 found |= {(one.file, one.start): one for one in sums}
         return [one for key, one in sorted(found.items()) if key not in self._right]
 
@@ -268,7 +284,7 @@ class Reader:
 
     def _damage(self, entry: Entry, tile: Box) -> DamagedError:
         """The error for a tile with a wrong digest; finds the file by the regions' own checksums."""
-        pieces = [piece for piece, _ in self._index(entry).overlaps(tile)]
+        pieces = [piece for piece, _ in self._index(entry).overlaps(tile)]  # of files with digests, all plain
         for piece in pieces:
             path = self.catalog.root / piece.file
             with blamed(path, str(entry), "reading", _DAMAGED), self._files.lend(piece.file) as file:
@@ -316,8 +332,8 @@ def _tensors_in(catalog: Catalog, checksum: Checksum) -> str:
         if any(
             piece.file == checksum.file
             and piece.offset < checksum.stop
-            and piece.stop(entry.item_bytes) > checksum.start
-            for piece in entry.pieces
+            and piece.stop(part.item_bytes) > checksum.start
+            for part, piece in entry.stored
         )
     ]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""

@@ -31,6 +31,7 @@ from dsx.config.wording import (
 )
 from dsx.config.wording import Path as KeyPath
 from dsx.errors import ConfigError, DsxError, KeyPlace
+from dsx.models.quantization import unquantized
 
 
 class SeveralProblemsError(ConfigError):
@@ -293,9 +294,14 @@ def _words_for_floats(node: Any) -> Any:
 
 
 def read_hf_config(path: Path) -> dict[str, Any]:
-    """The content of a model's config.json, infinities and NaN as above. Raises ConfigError."""
+    """The content of a model's config.json, infinities and NaN as above, as that of plain weights.
+
+    Raises:
+        ConfigError: It cannot be read.
+        ModelError: The weights are quantised in a way that dsx does not read.
+    """
     content: dict[str, Any] = _words_for_floats(read(path, infinite=lambda _value, _name: True))
-    return content
+    return unquantized(content)
 
 
 def _may_be_infinite(value: float, name: str) -> bool:

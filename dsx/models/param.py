@@ -18,6 +18,7 @@ ITEM_BYTES: Mapping[str, int] = {
     "float16": 2,
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
+    "float8_e8m0fnu": 1,
     "int64": 8,
     "int32": 4,
     "int16": 2,

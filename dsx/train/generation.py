@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from dsx.checkpoint.base import completed, of_today
-from dsx.checkpoint.catalog import Catalog, Entry
+from dsx.checkpoint.catalog import Catalog, Entry, is_quantized
 from dsx.checkpoint.claims import check_num_layers, model_of, model_of_fact
 from dsx.checkpoint.formats.huggingface import catalog
 from dsx.checkpoint.formats.huggingface import names as hf_names
@@ -51,7 +51,6 @@ _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _REPLY = "reply"
 _MOST_TOKENS = 1 << 24
 _MOST_BEAMS = 64
-_PACKED = 16  # the most quantised weights in one stored element
 _OTHER_CONFIG = "use the config.json that was saved with these weights"
 
 
@@ -116,7 +115,7 @@ def load_transformers(
             "give the tokenizer that the model was trained with",
         )
     with Waiting(f"reading the weights in {source.root}"):
-        if source.format == catalog.FORMAT and config is None:
+        if source.format == catalog.FORMAT and config is None and not is_quantized(source):
             dtype = None if precision is None else DTYPES[precision]
             model = _pretrained(source, dtype, trust_remote_code=trust_remote_code)
         else:
@@ -329,8 +328,7 @@ def _check_claims(source: Catalog, described: PretrainedConfig, file: str) -> No
         model = AutoModelForCausalLM.from_config(described, trust_remote_code=False)
     claimed = sum(parameter.numel() for parameter in model.parameters())
     held = sum(entry.numel for entry in source.entries if entry.state in ("weight", "master"))
-    packed = 1 if getattr(described, "quantization_config", None) is None else _PACKED
-    if claimed > held * packed:
+    if claimed > held:
         raise CheckpointError(
             f"{file}: a model of {claimed:,} parameters",
             f"{source.root} holds {held:,} elements",

@@ -37,6 +37,7 @@ from dsx.checkpoint.formats.huggingface.names import (
     untied,
     weight_map,
 )
+from dsx.checkpoint.formats.huggingface.quantized import plain_entries
 from dsx.checkpoint.formats.safetensors_file import CRC32, contents, header_of
 from dsx.checkpoint.formats.torch_file import TensorRef, read_torch_file
 from dsx.checkpoint.pieces import clipped, whole_part
@@ -45,6 +46,7 @@ from dsx.config.adapter import WEIGHTS as ADAPTER_WEIGHTS
 from dsx.errors import CheckpointError
 from dsx.models.adapters import PREFIX, is_factor
 from dsx.models.param import PRECISIONS, Box, ParamSpec
+from dsx.models.quantization import quantization_of, unquantized
 
 BIN_SINGLE = "pytorch_model.bin"
 BIN_INDEX = "pytorch_model.bin.index.json"
@@ -88,8 +90,11 @@ def catalog_of(root: Path, only: str | None = None) -> Catalog:
     entries = [found[name] for name in (told if safe and told else found)]
     facts: dict[str, Any] = {}
     if (root / CONFIG).is_file():
-        facts["hf_config"] = read_json(root / CONFIG, _AGAIN)
-    read = {piece.file for entry in entries for piece in entry.pieces}
+        config = read_json(root / CONFIG, _AGAIN)
+        how = quantization_of(config) if only is None else None
+        entries = entries if how is None else plain_entries(root, entries, how)
+        facts["hf_config"] = unquantized(config)
+    read = {piece.file for entry in entries for _, piece in entry.stored}
     others = sorted(path.name for path in root.glob("adapter_*") if path.name not in read)
     if others:
         facts["left_behind"] = [f"{name}: an adapter beside the model, not merged into it" for name in others]

@@ -13,6 +13,7 @@ from dsx.checkpoint.catalog import leads_out
 from dsx.checkpoint.json_text import parsed
 from dsx.errors import CheckpointError
 from dsx.models.param import Box, ParamSpec
+from dsx.models.quantization import unquantized
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -30,10 +31,15 @@ _BUFFER = re.compile(
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """Content of a ``config.json``, or of a model folder's. Raises CheckpointError as :func:`read_json`."""
+    """Content of a ``config.json``, or of a model folder's, as that of plain weights.
+
+    Raises:
+        CheckpointError: As :func:`read_json`.
+        ModelError: The weights are quantised in a way that dsx does not read.
+    """
     path = Path(path)
     file = path / CONFIG if path.is_dir() else path
-    return read_json(file, "name a Hugging Face model folder, which has one")
+    return unquantized(read_json(file, "name a Hugging Face model folder, which has one"))
 
 
 def read_json(file: Path, fix: str) -> dict[str, Any]:
