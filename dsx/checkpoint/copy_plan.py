@@ -58,7 +58,12 @@ class CopyPlan:
     @property
     def read_bytes(self) -> int:
         """Bytes to read; an entry that makes two is read twice."""
-        return sum(job.source.num_bytes for job in self.jobs)
+        return sum(
+            prod(piece.shape) * part.item_bytes
+            for job in self.jobs
+            for part, piece in job.source.stored
+            if piece.replica == 0
+        )
 
     @property
     def write_bytes(self) -> int:

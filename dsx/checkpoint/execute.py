@@ -42,6 +42,7 @@ from dsx.checkpoint.open import open_checkpoint
 from dsx.checkpoint.pieces import PieceIndex, flat_offset, volume
 from dsx.checkpoint.read import Reader, within
 from dsx.checkpoint.staging import AGAIN, Staging
+from dsx.checkpoint.unpack import MOST_UNPACKING_BYTES
 from dsx.errors import CheckpointError, ModelError
 from dsx.launch.entry import usable_cores
 from dsx.models.param import ITEM_BYTES, Box
@@ -253,7 +254,10 @@ def _stamps(source: Catalog) -> dict[str, tuple[int, int]]:
 def worker_bytes(plan: CopyPlan) -> int:
     """Memory that one worker needs at most: the tile as read, as converted, and a piece of it set aside."""
     widths = (
-        ITEM_BYTES[job.source.dtype] + (4 + ITEM_BYTES[job.target.dtype]) * job.converts for job in plan.jobs
+        ITEM_BYTES[job.source.dtype]
+        + (4 + ITEM_BYTES[job.target.dtype]) * job.converts
+        + MOST_UNPACKING_BYTES * any(piece.packed is not None for piece in job.source.pieces)
+        for job in plan.jobs
     )
     return plan.tile_elements * (max(widths, default=1) + max(ITEM_BYTES.values()))
 

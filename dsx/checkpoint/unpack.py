@@ -19,6 +19,9 @@ from dsx.models.param import Box
 ReadPart: TypeAlias = Callable[[Entry, Box], Array]
 """Gives a box of a stored tensor as :func:`~dsx.checkpoint.file_io.numpy_dtype` holds it."""
 
+MOST_UNPACKING_BYTES = 34
+"""Memory for each number that is unpacked: of 4 bits, two places of 8 bytes, itself twice and its scale."""
+
 _E4M3_NAN = 0x7F
 _E2M1 = np.float32((0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6))
 """Numbers of 4 bits (OCP Microscaling Formats 1.0, section 5.3.3; FP4_VALUES of transformers' mxfp4.py)."""
@@ -53,7 +56,7 @@ def unpack(piece: Piece, box: Box, item_bytes: int, read: ReadPart) -> Array:
 
 def _fp8(packed: Packed, box: Box, read: ReadPart) -> Array:
     """A number times the scale of its block (DeepSeek-V3's inference/kernel.py, ``weight_dequant_kernel``)."""
-    values = _E4M3[read(packed.part("numbers"), box)]
+    values = _E4M3.take(read(packed.part("numbers"), box))
     blocks = zip(box, packed.block, strict=True)
     covered = tuple((low // size, -(-high // size)) for (low, high), size in blocks)
     scales = _scales(packed.part("scales"), covered, read)
@@ -70,7 +73,7 @@ def _mxfp4(packed: Packed, box: Box, read: ReadPart) -> Array:
     size = packed.block[-1]
     covered = (*outer, (low // size, -(-high // size)))
     numbers = read(packed.part("numbers"), (*covered, (0, size // 2)))
-    values = _E2M1[np.stack((numbers & 15, numbers >> 4), axis=-1).reshape(*numbers.shape[:-1], size)]
+    values = _E2M1.take(np.stack((numbers & 15, numbers >> 4), axis=-1)).reshape(*numbers.shape[:-1], size)
     with np.errstate(over="ignore", invalid="ignore"):
         values *= _scales(packed.part("scales"), covered, read)[..., None]
     first = low - covered[-1][0] * size
@@ -89,7 +92,7 @@ def _four_bits(packed: Packed, box: Box, read: ReadPart) -> Array:
     begin = low // 2
     numbers = read(packed.part("numbers"), ((top, bottom), (begin, -(-high // 2))))
     pairs = np.stack((numbers >> 4, numbers & 15), axis=-1).reshape(len(numbers), -1)
-    values = _whole(packed, "table", read)[pairs[:, low - 2 * begin : high - 2 * begin]]
+    values = _whole(packed, "table", read).take(pairs[:, low - 2 * begin : high - 2 * begin])
     flat = np.arange(top, bottom)[:, None] * columns + np.arange(low, high)
     homes = flat >> shift
     first, last = int(homes[0, 0]), int(homes[-1, -1]) + 1
@@ -99,7 +102,8 @@ def _four_bits(packed: Packed, box: Box, read: ReadPart) -> Array:
         outer = read(packed.part("outer_scales"), ((int(own[0]), int(own[-1]) + 1),))
         scales = _whole(packed, "outer_table", read)[scales] * outer[own - own[0]]
         scales = scales + np.float32(packed.mean)
-    values *= scales[homes - first]
+    homes -= first
+    values *= scales.take(homes)
     return values
 
 

@@ -88,8 +88,8 @@ def check_keys(config: Mapping[str, Any]) -> None:
     if config.get("quantization_config"):
         raise ModelError(
             at("quantization_config", config["quantization_config"]),
-            "dsx trains plain weights",
-            "give the model before it was quantised; if its weights are plain, remove the key",
+            "dsx trains plain weights, which it makes of a folder's itself (dsx.model.path)",
+            "give the folder; if its weights are plain, remove the key",
         )
     for general, own in made.attribute_map.items():
         if general in config and config.get(own, config[general]) != config[general]:
