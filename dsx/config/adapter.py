@@ -123,12 +123,12 @@ def _require_whole_blocks(adapter: Adapter, model: Model) -> None:
     Blocks go over rows' ends there: dsx's fused linears would begin them elsewhere than the modules that they
     are made of, and bitsandbytes' kernel for CPUs reads them back wrong.
     """
-    if adapter.quantization != "nf4":
+    if adapter.quantization not in ("nf4", "nf4_double"):
         return
     for spec in param_specs(replace(model, adapter=adapter)):
-        if spec.quantized == "nf4" and spec.shape[-1] % NF4_BLOCK:
+        if spec.quantized == adapter.quantization and spec.shape[-1] % NF4_BLOCK:
             raise ConfigError(
-                at("dsx.adapter.quantization", "nf4"),
+                at("dsx.adapter.quantization", adapter.quantization),
                 f"rows of {modules_of(spec)[0][0]} are {spec.shape[-1]} numbers long, no multiple of the "
                 f"{NF4_BLOCK} that share a scale",
                 'use "int8", whose rows have a scale each, or "none"',

@@ -14,6 +14,7 @@ from pydantic import Field, field_validator, model_validator
 from dsx.config.schema_block import MistakeError, Positive, SchemaBlock, Seed
 from dsx.config.schema_moe import MoeConfig
 from dsx.config.schema_parallel import ParallelConfig
+from dsx.models.param import Quantization
 from dsx.models.spec import PresetFamily, Recompute
 from dsx.parallel.islands import wrong_meeting
 from dsx.schedules.builders import ScheduleName
@@ -548,9 +549,10 @@ class AdapterConfig(SchemaBlock):
         description="Ends of the names of modules that are trained themselves, "
         'e.g. ["embed_tokens", "lm_head"] (PEFT: modules_to_save).',
     )
-    quantization: Literal["none", "int8", "nf4"] = Field(
+    quantization: Quantization = Field(
         default="none",
-        description="Form of frozen matrices of blocks' linears: their own, or bitsandbytes' 8 or 4 bits.",
+        description="Form of frozen matrices of blocks' linears: their own, or bitsandbytes' 8 or 4 bits; "
+        "nf4_double has the scales of nf4 in 8 bits.",
     )
     path: str | None = Field(
         default=None,

@@ -64,11 +64,14 @@ class Init:
     first_row: int = 0
 
 
-Quantization: TypeAlias = Literal["none", "int8", "nf4"]
+Quantization: TypeAlias = Literal["none", "int8", "nf4", "nf4_double"]
 """Forms of frozen matrices (:mod:`dsx.nn.quantized`)."""
 
 NF4_BLOCK = 64
 """Numbers that share a scale in nf4."""
+
+DOUBLE_BLOCK, DOUBLE_TABLE = 256, 256
+"""Scales that share a scale in nf4_double, and the numbers that they may be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,7 +262,19 @@ class ParamSpec:
         rows, columns = self.local_shape(at)
         if self.quantized == "int8":
             return rows * columns, 4 * rows
-        return -(-rows * columns // 2), 4 * -(-rows * columns // NF4_BLOCK)
+        numbers, scales = -(-rows * columns // 2), -(-rows * columns // NF4_BLOCK)
+        if self.quantized == "nf4":
+            return numbers, 4 * scales
+        fused = self.fused_rows(at)
+        outer = sum(-(-own * columns // (NF4_BLOCK * DOUBLE_BLOCK)) for own in fused)
+        return numbers, scales, 4 * outer, 4 * len(fused), 4 * DOUBLE_TABLE
+
+    def fused_rows(self, at: Coordinates) -> tuple[int, ...]:
+        """How many rows a rank holds of each of the modules' matrices that are fused along dim 0, in order."""
+        boxes = [((0, self.shape[0]),)] if self.hf_whole else [box for _, box in self.hf_boxes]
+        spans = self.cuts(at).get(0, ((0, self.shape[0]),))
+        found = [sum(max(0, min(end, stop) - max(low, start)) for start, stop in spans) for (low, end), *_ in boxes]
+        return tuple(rows for rows in found if rows)
 
     def cuts(self, at: Coordinates) -> dict[int, tuple[tuple[int, int], ...]]:
         """For each dim that axes cut, in order, the stretches of it that a rank holds, in their local order.

@@ -1,11 +1,13 @@
 """Matrices of frozen linears in 8 or 4 bits, from which each use makes the whole matrix anew.
 
-Bitsandbytes makes them, in the two forms that its users know:
+Bitsandbytes makes them, in the forms that its users know:
 
 - ``int8``: whole numbers, and for each row its largest magnitude. These are the weights of LLM.int8
   (Dettmers et al. 2022, arXiv:2208.07339, section 2.1). Inputs are not quantised.
-- ``nf4``: NormalFloat numbers of 4 bits, two in a byte, and for 64 of them their largest magnitude, without
-  the second quantisation of these (QLoRA: Dettmers et al. 2023, arXiv:2305.14314, section 3).
+- ``nf4``: NormalFloat numbers of 4 bits, two in a byte, and for 64 of them their largest magnitude
+  (QLoRA: Dettmers et al. 2023, arXiv:2305.14314, section 3).
+- ``nf4_double``: the same, and these scales quantised in turn (there: double quantisation): less their mean,
+  by a table of 256 numbers, in blocks of 256, of each module's matrix by itself where several are fused.
 
 A quantised matrix is neither a parameter nor a buffer: optimizers, ZeRO, checkpoints and casts do not see it.
 """
@@ -20,10 +22,38 @@ import torch
 from torch import Tensor, nn
 
 from dsx.errors import ModelError
-from dsx.models.param import NF4_BLOCK, ParamSpec, Quantization
+from dsx.models.param import DOUBLE_BLOCK, NF4_BLOCK, ParamSpec, Quantization
 from dsx.nn import collectives
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.split import WeightGradients, late
+
+
+@dataclass(frozen=True, slots=True)
+class DoubleScales:
+    """What is added and multiplied to make the scales of fused matrices of their quantised ones.
+
+    Attributes:
+        table: float32 [256], what a byte stands for.
+        outer: float32, for each 256 scales of a module, modules one after another.
+        means: float32 [modules].
+        counts: Scales of each module.
+    """
+
+    table: Tensor
+    outer: Tensor
+    means: Tensor
+    counts: tuple[int, ...]
+
+    def scales(self, numbers: Tensor) -> Tensor:
+        """float32, as bitsandbytes' ``dequantize_4bit`` makes them, of uint8."""
+        from bitsandbytes.functional import QuantState, dequantize_blockwise
+
+        outer = self.outer.split([-(-count // DOUBLE_BLOCK) for count in self.counts])
+        made = []
+        for own, scale, mean in zip(numbers.split(self.counts), outer, self.means.unbind(), strict=True):
+            state = QuantState(scale, code=self.table, blocksize=DOUBLE_BLOCK, dtype=torch.float32)
+            made.append(dequantize_blockwise(own, state).add_(mean))
+        return torch.cat(made) if len(made) > 1 else made[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +62,11 @@ class Quantized:
 
     Attributes:
         numbers: int8 [out, in], or pairs of 4 bits, uint8 [out * in / 2, 1].
-        scales: float32, [out] or one for each 64 numbers.
-        form: Which of the two it is.
+        scales: float32, [out] or one for each 64 numbers; or uint8, places in a table.
+        form: Which of these it is.
         shape: Of the matrix.
         dtype: Of the matrix, in which linears compute.
+        double: What scales in uint8 stand for.
         used: What is used of it, as :func:`picked` takes it; None for all.
     """
 
@@ -44,6 +75,7 @@ class Quantized:
     form: Quantization
     shape: torch.Size
     dtype: torch.dtype
+    double: DoubleScales | None = None
     used: tuple[int, slice] | None = None
 
     def __len__(self) -> int:
@@ -55,7 +87,7 @@ class Quantized:
 
     def tensor(self) -> Tensor:
         """The matrix, or what is used of it, new each time."""
-        made = self._rows(0, self.shape[0])
+        made = self._rows(0, self.shape[0], self._scales())
         return made if self.used is None else picked(made, *self.used)
 
     def tiles(self) -> Iterator[Tensor]:
@@ -65,20 +97,24 @@ class Quantized:
         if self.used is not None or step >= self.shape[0]:
             yield self.tensor()
             return
+        scales = self._scales()
         for first in range(0, self.shape[0], step):
-            yield self._rows(first, min(first + step, self.shape[0]))
+            yield self._rows(first, min(first + step, self.shape[0]), scales)
 
-    def _rows(self, first: int, stop: int) -> Tensor:
+    def _scales(self) -> Tensor:
+        return self.scales if self.double is None else self.double.scales(self.scales)
+
+    def _rows(self, first: int, stop: int, scales: Tensor) -> Tensor:
         if self.form == "int8":
             # As in MatMul8bitLt.backward of bitsandbytes/autograd/_functions.py.
             rows = self.numbers[first:stop].to(self.dtype, copy=True)
-            return rows.mul_(self.scales[first:stop].unsqueeze(1).mul(1.0 / 127.0))
+            return rows.mul_(scales[first:stop].unsqueeze(1).mul(1.0 / 127.0))
         from bitsandbytes.functional import QuantState, dequantize_4bit
 
         columns = self.shape[1]
         begin, end = first * columns, stop * columns
         state = QuantState(
-            self.scales[begin // NF4_BLOCK : -(-end // NF4_BLOCK)],
+            scales[begin // NF4_BLOCK : -(-end // NF4_BLOCK)],
             # In one row: with several, bitsandbytes' kernel for CPUs looks for a row's blocks in the wrong
             # place if its length is no multiple of theirs, which parts of rows may be.
             torch.Size((1, end - begin)),
@@ -167,16 +203,41 @@ def quantize(layer: nn.Module) -> None:
                     f"dsx cannot quantise a {type(linear).__name__}",
                     'set dsx.adapter.quantization to "none"',
                 )
-            tp = getattr(linear, "tp", TensorParallel()) if spec.split == 1 else TensorParallel()
+            tp = getattr(linear, "tp", TensorParallel())
             delattr(linear, name)
-            setattr(linear, name, _quantized(parameter.detach(), spec.quantized, tp))
+            made = _quantized(
+                parameter.detach(), spec.quantized, tp if spec.split == 1 else TensorParallel()
+            )
+            if spec.quantized == "nf4_double":
+                made = _doubly(made, spec.fused_rows(tp.at))
+            setattr(linear, name, made)
+
+
+def _doubly(made: Quantized, fused: tuple[int, ...]) -> Quantized:
+    """The same with its scales quantised, of each of the fused matrices, of which the rows are given.
+
+    As in bitsandbytes' ``quantize_4bit`` with ``compress_statistics``.
+    """
+    from bitsandbytes.functional import create_dynamic_map, quantize_blockwise
+
+    with torch.device("cpu"):
+        table = create_dynamic_map().to(made.scales.device)
+    counts = tuple(rows * made.shape[1] // NF4_BLOCK for rows in fused)
+    numbers, outer, means = [], [], []
+    for scales in made.scales.split(counts):
+        means.append(scales.mean())
+        own, state = quantize_blockwise(scales - means[-1], code=table, blocksize=DOUBLE_BLOCK)
+        numbers.append(own)
+        outer.append(state.absmax)
+    double = DoubleScales(table, torch.cat(outer), torch.stack(means), counts)
+    return replace(made, scales=torch.cat(numbers), double=double)
 
 
 def _quantized(matrix: Tensor, form: Quantization, tp: TensorParallel) -> Quantized:
     """Args: a matrix and the ranks that have other inputs of the same rows, which share the rows' scales."""
     from bitsandbytes.functional import int8_vectorwise_quant, quantize_4bit
 
-    if form == "nf4":
+    if form != "int8":
         numbers, state = quantize_4bit(matrix, blocksize=NF4_BLOCK, quant_type="nf4")
         return Quantized(numbers, state.absmax, form, matrix.shape, matrix.dtype)
     half = matrix.to(torch.float16)  # the one dtype that bitsandbytes takes, as Int8Params does

@@ -40,8 +40,8 @@ class Product:
         return float(self.m * self.n + self.m * self.k + self.n * self.k) * self.count
 
 
-_OPAQUE = frozenset(("dequantize_4bit",))
-"""Kernels that no compiler fuses with others. This one reads numbers and scales once, and writes the matrix
+_OPAQUE = frozenset(("dequantize_4bit", "dequantize_blockwise"))
+"""Kernels that no compiler fuses with others. These read numbers and scales once, and write what they make
 (bitsandbytes 0.50.2, csrc/kernels.cu, kDequantizeBlockwise)."""
 
 _FUSED_BACKWARD = 2.5  # arXiv:2307.08691, section 3.1: five products where the forward has two.

@@ -40,6 +40,9 @@ CASES = [
     (Case(tp=2, pp=2, implementation="transformers", zero=2), DORA, "int8"),
     (Case(tp=2, implementation="transformers", family="llama-one-head"), PLAIN, "int8"),
     (Case(pp=2, implementation="transformers", schedule="zb_h1"), DORA, "nf4"),
+    (Case(pp=2, zero=1, dp=2), PLAIN, "nf4_double"),
+    (Case(implementation="transformers", zero=3, dp=2), DORA, "nf4_double"),
+    (Case(recompute="full", family="llama-one-head"), PLAIN, "nf4_double"),
 ]
 
 # LLM.int8 keeps columns of inputs above a threshold as they are and quantises the others, which dsx does not
@@ -51,7 +54,10 @@ def in_bits(form: str, threshold: float) -> BitsAndBytesConfig:
     if form == "int8":
         return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=threshold)
     return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.float32,
+        bnb_4bit_use_double_quant=form == "nf4_double",
     )
 
 
