@@ -221,7 +221,7 @@ def _doubly(made: Quantized, fused: tuple[int, ...]) -> Quantized:
     from bitsandbytes.functional import create_dynamic_map, quantize_blockwise
 
     with torch.device("cpu"):
-        table = create_dynamic_map().to(made.scales.device)
+        table = create_dynamic_map().to(made.scales.device, copy=True)
     counts = tuple(rows * made.shape[1] // NF4_BLOCK for rows in fused)
     numbers, outer, means = [], [], []
     for scales in made.scales.split(counts):

@@ -116,6 +116,16 @@ FROZEN: dict[str, tuple[int, int, list[str]]] = {
         2,
         ['dsx.adapter={"type": "dora", "rank": 4, "quantization": "nf4"}', "bf16.enabled=true", WIDE],
     ),
+    "zero2_bf16_nf4_double": (
+        1,
+        2,
+        [
+            'dsx.adapter={"rank": 4, "quantization": "nf4_double"}',
+            "zero_optimization.stage=2",
+            "bf16.enabled=true",
+            WIDE,
+        ],
+    ),
     "zero1_int8": (
         0,
         2,
