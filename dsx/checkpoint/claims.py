@@ -214,9 +214,12 @@ def model_of(config: Mapping[str, Any]) -> Model:
     """
     if config.get("model_type") in FAMILIES:
         return model_spec(config)
-    from dsx.hub.read import hub_model  # here: dsx's own families need neither torch nor transformers
+    # Here: dsx's own families need neither torch nor transformers.
+    from dsx.hub.composite import language_config
+    from dsx.hub.read import hub_model
 
-    return hub_model(config)
+    inner = language_config(config)
+    return model_spec(inner) if inner["model_type"] in FAMILIES else hub_model(inner)
 
 
 def model_of_fact(fact: Mapping[str, Any]) -> Model:

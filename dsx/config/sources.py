@@ -140,7 +140,8 @@ def read_model(dsx: DsxConfig) -> ModelSource:
         ModelError: A Hugging Face config that dsx cannot build.
     """
     model = dsx.model
-    place, config = _read(model)
+    place, given = _read(model)
+    config = _of_language(given, place)
     weights = _weights(model)
     tokenizer = resolve_tokenizer(dsx, weights)
     family = config.get("model_type")
@@ -165,6 +166,8 @@ def read_model(dsx: DsxConfig) -> ModelSource:
             )
     config = with_floats(config | model.overrides)
     notes = []
+    if given.get("model_type") != family:
+        notes.append(f"{place}: the language model of {given['model_type']}, {family}; its other parts ride along")
     if config.pop("auto_map", None) is not None:  # nor does an export of the run have such code
         notes.append(f"{place}: auto_map names code of the model's own, which is not run")
     is_free = model.preset is not None and "vocab_size" not in model.overrides
@@ -189,6 +192,18 @@ def read_model(dsx: DsxConfig) -> ModelSource:
     return ModelSource(
         spec=_adapted(spec, dsx), hf_config=config, weights=weights, tokenizer=tokenizer, notes=tuple(notes)
     )
+
+
+def _of_language(config: dict[str, Any], place: str) -> dict[str, Any]:
+    """The language model's part of a config, where it is composed of several models."""
+    if config.get("model_type") in FAMILIES:
+        return config
+    from dsx.hub.composite import language_config  # here: as below
+
+    try:
+        return language_config(config)
+    except ModelError as error:
+        raise ModelError(f"{place}: {error.where}", error.what, error.fix) from None
 
 
 def spec_of(hf_config: Mapping[str, Any]) -> Model:
@@ -313,12 +328,12 @@ def find_model(model: str) -> tuple[dict[str, Any], dict[str, Any]]:
             raise ConfigError(
                 where, "the folder has no config.json", "give a Hugging Face model folder, or a preset's name"
             )
-        return {"path": model, "weights": "random"}, read_hf_config(file)
+        return {"path": model, "weights": "random"}, _of_language(read_hf_config(file), str(file))
     if path.is_file():
         config = read_hf_config(path)
         if "model_type" not in config:
             raise ConfigError(where, "it has no model_type", "give a Hugging Face config.json")
-        return {"config": config}, config
+        return {"config": config}, _of_language(config, str(path))
     if path.suffix == ".json":
         raise ConfigError(where, "there is no such file", "give a Hugging Face config.json")
     family, _, name = model.rpartition("/")

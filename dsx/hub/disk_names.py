@@ -220,6 +220,11 @@ class FolderNames:
         self._model._adjust_missing_and_unexpected_keys(told)  # noqa: SLF001 - as from_pretrained does
         return found | {name: None for key, name in unknown.items() if key not in told.unexpected_keys}
 
+    def known(self, names: Iterable[str]) -> set[str]:
+        """Those names of tensors in files that are of a tensor, or of a part of one, of the model."""
+        state = self._model.state_dict()
+        return {name for name, (home, _) in self._identities(names).items() if home in state}
+
     def _identities(self, names: Iterable[str]) -> dict[str, tuple[str, str]]:
         """The tensor in memory that each is of, and its name after renaming, which tells the parts apart."""
         from transformers.conversion_mapping import get_model_conversion_mapping

@@ -141,15 +141,13 @@ def without_weights(config: Mapping[str, Any], dtype: torch.dtype = torch.float3
     Raises:
         ModelError: transformers has no such family or no causal language model of it, or refuses the config.
     """
-    from transformers import AutoModelForCausalLM
+    from dsx.hub.headed import language_model  # here: it imports transformers
 
     described = hf_config_of(config)
     check_one_stack(described)
     try:
         with quiet_transformers(), parameters_on_meta():
-            model: nn.Module = AutoModelForCausalLM.from_config(
-                described, dtype=dtype, trust_remote_code=False
-            )
+            model: nn.Module = language_model(described, dtype=dtype)
     except Exception as error:  # noqa: BLE001 - as above
         raise ModelError(
             at("model_type", described.model_type),
@@ -162,11 +160,11 @@ def without_weights(config: Mapping[str, Any], dtype: torch.dtype = torch.float3
 
 def with_weights(config: Mapping[str, Any]) -> Any:
     """The same model in fp32, with fresh weights as transformers draws them."""
-    from transformers import AutoModelForCausalLM
+    from dsx.hub.headed import language_model  # here: as above
 
     described = hf_config_of(config)
     with quiet_transformers():
-        made = AutoModelForCausalLM.from_config(described, dtype=torch.float32, trust_remote_code=False)
+        made = language_model(described, dtype=torch.float32)
     return made.float().train()  # a few modules make theirs in bf16, which from_pretrained changes
 
 

@@ -340,11 +340,14 @@ def _rotated(sizes: Mapping[str, Any]) -> int:
 
 
 def _with_factors(rope: Mapping[str, Any], whole: int, part: int) -> dict[str, Any]:
-    """Rotary parameters, of each type of layer too, with as many factors as ``part`` of ``whole`` has."""
+    """Rotary parameters, of each type of layer too, with as many factors and pairs as ``part`` of ``whole`` has."""
     found = dict(rope)
     for key, value in rope.items():
         if isinstance(value, dict):
             found[key] = _with_factors(value, whole, part)
         elif key in ("short_factor", "long_factor") and isinstance(value, list):
             found[key] = value[: len(value) * part // whole]
+        elif key == "mrope_section" and isinstance(value, list):  # pairs for each of a position's numbers
+            found[key] = [size * part // whole for size in value]
+            found[key][-1] += sum(value) * part // whole - sum(found[key])
     return found
