@@ -20,6 +20,7 @@ from dsx.checkpoint.formats.deepspeed.module import as_model
 from dsx.checkpoint.formats.huggingface import catalog as hugging_face
 from dsx.config.run import RunConfig
 from dsx.errors import CheckpointError
+from dsx.models.hf_config import FAMILIES
 from dsx.models.param import ParamSpec
 from dsx.models.params import stored_specs
 from dsx.models.spec import RETIRED, HubModel, Model
@@ -120,7 +121,7 @@ def completed(source: Catalog, folder: Path | None = None) -> Catalog:
     """
     fact = source.facts.get("base")
     if fact is None:
-        if folder is not None:
+        if folder is not None and source.facts.get("composite") is None:
             raise CheckpointError(
                 f"--base {folder}", f"{source.root} holds the whole model", "leave --base out"
             )
@@ -131,15 +132,21 @@ def completed(source: Catalog, folder: Path | None = None) -> Catalog:
             f"its frozen parameters are left out, and are {told(fact)}",
             "load it in a run of the same model and seed, and export that (dsx.train.export_hf)",
         )
+    root = folder_of(source, fact, folder, "the frozen parameters")
+    return _with(source, hugging_face.catalog_of(root), fact)
+
+
+def folder_of(source: Catalog, fact: Mapping[str, Any], folder: Path | None, what: str) -> Path:
+    """The model folder that a fact names, or where it is now. Raises CheckpointError if it is another."""
     root = Path(fact["path"]) if folder is None else folder
     if not root.is_dir() or ("digest" in fact and fact["digest"] != digest_of(root)):
-        what = "the weights there are others" if root.is_dir() else "there is no such folder"
+        why = "the weights there are others" if root.is_dir() else "there is no such folder"
         raise CheckpointError(
-            f"{root}: the frozen parameters of {source.root}",
-            what if folder is None else f"{what} than {told(fact)}",
+            f"{root}: {what} of {source.root}",
+            why if folder is None else f"{why} than {told(fact)}",
             "name the folder that the run began from with --base",
         )
-    return _with(source, hugging_face.catalog_of(root), fact)
+    return root
 
 
 def _with(source: Catalog, base: Catalog, fact: Mapping[str, Any]) -> Catalog:
@@ -196,8 +203,23 @@ def _below(entry: Entry) -> tuple[Piece, ...]:
 
 def under_known_names(source: Catalog, model: Model | None) -> Catalog:
     """A checkpoint with the names that its model knows, whatever wrote the folder that it is."""
-    if source.format != hugging_face.FORMAT or not isinstance(model, HubModel):
+    if source.format != hugging_face.FORMAT or model is None:
         return source
+    names_of = names_in(source.facts.get("hf_config") or {}, model)
+    if names_of is None:
+        return source
+    return hugging_face.under_model_names(source, names_of(source.by_name, source.root))
+
+
+def names_in(config: Mapping[str, Any], model: Model) -> hugging_face.NamesOf | None:
+    """What gives a model's names of the tensors in a folder of a config.json; None where they are the same."""
+    if config.get("model_type", "") not in ("", *FAMILIES):
+        from dsx.hub.composite import CompositeNames, text_key  # here: as below
+
+        if text_key(config) is not None:
+            return CompositeNames(config).of
+    if not isinstance(model, HubModel):
+        return None
     from dsx.hub.read import folder_names  # here: dsx's own families need neither torch nor transformers
 
-    return hugging_face.under_model_names(source, folder_names(model).of(source.by_name, source.root))
+    return folder_names(model).of

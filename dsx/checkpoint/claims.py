@@ -93,6 +93,7 @@ class _Facts(BaseModel):
     data_cursor: _Count = 0
     seed: int | None = None
     base: dict[str, str | int] | None = None
+    composite: dict[str, str] | None = None
     outer: _Outer | None = None
     tied: dict[str, Annotated[list[_Count], Field(min_length=1)]] = {}
     unnamed_ties: list[_Count] = []
@@ -214,9 +215,8 @@ def model_of(config: Mapping[str, Any]) -> Model:
     """
     if config.get("model_type") in FAMILIES:
         return model_spec(config)
-    # Here: dsx's own families need neither torch nor transformers.
-    from dsx.hub.composite import language_config
-    from dsx.hub.read import hub_model
+    from dsx.hub.composite import language_config  # here: dsx's own families need neither it
+    from dsx.hub.read import hub_model  # nor torch nor transformers
 
     inner = language_config(config)
     return model_spec(inner) if inner["model_type"] in FAMILIES else hub_model(inner)

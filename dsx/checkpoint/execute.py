@@ -107,6 +107,7 @@ def _check_model(found: Catalog, wanted: Catalog) -> None:
     """Check a Hugging Face folder against its own config, if that is of one of dsx's families."""
     try:
         model = model_of(dict(found.facts.get("hf_config") or {}))
+        found = under_known_names(found, model)
     except ModelError:
         return
     try:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dsx.checkpoint.base import completed, of_today, under_known_names
 from dsx.checkpoint.catalog import Catalog, Target, check_files, model_fact
 from dsx.checkpoint.claims import MISFITS, forms_of, model_of, model_of_fact, specs_of_model
+from dsx.checkpoint.composite import fact_of, language_config, other_files, whole
 from dsx.checkpoint.copy_plan import CopyPlan, plan
 from dsx.checkpoint.execute import ConversionOptions, ConversionReport, execute, worker_bytes
 from dsx.checkpoint.formats import dcp, megatron, native
@@ -165,7 +166,7 @@ def prepare(source: Catalog, root: Path, wanted: WantedTarget) -> Conversion:
     check_files(source)
     source, merge = _named(source, wanted), None
     if wanted.format == "hf":
-        source, merge = taken_apart(source)
+        source, merge = whole(*taken_apart(source), wanted.base)
     source, target, layout = WRITERS[wanted.format](source, root, wanted)
     kept = {entry.name for entry in target.catalog.entries if entry.state in ("weight", "master")}
     for entry in source.entries:
@@ -259,12 +260,17 @@ def _model(
         if told is None:
             return None, (), {}
         config = dict(told)
+        within = fact_of(source.root, config) if source.format == catalog.FORMAT else None
+        if within is not None and wanted.format != "dsx":  # copied with all that it has
+            return None, (), {"hf_config": config}
+        beside = {} if within is None else {"composite": within}
         try:
+            config = config if within is None else language_config(config)
             model = model_of(config) if source.format == catalog.FORMAT else model_spec(config)
         except ModelError:
             return None, (), {"hf_config": config}
         model = model.for_tensor(tensor)
-        return model, specs_of_model(source, model), {"model": model_fact(model), "hf_config": config}
+        return model, specs_of_model(source, model), {"model": model_fact(model), "hf_config": config, **beside}
     homes = all(spec.hf != (spec.name,) for spec in source.specs)
     return None, (_in_form(source, tensor) if homes else ()), {}
 
@@ -303,7 +309,8 @@ def _hf(source: Catalog, root: Path, wanted: WantedTarget) -> _Written:
             f"{source.root} does not have the model's config.json",
             "give --hf-config FILE, or name a CONFIG of the model",
         )
-    return source, catalog.target_of(source, root, config, precision=wanted.precision), None
+    target = catalog.target_of(source, root, config, precision=wanted.precision)
+    return source, replace(target, skeletons=(*target.skeletons, *other_files(source))), None
 
 
 def _dcp(source: Catalog, root: Path, wanted: WantedTarget) -> _Written:

@@ -16,7 +16,7 @@ from dsx.checkpoint.formats.huggingface import catalog as hugging_face
 from dsx.checkpoint.formats.huggingface.names import read_config
 from dsx.checkpoint.pieces import clipped
 from dsx.checkpoint.reshard import Conversion
-from dsx.checkpoint.run.export import TOKENIZER_FILES
+from dsx.checkpoint.formats.huggingface.names import TOKENIZER_FILES
 from dsx.checkpoint.staging import check_absent
 from dsx.hub.read import hub_model
 from dsx.hub.upcycle import Made, Upcycling, made_of, mixture_config, proved, specs_of

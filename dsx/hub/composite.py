@@ -167,6 +167,10 @@ class CompositeNames:
     Args:
         config: Content of the folder's config.json.
 
+    Attributes:
+        architecture: Name of transformers' class of the composite model.
+        names: What that stores each of the language model's tensors as, by its name in a folder of its own.
+
     Raises:
         ModelError: The language model's tensors are stored otherwise in a folder of its own.
     """
@@ -176,13 +180,15 @@ class CompositeNames:
         text = structure_of(json.dumps(language_config(config), sort_keys=True))
         homes, there, here = _homes(whole, text), disk_forms(whole), disk_forms(text.model)
         kept = {copy: name for name, form in there.items() for copy in form.copies}
-        self._inside = {home: name for name, home in homes.items()}
+        self.architecture = type(whole).__name__
+        self.names = dict(homes)
         for name, form in here.items():
             home = homes[name]
             other = there[kept.get(home, home)]
             if (form.in_spec | {"hf": ()}, form.exact) != (other.in_spec | {"hf": ()}, other.exact):
                 raise _refusal(whole.config.model_type, f"{home} is stored otherwise than {name} of it")
-            self._inside |= dict(zip(other.names, form.names, strict=True))
+            self.names |= dict(zip(form.names, other.names, strict=True))
+        self._inside = {there: here for here, there in self.names.items()}
         inside = set(homes.values())
         # What is of the tower is not read, in whatever form it is stored.
         self._names = FolderNames(

@@ -187,7 +187,8 @@ def reference(
 
     ``attention`` is transformers' ``attn_implementation``, ``changes`` are to the family's config.
     """
-    made = random_model(tiny.tiny_config(family, **changes))
+    described = tiny.tiny_composite(family) if tiny.is_composite(family) else tiny.tiny_config(family, **changes)
+    made = random_model(described)
     made.save_pretrained(folder / "model")
     model, _ = read_model(folder / "model", attention)
     for name, parameter in made.named_parameters():  # what a class makes fixed, reading makes free
@@ -264,12 +265,12 @@ def logits_and_loss(model: Any, inputs: Any, labels: Any) -> tuple[Any, Any]:
 def random_model(config: Any) -> Any:
     """A causal language model with no parameter and no saved buffer at zero or one."""
     import torch
-    from transformers import AutoModelForCausalLM, logging
+    from transformers import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.manual_seed(17)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = _auto_class(config.model_type).from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(18)
     saved = model.state_dict()
     with torch.no_grad():
@@ -277,17 +278,28 @@ def random_model(config: Any) -> Any:
             if tensor.is_floating_point():
                 tensor.add_(0.05 * torch.randn(tensor.shape, generator=generator))
                 assert tensor.isfinite().all(), f"{name} is not finite"
+    if tiny.is_composite(config.model_type):  # the tower is frozen, the language model and its head are not
+        model.requires_grad_(requires_grad=False)
+        model.get_decoder().requires_grad_()
+        model.get_output_embeddings().requires_grad_()
     return model
+
+
+def _auto_class(family: str) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+
+    return AutoModelForMultimodalLM if tiny.is_composite(family) else AutoModelForCausalLM
 
 
 def read_model(folder: Path, attention: str | None = None) -> tuple[Any, Json]:
     """The model of a folder as its users read it, and what transformers says of the folder."""
     import torch
-    from transformers import AutoModelForCausalLM, logging
+    from transformers import AutoConfig, logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    model, info = AutoModelForCausalLM.from_pretrained(
+    kind = _auto_class(AutoConfig.from_pretrained(folder).model_type)
+    model, info = kind.from_pretrained(
         folder, dtype=torch.float32, attn_implementation=attention, output_loading_info=True
     )
     return model, info

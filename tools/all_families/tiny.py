@@ -48,6 +48,24 @@ _SIZES = {
 }
 """What :mod:`dsx.hub.shrunk` makes sizes, and what it leaves alone or makes otherwise."""
 
+_TOWER = {
+    name: size
+    for names, size in {
+        "hidden_size embed_dim d_model projection_dim vision_output_dim projector_input_dim": HEADS * HEAD,
+        "projector_output_dim out_hidden_size encoder_dim hidden_dim": HEADS * HEAD,
+        "intermediate_size mlp_dim encoder_ffn_dim projector_hidden_size output_dim": 4 * HEAD,
+        "num_hidden_layers depth num_layers encoder_layers": 2,
+        "num_attention_heads num_heads encoder_attention_heads num_key_value_heads": HEADS,
+        "head_dim patch_size": HEAD,
+        "num_position_embeddings": 16,
+        "fullatt_block_indexes deepstack_visual_indexes": [1],
+    }.items()
+    for name in names.split()
+}
+"""Sizes of what stands beside the language model in a composite one."""
+
+_MROPE = ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "qwen3_vl", "glm4v", "glm4v_moe", "glm_ocr", "hunyuan_vl")
+
 _TYPES = ("layer_types", "mlp_layer_types", "layers_block_type")
 
 _FAMILIES: dict[str, dict[str, Any]] = {
@@ -89,6 +107,12 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_embds_dim": (32, 32), "axial_pos_shape": (4, 6)},
     "xlm": {"n_words": VOCABULARY},
     "xmod": {"default_language": "en_XX"},
+    **{
+        f"{family}_text": {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+        }
+        for family in _MROPE
+    },
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
     "zaya": {"num_experts_per_tok": 1},
@@ -183,6 +207,30 @@ def tiny_config(family: str, option: Mapping[str, Any] | None = None, **sizes: A
         if not set(kinds) <= set(getattr(config, name))
     }
     return config_class(**values | lacking) if lacking else config
+
+
+def is_composite(family: str) -> bool:
+    """Whether a family's models read more than text, beside a text model that its config has as a part."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+
+    known = family in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+    return known and "text_config" in _config_class(family).sub_configs
+
+
+def tiny_composite(family: str) -> Any:
+    """The config of a tiny composite model: the tiny text model, beside a tiny tower."""
+    config_class = _config_class(family)
+    made = config_class()
+    text = made.get_text_config(decoder=True)
+    key = next(name for name in config_class.sub_configs if getattr(made, name, None) is text)
+    parts = {
+        name: {field: _TOWER.get(field, value) for field, value in part.to_dict().items()}
+        for name in config_class.sub_configs
+        if name != key and (part := getattr(made, name, None)) is not None
+    }
+    tied = made.tie_word_embeddings
+    inner = tiny_config(text.model_type, tie_word_embeddings=tied).to_dict()
+    return config_class(**{**parts, key: inner, "tie_word_embeddings": tied})
 
 
 def _config_class(family: str) -> Any:

@@ -15,10 +15,18 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from dsx.checkpoint import store
+from dsx.checkpoint.base import names_in
 from dsx.checkpoint.claims import model_of
+from dsx.checkpoint.composite import Composite, composite_at
 from dsx.checkpoint.formats import slices
+from dsx.checkpoint.formats.huggingface import catalog
 from dsx.checkpoint.formats.huggingface import weights as hf
-from dsx.checkpoint.formats.huggingface.catalog import SHARD_BYTES
+from dsx.checkpoint.formats.huggingface.names import (
+    GENERATION,
+    PROCESSOR_FILES,
+    TOKENIZER_FILES,
+    read_config,
+)
 from dsx.checkpoint.run.names import CheckpointedRun, spec_of
 from dsx.checkpoint.staging import claimed
 from dsx.config.adapter import WEIGHTS, peft_settings
@@ -30,26 +38,11 @@ from dsx.launch.processes import agree
 from dsx.models.adapters import in_peft, peft_specs, targeted
 from dsx.models.param import ParamSpec
 from dsx.models.params import stored_specs
-from dsx.models.spec import Adapter, HubModel, Model
+from dsx.models.spec import Adapter, Model
 from dsx.nn.adapter import begin, left
 from dsx.nn.quantized import is_quantized, quantize
 from dsx.parallel.groups import Groups
 from dsx.parallel.mesh import ALONE, Coordinates, Mesh
-
-_GENERATION = "generation_config.json"
-TOKENIZER_FILES = {
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    _GENERATION,
-}
-"""Files of a model folder that are about its text."""
 
 
 @contextmanager
@@ -73,7 +66,8 @@ def layer_weights(
         adapter: PEFT's folder of the model's adapter, of which the same holds; None leaves it fresh.
         given: Gives layers the model's own weights in place of the folder.
     """
-    names_of, specs = _names_of(model), stored_specs(model)
+    names_of = None if folder is None or given is not None else names_in(read_config(folder), model)
+    specs = stored_specs(model)
     buffers = [spec for spec in specs if spec.buffer]
     at = groups.at
     with ExitStack() as files:
@@ -194,7 +188,8 @@ def export_weights(
     config: dict[str, Any],
     model: Model | None = None,
     *,
-    shard_bytes: int = SHARD_BYTES,
+    within: Composite | None = None,
+    shard_bytes: int = catalog.SHARD_BYTES,
 ) -> Path:
     """Write a Hugging Face model folder: safetensors, each with layers of one stage, an index and the config.
 
@@ -205,6 +200,7 @@ def export_weights(
         folder: Where to write; must not exist with other content.
         config: The Hugging Face config.json to write.
         model: What the layers are made of; what dsx makes of ``config`` by default.
+        within: The composite model that it is the language model of; the folder is then that model's.
         shard_bytes: Largest file, unless one parameter is larger.
     """
     if is_quantized(pipeline):
@@ -215,9 +211,18 @@ def export_weights(
         )
     folder, specs = Path(folder), stored_specs(model or model_of(config))
     own = [spec for spec in specs if not spec.adapts]
+
+    def stored(spec: ParamSpec) -> ParamSpec | None:
+        return None if spec.adapts else spec if within is None else within.inside(spec)
+
     with _claimed(folder):
-        files = _write(pipeline, folder, own, lambda spec: None if spec.adapts else spec, shard_bytes)
-        agree(lambda: hf.finish(folder, config, files, own))
+        tower = [] if within is None else catalog.shards(within.tower, shard_bytes)
+        beside = [partial(hf.tensors_of, within.folder, shard) for shard in tower if within is not None]
+        files = _write(pipeline, folder, own, stored, shard_bytes, beside=beside)
+        named = [spec for each in own if (spec := stored(each)) is not None]
+        others = {entry.name for shard in tower for entry in shard}
+        whole = config if within is None else within.config_with(config)
+        agree(lambda: hf.finish(folder, whole, files, named, others))
     return folder
 
 
@@ -258,6 +263,7 @@ def _write(
     shard_bytes: int | None,
     *,
     copies: bool = False,
+    beside: Sequence[Callable[[], dict[str, torch.Tensor]]] = (),
 ) -> dict[str, str]:
     """Write the shards of an export; gives the file of every tensor. A collective call over all ranks.
 
@@ -268,13 +274,14 @@ def _write(
         stored: Gives a tensor under the names that it has in the files; None leaves it out.
         shard_bytes: Largest file, unless one parameter is larger; None for one file of each stage.
         copies: Whether tied tensors are written under all their names, as PEFT does.
+        beside: Each gives the tensors of a shard that rank 0 writes as well.
     """
     groups = pipeline.groups
     writer = groups.replica == 0 and groups.tp_rank == 0
     shards = _shards(pipeline, specs, lambda spec: stored(spec) is not None, shard_bytes)
     counts = [0] * groups.mesh.size
     dist.all_gather_object(counts, len(shards) if writer else 0)
-    first, count = sum(counts[: groups.rank]), sum(counts)
+    first, count = sum(counts[: groups.rank]), sum(counts) + len(beside)
     names: dict[str, str] = {}
     failure: CheckpointError | None = None
     number, shard = 0, dict[str, torch.Tensor]()
@@ -293,6 +300,12 @@ def _write(
             except CheckpointError as error:
                 failure = error
         number, shard = number + 1, {}
+    for place, read in enumerate(beside if groups.rank == 0 and failure is None else (), sum(counts)):
+        try:
+            names |= hf.write_shard(folder, place, count, read())
+        except CheckpointError as error:
+            failure = error
+            break
     gathered = [(names, failure)] * groups.mesh.size
     dist.all_gather_object(gathered, (names, failure))
     failed = next((error for _, error in gathered if error is not None), None)
@@ -357,15 +370,17 @@ def export_hf(
             "give the model's Hugging Face config: dsx.export_hf(engine, folder, config={...})",
         )
     model = None if run is None else run.model
+    within = None if run is None else composite_at(run.weights)
     if run is not None and run.model.adapter is not None:
         folder = export_adapter(engine.pipeline, folder, run.model, run.dsx.model.path)
     else:
-        folder = export_weights(engine.pipeline, folder, dict(config), model)
+        folder = export_weights(engine.pipeline, folder, dict(config), model, within=within)
     if run is not None:
         data, source = run.dsx.data, run.dsx.model.path
         agree(lambda: copy_tokenizer(data.tokenizer, folder, trust_remote_code=data.trust_remote_code))
         if source is not None and run.model.adapter is None:
-            agree(lambda: _copy(Path(source), folder, {_GENERATION}))
+            files = {GENERATION} if within is None else TOKENIZER_FILES | PROCESSOR_FILES
+            agree(lambda: _copy(Path(source), folder, files))
     return folder
 
 
@@ -386,14 +401,6 @@ def copy_tokenizer(name: str, folder: Path, *, trust_remote_code: bool = False) 
 def _copy(source: Path, folder: Path, names: Collection[str]) -> None:
     for file in sorted(path for path in source.iterdir() if path.is_file() and path.name in names):
         store.write_atomically(folder / file.name, file.read_bytes())
-
-
-def _names_of(model: Model) -> hf.NamesOf | None:
-    if not isinstance(model, HubModel):
-        return None
-    from dsx.hub.read import folder_names
-
-    return folder_names(model).of
 
 
 def _whole(local: torch.Tensor, spec: ParamSpec, groups: Groups) -> torch.Tensor:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from dsx.checkpoint import store
 from dsx.checkpoint.base import base_fact
+from dsx.checkpoint.composite import composite_fact
 from dsx.checkpoint.catalog import Catalog, Checksum, Entry, merged_groups
 from dsx.checkpoint.file_io import blamed, digest, stretches, write_from
 from dsx.checkpoint.formats import native
@@ -103,9 +104,11 @@ class Saver:
         self._work: _Work | None = None
 
     @cached_property
-    def _base(self) -> dict[str, Any] | None:
-        """Where what is frozen is from: read once, as it does not change while the run goes on."""
-        return base_fact(self._run.run_config)
+    def _left_out(self) -> dict[str, Any]:
+        """Where what is left out is from: read once, as it does not change while the run goes on."""
+        config = self._run.run_config
+        found = {"base": base_fact(config), "composite": composite_fact(config)}
+        return {key: fact for key, fact in found.items() if fact is not None}
 
     def save(
         self, root: Path, tag: str, client_state: Mapping[str, Any], *, background: bool, keep: int
@@ -118,7 +121,7 @@ class Saver:
         """
         self.wait()
         run, rank = self._run, self._run.groups.rank
-        facts: dict[str, Any] = agree(lambda: run_facts(run, client_state, self._base))
+        facts: dict[str, Any] = agree(lambda: run_facts(run, client_state, self._left_out))
         blocks = native.file_order(stored_here(run))
         num_bytes = sum(block.num_bytes for block in blocks)
         size = torch.tensor([num_bytes], dtype=torch.float64, device=run.pipeline.device)

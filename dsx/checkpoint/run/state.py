@@ -106,7 +106,7 @@ _COUNTERS = ("global_samples", "skipped_steps", "micro_steps")
 
 
 def run_facts(
-    run: CheckpointedRun, client_state: Mapping[str, Any], base: Mapping[str, Any] | None
+    run: CheckpointedRun, client_state: Mapping[str, Any], left_out: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What is the same on every rank, as :mod:`dsx.checkpoint.catalog` lists it."""
     engine, config, mesh = run.deepspeed_engine, run.run_config, run.groups.mesh
@@ -127,7 +127,7 @@ def run_facts(
         "tokens": int(client_state.get("tokens", 0)),
         "data_cursor": int(client_state.get("data_cursor", 0)),
         "seed": None if config is None else config.dsx.train.seed,
-        **({} if base is None else {"base": base}),
+        **left_out,
         "model": None if config is None else model_fact(config.model),
         "hf_config": None if config is None else config.hf_config,
         # DeepSpeed's ZeRO-1 and 2 take it from a checkpoint, over their own config's.

@@ -15,11 +15,11 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from dsx.checkpoint.catalog import Catalog, Checksum, Crc32Field, Entry, Piece, Skeleton, Target, left_behind
 from dsx.checkpoint.compare import compare
@@ -292,6 +292,10 @@ def as_hf(source: Catalog, specs: Sequence[ParamSpec], *, in_files: bool = True)
     )
 
 
+NamesOf: TypeAlias = Callable[[Collection[str], str | Path], Mapping[str, str | None]]
+"""Gives the model's names of a folder's tensors, by their names there; None for what is no tensor of it."""
+
+
 def under_model_names(source: Catalog, homes: Mapping[str, str | None]) -> Catalog:
     """A folder's tensors under the names that its model has for them; None leaves a tensor out."""
     named = ((entry, homes.get(entry.name, entry.name)) for entry in source.entries)
@@ -471,22 +475,18 @@ def target_of(
     wanted = list(_weights(source, precision))
     if not wanted:
         raise CheckpointError(str(source.root), "it has no weights", "name a checkpoint with weights")
-    shards: list[list[Entry]] = [[]]
-    for entry in wanted:
-        if shards[-1] and sum(one.num_bytes for one in shards[-1]) + entry.num_bytes > shard_bytes:
-            shards.append([])
-        shards[-1].append(entry)
-    names = [file_name(at, len(shards)) for at in range(len(shards))]
+    held = shards(wanted, shard_bytes)
+    names = [file_name(at, len(held)) for at in range(len(held))]
     skeletons, entries = [], []
-    for name, shard in zip(names, shards, strict=True):
+    for name, shard in zip(names, held, strict=True):
         skeleton, placed = _file(name, shard)
         skeletons.append(skeleton)
         entries += placed
-    if len(shards) > 1:
+    if len(held) > 1:
         index = {
             "metadata": {"total_size": sum(entry.num_bytes for entry in wanted)},
             "weight_map": {
-                entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard
+                entry.name: name for name, shard in zip(names, held, strict=True) for entry in shard
             },
         }
         skeletons.append(_text(INDEX, index))
@@ -496,6 +496,16 @@ def target_of(
     note = f"A Hugging Face folder holds weights alone: {states} and counters stay behind."
     dropped = (*left_behind(source.facts), *((note,) if states else ()))
     return Target(catalog=catalog, skeletons=tuple(skeletons), dropped=dropped)
+
+
+def shards(entries: Iterable[Entry], shard_bytes: int) -> list[list[Entry]]:
+    """Tensors by files, none larger than ``shard_bytes`` unless one tensor is; no file where there is none."""
+    found: list[list[Entry]] = []
+    for entry in entries:
+        if not found or sum(one.num_bytes for one in found[-1]) + entry.num_bytes > shard_bytes:
+            found.append([])
+        found[-1].append(entry)
+    return found
 
 
 def _weights(source: Catalog, precision: str | None) -> list[Entry]:

@@ -18,6 +18,27 @@ from dsx.models.quantization import unquantized
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+GENERATION = "generation_config.json"
+TOKENIZER_FILES = {
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    GENERATION,
+}
+"""Files of a model folder that are about its text."""
+PROCESSOR_FILES = {
+    "processor_config.json",
+    "preprocessor_config.json",
+    "image_processor_config.json",
+    "video_preprocessor_config.json",
+}
+"""Files of a composite model's folder about what it reads beside text."""
 _LARGEST_JSON_BYTES = 1 << 26
 
 # Hub files of the bare model (openai-community/gpt2) lack the language model's prefix.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError
@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dsx.checkpoint import store
-from dsx.checkpoint.catalog import Entry
+from dsx.checkpoint.catalog import Catalog, Entry
 from dsx.checkpoint.formats.huggingface.catalog import (
+    NamesOf,
     as_dsx,
     as_json,
     catalog_of,
@@ -29,7 +30,7 @@ from dsx.checkpoint.formats.huggingface.catalog import (
 )
 from dsx.checkpoint.formats.huggingface.names import CONFIG, INDEX, SINGLE
 from dsx.checkpoint.formats.safetensors_file import CRC32, NAMES, contents
-from dsx.checkpoint.pieces import local_parts
+from dsx.checkpoint.pieces import local_parts, whole_part
 from dsx.checkpoint.plain import as_numpy
 from dsx.checkpoint.read import Reader
 from dsx.checkpoint.staging import check_absent, partial_of
@@ -41,10 +42,6 @@ from dsx.models.param import ParamSpec
 from dsx.parallel.mesh import ALONE, Coordinates
 
 _FLOATS = {"float64", "float32", "float16", "bfloat16"}
-
-
-NamesOf: TypeAlias = Callable[[Collection[str], str | Path], Mapping[str, str | None]]
-"""Gives the model's names of a folder's tensors, by their names there; None for what is no tensor of it."""
 
 
 class HfWeights:
@@ -110,6 +107,16 @@ class HfWeights:
                 "use unquantised weights",
             )
         return entry
+
+
+def tensors_of(folder: Catalog, entries: Sequence[Entry]) -> dict[str, Tensor]:
+    """Tensors of a model folder as they are, on the CPU."""
+    found = {entry.name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype)) for entry in entries}
+    with Reader(folder) as reader:
+        for entry in entries:
+            flat = as_numpy(found[entry.name]).reshape(-1)
+            reader.fill(entry, [whole_part(entry.shape)], flat, entry.dtype)
+    return found
 
 
 def split(spec: ParamSpec, tensor: Tensor) -> dict[str, Tensor]:
@@ -220,7 +227,11 @@ def _put_in_place(partial: Path, folder: Path) -> None:
 
 
 def finish(
-    folder: str | Path, config: Mapping[str, Any], files: Mapping[str, str], specs: Sequence[ParamSpec]
+    folder: str | Path,
+    config: Mapping[str, Any],
+    files: Mapping[str, str],
+    specs: Sequence[ParamSpec],
+    others: Collection[str] = (),
 ) -> None:
     """Complete an export whose shards are all written: index, config, sync, then rename into place.
 
@@ -231,11 +242,12 @@ def finish(
         config: The model's Hugging Face config; ``architectures`` and ``dtype`` are set to what was written.
         files: File name of every tensor, as all calls of :func:`write_shard` returned them.
         specs: Every tensor of the model.
+        others: Names of tensors that ride along, of a composite model, whose class ``config`` names.
     """
     folder = Path(folder)
     check_absent(folder)
     partial = partial_of(folder)
-    _require_all(partial, files, {name for spec in specs for name in spec.hf})
+    _require_all(partial, files, {*others, *(name for spec in specs for name in spec.hf)})
     names = sorted(set(files.values()))
     held = [entry for name in names for entry in contents(partial, name)[0]]
     # Left by an export that never finished, or the empty shard of a stage that has a tied head alone.
@@ -247,9 +259,11 @@ def finish(
             "weight_map": dict(sorted(files.items())),
         }
         store.write_atomically(partial / INDEX, as_json(index))
-    buffers = {name for spec in specs if spec.buffer for name in spec.hf}
+    buffers = {*others, *(name for spec in specs if spec.buffer for name in spec.hf)}
     weights = [entry for entry in held if entry.name not in buffers]
-    complete = {**config, "architectures": [_class_of(str(config["model_type"]))]}
+    complete = dict(config)
+    if not others:
+        complete["architectures"] = [_class_of(str(config["model_type"]))]
     store.write_atomically(partial / CONFIG, as_json(with_dtype(complete, weights)))
     _put_in_place(partial, folder)
 
