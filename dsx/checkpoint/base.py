@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from dsx.checkpoint.catalog import Catalog, Entry, Piece, model_fact
-from dsx.checkpoint.claims import MISFITS, forms_of, model_of_fact
+from dsx.checkpoint.claims import MISFITS, forms_of, model_of_fact, text_key
 from dsx.checkpoint.file_io import blamed
 from dsx.checkpoint.formats.deepspeed.module import as_model
 from dsx.checkpoint.formats.huggingface import catalog as hugging_face
 from dsx.config.run import RunConfig
 from dsx.errors import CheckpointError
-from dsx.models.hf_config import FAMILIES
 from dsx.models.param import ParamSpec
 from dsx.models.params import stored_specs
 from dsx.models.spec import RETIRED, HubModel, Model
@@ -212,12 +211,11 @@ def under_known_names(source: Catalog, model: Model | None) -> Catalog:
 
 
 def names_in(config: Mapping[str, Any], model: Model) -> hugging_face.NamesOf | None:
-    """What gives a model's names of the tensors in a folder of a config.json; None where they are the same."""
-    if config.get("model_type", "") not in ("", *FAMILIES):
-        from dsx.hub.composite import CompositeNames, text_key  # here: as below
+    """What gives a model's names of tensors in a folder of a config.json; None if they are the same."""
+    if text_key(config) is not None:
+        from dsx.hub.composite import CompositeNames  # here: as below
 
-        if text_key(config) is not None:
-            return CompositeNames(config).of
+        return CompositeNames(config).of
     if not isinstance(model, HubModel):
         return None
     from dsx.hub.read import folder_names  # here: dsx's own families need neither torch nor transformers

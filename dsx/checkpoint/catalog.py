@@ -33,7 +33,8 @@ data_cursor        global index of the next training sequence
 seed               of initialisation and data order
 base               where the frozen parameters are, which are left out: {"path": the model folder, "digest":
                    of its weights} or {"seed": of fresh ones}, and "vocab_multiple"
-composite          where the other parts of a composite model are: {"path": its folder, "digest": of its weights}
+composite          where the other parts of a composite model are: {"path": its folder, "digest": of its
+                   weights, "modules": where it has those of the language model}
 outer              what islands know of their common weights (:class:`dsx.islands.standing.Standing`)
 tied               {key of a pipeline's tied module: layers that use it}, as the user said it
 unnamed_ties       layers that are tied modules of a pipeline, whose keys are not known

@@ -93,7 +93,7 @@ class _Facts(BaseModel):
     data_cursor: _Count = 0
     seed: int | None = None
     base: dict[str, str | int] | None = None
-    composite: dict[str, str] | None = None
+    composite: dict[str, Any] | None = None
     outer: _Outer | None = None
     tied: dict[str, Annotated[list[_Count], Field(min_length=1)]] = {}
     unnamed_ties: list[_Count] = []
@@ -215,11 +215,37 @@ def model_of(config: Mapping[str, Any]) -> Model:
     """
     if config.get("model_type") in FAMILIES:
         return model_spec(config)
-    from dsx.hub.composite import language_config  # here: dsx's own families need neither it
-    from dsx.hub.read import hub_model  # nor torch nor transformers
+    from dsx.hub.read import hub_model  # here: dsx's own families need neither torch nor transformers
 
     inner = language_config(config)
-    return model_spec(inner) if inner["model_type"] in FAMILIES else hub_model(inner)
+    return model_spec(inner) if inner.get("model_type") in FAMILIES else hub_model(inner)
+
+
+def language_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a ``config.json`` that is its language model's, or all of it. Raises ModelError."""
+    if text_key(config) is None:
+        return dict(config)
+    from dsx.hub import composite  # here: as above
+
+    return composite.language_config(config)
+
+
+def modules_in(config: Mapping[str, Any]) -> dict[str, str]:
+    """Where a composite model has its language model's modules, by their paths in that; else empty."""
+    if text_key(config) is None:
+        return {}
+    from dsx.hub import composite  # here: as above
+
+    return composite.modules_in(config)
+
+
+def text_key(config: Mapping[str, Any]) -> str | None:
+    """Which part that is; None if the config is of one model."""
+    if config.get("model_type", "") in ("", *FAMILIES):
+        return None
+    from dsx.hub import composite  # here: as above
+
+    return composite.text_key(config)
 
 
 def model_of_fact(fact: Mapping[str, Any]) -> Model:

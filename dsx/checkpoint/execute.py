@@ -20,6 +20,7 @@ from time import monotonic
 
 import numpy as np
 
+from dsx.checkpoint.base import under_known_names
 from dsx.checkpoint.catalog import Catalog, Checksum, Entry, Piece, Target, Written, check_files, locate
 from dsx.checkpoint.claims import model_of, specs_of_model
 from dsx.checkpoint.copy_plan import TILE_ELEMENTS, CopyPlan, check_cover, region

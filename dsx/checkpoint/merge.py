@@ -146,10 +146,10 @@ def adapter_target(source: Catalog, root: Path) -> tuple[Catalog, Target]:
             f"{root} as a folder of PEFT's", f"{source.root} has no adapter", "use --to hf for its weights"
         )
     specs = stored_specs(model)
-    entries = list(_under_peft_names(source, peft_specs(specs)))
-    base = source.facts.get("base") or {}
+    base, modules = (source.facts.get("base") or {}), (source.facts.get("composite") or {}).get("modules")
+    entries = list(_under_peft_names(source, peft_specs(specs, modules)))
     named = replace(source, entries=tuple(entries))
-    settings = peft_settings(specs, model, base.get("path"))
+    settings = peft_settings(specs, model, base.get("path"), modules)
     catalog, skeletons = adapter_files(named, root, settings)
     note = "A folder of PEFT's holds weights alone: optimizer states and counters stay behind."
     return named, Target(catalog=catalog, skeletons=skeletons, dropped=(*left_behind(source.facts), note))

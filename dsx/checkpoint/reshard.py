@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dsx.checkpoint.base import completed, of_today, under_known_names
 from dsx.checkpoint.catalog import Catalog, Target, check_files, model_fact
-from dsx.checkpoint.claims import MISFITS, forms_of, model_of, model_of_fact, specs_of_model
-from dsx.checkpoint.composite import fact_of, language_config, other_files, whole
+from dsx.checkpoint.claims import MISFITS, forms_of, language_config, model_of, model_of_fact, specs_of_model
+from dsx.checkpoint.composite import fact_of, other_files, whole
 from dsx.checkpoint.copy_plan import CopyPlan, plan
 from dsx.checkpoint.execute import ConversionOptions, ConversionReport, execute, worker_bytes
 from dsx.checkpoint.formats import dcp, megatron, native
@@ -265,12 +265,16 @@ def _model(
             return None, (), {"hf_config": config}
         beside = {} if within is None else {"composite": within}
         try:
-            config = config if within is None else language_config(config)
+            config = language_config(config) if source.format == catalog.FORMAT else config
             model = model_of(config) if source.format == catalog.FORMAT else model_spec(config)
         except ModelError:
             return None, (), {"hf_config": config}
         model = model.for_tensor(tensor)
-        return model, specs_of_model(source, model), {"model": model_fact(model), "hf_config": config, **beside}
+        return (
+            model,
+            specs_of_model(source, model),
+            {"model": model_fact(model), "hf_config": config, **beside},
+        )
     homes = all(spec.hf != (spec.name,) for spec in source.specs)
     return None, (_in_form(source, tensor) if homes else ()), {}
 

@@ -13,10 +13,9 @@ from dsx.checkpoint.base import under_known_names
 from dsx.checkpoint.catalog import Catalog, Entry, Piece, Role, Skeleton, check_files
 from dsx.checkpoint.copy_plan import plan
 from dsx.checkpoint.formats.huggingface import catalog as hugging_face
-from dsx.checkpoint.formats.huggingface.names import read_config
+from dsx.checkpoint.formats.huggingface.names import TOKENIZER_FILES, read_config
 from dsx.checkpoint.pieces import clipped
 from dsx.checkpoint.reshard import Conversion
-from dsx.checkpoint.formats.huggingface.names import TOKENIZER_FILES
 from dsx.checkpoint.staging import check_absent
 from dsx.hub.read import hub_model
 from dsx.hub.upcycle import Made, Upcycling, made_of, mixture_config, proved, specs_of

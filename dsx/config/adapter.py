@@ -25,6 +25,7 @@ from dsx.models.adapters import (
     modules_of,
     names,
     names_of,
+    placed,
     targeted,
     trains,
 )
@@ -63,10 +64,13 @@ _TIED = ("embed_tokens", "lm_head")
 """Names by which PEFT knows tied modules: EMBEDDING_LAYER_NAMES in peft/utils/constants.py."""
 
 
-def adapter_of(block: AdapterConfig, model: Model, *, trained: bool = True) -> Adapter:
+def adapter_of(
+    block: AdapterConfig, model: Model, *, trained: bool = True, modules: Mapping[str, str] | None = None
+) -> Adapter:
     """The adapter that a config asks for.
 
-    On matrices that the family's code reads there is none to be ``trained``, but one may be merged.
+    On matrices that the family's code reads there is none to be ``trained``, but one may be merged. A folder
+    of PEFT's may name ``modules`` of a composite model, as :func:`peft_settings` does.
     """
     given = {
         key: getattr(block, key) for key in Adapter.__dataclass_fields__ if key in block.model_fields_set
@@ -78,6 +82,10 @@ def adapter_of(block: AdapterConfig, model: Model, *, trained: bool = True) -> A
             "the package bitsandbytes is missing",
             "pip install 'bitsandbytes>=0.48' (dsx's extra \"quantized\" brings it)",
         )
+    inner = {there: here for here, there in (modules or {}).items()}
+    saved |= {
+        key: tuple(placed(name, inner) for name in saved[key]) for key in saved if type(saved[key]) is tuple
+    }
     ties = saved.pop("ties", False)
     specs = param_specs(replace(model, adapter=None))
     if saved:
@@ -321,7 +329,9 @@ def _base_of(folder: str | None) -> str:
     return at("base_model_name_or_path", read(Path(str(folder)) / SETTINGS).get("base_model_name_or_path"))
 
 
-def peft_settings(specs: Sequence[ParamSpec], model: Model, base: str | None) -> dict[str, Any]:
+def peft_settings(
+    specs: Sequence[ParamSpec], model: Model, base: str | None, modules: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Content of the ``adapter_config.json`` of a model's adapter.
 
     Args:
@@ -329,6 +339,8 @@ def peft_settings(specs: Sequence[ParamSpec], model: Model, base: str | None) ->
         model: The model.
         base: Folder of the model without the adapter, if it has one; written so that it is found from
             everywhere.
+        modules: Where a composite model has those of this one, as :func:`placed` takes it. What is adapted is
+            then named in full, so that nothing of the tower is.
     """
     adapter = model.adapter
     assert adapter is not None
@@ -340,6 +352,15 @@ def peft_settings(specs: Sequence[ParamSpec], model: Model, base: str | None) ->
     told |= {key: list(value) or None for key, value in told.items() if isinstance(value, tuple)}
     if adapter.targets == ALL_LINEAR:
         told["target_modules"] = sorted(_ends(name for spec in specs for name, _ in targeted(adapter, spec)))
+    if modules:
+        own = [spec for spec in specs if not spec.adapts]
+        also = {name for spec in own for name in names_of(spec) if is_also(adapter, name)}
+        full = {
+            "target_modules": {name for spec in own for name, _ in targeted(adapter, spec)},
+            "target_parameters": {spec.hf_whole for spec in own if is_targeted_stack(adapter, spec)},
+            "modules_to_save": also | {"lm_head"} if tied else also,
+        }
+        told |= {key: sorted(placed(name, modules) for name in held) or None for key, held in full.items()}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

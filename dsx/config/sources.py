@@ -167,7 +167,9 @@ def read_model(dsx: DsxConfig) -> ModelSource:
     config = with_floats(config | model.overrides)
     notes = []
     if given.get("model_type") != family:
-        notes.append(f"{place}: the language model of {given['model_type']}, {family}; its other parts ride along")
+        notes.append(
+            f"{place}: the language model of {given['model_type']}, {family}; its other parts ride along"
+        )
     if config.pop("auto_map", None) is not None:  # nor does an export of the run have such code
         notes.append(f"{place}: auto_map names code of the model's own, which is not run")
     is_free = model.preset is not None and "vocab_size" not in model.overrides
@@ -190,13 +192,17 @@ def read_model(dsx: DsxConfig) -> ModelSource:
             f"use at least {BYTES_VOCABULARY}, or the model's own tokenizer",
         )
     return ModelSource(
-        spec=_adapted(spec, dsx), hf_config=config, weights=weights, tokenizer=tokenizer, notes=tuple(notes)
+        spec=_adapted(spec, dsx, given),
+        hf_config=config,
+        weights=weights,
+        tokenizer=tokenizer,
+        notes=tuple(notes),
     )
 
 
 def _of_language(config: dict[str, Any], place: str) -> dict[str, Any]:
     """The language model's part of a config, where it is composed of several models."""
-    if config.get("model_type") in FAMILIES:
+    if config.get("model_type", "") in ("", *FAMILIES):
         return config
     from dsx.hub.composite import language_config  # here: as below
 
@@ -213,13 +219,14 @@ def spec_of(hf_config: Mapping[str, Any]) -> Model:
     return model_spec(config) if own else _of_hub(config, {})[1]
 
 
-def _adapted(spec: Model, dsx: DsxConfig) -> Model:
-    """The model with the adapter that the config asks for."""
+def _adapted(spec: Model, dsx: DsxConfig, given: dict[str, Any]) -> Model:
+    """The model, which is in that of a config, with the adapter that the run's config asks for."""
     if dsx.adapter is None:
         return spec
-    from dsx.config.adapter import adapter_of  # here: other runs need nothing of it
+    from dsx.checkpoint.claims import modules_in  # here: other runs need nothing of them
+    from dsx.config.adapter import adapter_of
 
-    return replace(spec, adapter=adapter_of(dsx.adapter, spec))
+    return replace(spec, adapter=adapter_of(dsx.adapter, spec, modules=modules_in(given)))
 
 
 def _is_own(dsx: DsxConfig, family: object, place: str) -> bool:

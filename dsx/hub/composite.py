@@ -24,141 +24,132 @@ from dsx.hub.disk_names import FolderNames, disk_forms
 from dsx.hub.model_structure import ModelStructure, hf_config_of, structure_of
 from dsx.hub.on_meta import parameters_on_meta
 from dsx.hub.shrunk import random_model, shrunk
+from dsx.models.adapters import placed
 from dsx.models.config_values import at
-from dsx.models.hf_config import FAMILIES
 from dsx.models.transformers_settings import first_line, quiet_transformers, torch_forms
 
-_CARRIED = ("quantization_config", "auto_map")
-"""Keys of the composite config that are about its language model too."""
+_OF_ALL = ("quantization_config", "auto_map")
+"""Keys of a composite config that are about its language model too."""
 
 _AGREED = 1e-5
-_TOKENS = (2, 12)
-
-
-def language_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json of the language model in a composite one; the config as it is if it is of one model.
-
-    Args:
-        config: Content of a config.json.
-
-    Raises:
-        ModelError: The composite model's language model cannot be trained by itself; names the reason.
-    """
-    if config.get("model_type") in FAMILIES or text_key(config) is None:
-        return dict(config)
-    found: dict[str, Any] = json.loads(_language_config(json.dumps(dict(config), sort_keys=True)))
-    return found | {key: config[key] for key in _CARRIED if config.get(key)}
+_SAMPLES, _TOKENS = 2, 12
 
 
 def text_key(config: Mapping[str, Any]) -> str | None:
     """Which part of a config is its language model's; None if it is of one model, or none of transformers."""
     with suppress(ModelError, ValueError):
-        described = hf_config_of(_plain(config))
+        described = _described(config)
         text = described.get_text_config(decoder=True)
         for name in described.sub_configs:
-            if getattr(described, name, None) is text and "text" in name:
+            if "text" in name and getattr(described, name, None) is text:
                 return str(name)
     return None
 
 
-def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key not in _CARRIED}
+def language_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json of the language model in a composite one; the config as it is if it is of one model.
+
+    Raises:
+        ModelError: The composite model's language model cannot be trained by itself; names the reason.
+    """
+    if text_key(config) is None:
+        return dict(config)
+    text: dict[str, Any] = json.loads(_looked_at(json.dumps(dict(config), sort_keys=True))[0])
+    return text | {key: config[key] for key in _OF_ALL if config.get(key)}
+
+
+def modules_in(config: Mapping[str, Any]) -> dict[str, str]:
+    """Paths of modules of a language model by itself, and where the composite model of a config has them."""
+    return dict(_looked_at(json.dumps(dict(config), sort_keys=True))[1])
+
+
+def _described(config: Mapping[str, Any]) -> Any:
+    return hf_config_of({key: value for key, value in config.items() if key not in _OF_ALL})
 
 
 @lru_cache(maxsize=8)
-def _language_config(text: str) -> str:
-    config = _plain(json.loads(text))
-    described, key = hf_config_of(config), text_key(config)
-    assert key is not None
+def _looked_at(text: str) -> tuple[str, tuple[tuple[str, str], ...]]:
+    config = json.loads(text)
+    described, key = _described(config), str(text_key(config))
     part = getattr(described, key)
-    own = {**part.to_diff_dict(), "model_type": part.model_type}
-    own = {key: value for key, value in own.items() if key not in ("transformers_version", "architectures")}
-    own["tie_word_embeddings"] = _tried(described, key, json.loads(json.dumps(own)))
-    return json.dumps(own)
+    own = json.loads(json.dumps({**part.to_diff_dict(), "model_type": part.model_type}))
+    own = {
+        name: value for name, value in own.items() if name not in ("transformers_version", "architectures")
+    }
+    own["tie_word_embeddings"], modules = _tried(described, key, own)
+    return json.dumps(own), tuple(modules.items())
 
 
 @torch_forms()
-def _tried(described: Any, key: str, own: dict[str, Any]) -> bool:
-    """Whether a composite model ties its head, having shown that it is its language model where text is read.
+def _tried(described: Any, key: str, own: dict[str, Any]) -> tuple[bool, dict[str, str]]:
+    """Whether a composite model ties its head, and where it has the modules of its language model.
 
     Raises:
-        ModelError: It is not, or cannot be tried.
+        ModelError: It does with text what its language model does not, or cannot be tried.
     """
-    kind, small, inner = described.model_type, shrunk(own, vocab_size=512), deepcopy(described)
+    small, inner = shrunk(own, vocab_size=512), deepcopy(described)
     setattr(inner, key, hf_config_of(small))
     whole = _empty(inner)
-    tied = whole.get_output_embeddings().weight is whole.get_input_embeddings().weight
-    small["tie_word_embeddings"] = tied
-    text, homes = random_model(small).eval(), _homes(whole, structure_of(json.dumps(small, sort_keys=True)))
-    ids = torch.tensor([n for n in range(small["vocab_size"]) if n not in _special(described)])
-    ids = ids[torch.arange(_TOKENS[0] * _TOKENS[1]).reshape(_TOKENS) * 7 % len(ids)]
+    modules = _modules(whole, structure_of(json.dumps(small, sort_keys=True)))
+    tied = whole.get_submodule(list(modules.values())[1]).weight is whole.get_input_embeddings().weight
+    text = random_model(small | {"tie_word_embeddings": tied}).eval()
+    special = {
+        value
+        for name, value in described.to_dict().items()
+        if isinstance(value, int) and name.endswith(("_token_id", "_token_index"))
+    }
+    ids = torch.tensor([n for n in range(small["vocab_size"]) if n not in special])
+    ids = ids[torch.arange(_SAMPLES * _TOKENS).reshape(_SAMPLES, _TOKENS) * 7 % len(ids)]
+    held = {placed(name, modules): tensor for name, tensor in text.state_dict().items()}
+    others = {name: torch.full((), torch.nan).expand(p.shape) for name, p in whole.named_parameters()}
     try:
-        held = {homes[name]: tensor for name, tensor in text.state_dict().items()}
-        others = {n: torch.full((), torch.nan).expand(p.shape) for n, p in whole.named_parameters()}
-        whole.load_state_dict(others | held, strict=False, assign=True)
+        strange = whole.load_state_dict(others | held, strict=False, assign=True).unexpected_keys
         with torch.no_grad(), quiet_transformers():
             there, here = (each(input_ids=ids, use_cache=False).logits for each in (whole.eval(), text))
-        apart = float((there - here).abs().max() / here.abs().max())
     except Exception as error:  # noqa: BLE001 - each family's forward asks for something else
-        raise _refusal(kind, f"its forward needs more than text ({first_line(error)})") from None
-    if not apart < _AGREED:
-        raise _refusal(kind, f"of text it computes something else than its {own['model_type']} ({apart:.0e})")
-    return tied
+        raise _refusal(described, f"its forward needs more than text ({first_line(error)})") from None
+    apart = float((there - here).abs().max() / here.abs().max())
+    if strange or not apart < _AGREED:
+        why = (
+            f"has no place for {strange[0]}" if strange else f"computes something else of text ({apart:.0e})"
+        )
+        raise _refusal(described, f"the composite class {why}")
+    return tied, modules
 
 
-def _special(described: Any) -> set[int]:
-    """Ids that stand for something else than text."""
-    return {
-        value
-        for key, value in described.to_dict().items()
-        if isinstance(value, int) and key.endswith(("_token_id", "_token_index"))
-    }
-
-
-def _refusal(kind: str, why: str) -> ModelError:
+def _refusal(described: Any, why: str) -> ModelError:
     return ModelError(
-        at("model_type", kind),
+        at("model_type", described.model_type),
         f"it is composed of several models, and its language model cannot be trained by itself: {why}",
         "use a model whose text model is a causal language model",
     )
 
 
-def composite_class(described: Any) -> Any:
-    """transformers' class of a composite config. Raises ModelError if there is none that gives logits."""
-    from transformers.models.auto import modeling_auto as known
-
-    for mapping in (known.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, known.MODEL_FOR_MULTIMODAL_LM_MAPPING):
-        if type(described) in mapping:
-            found = mapping[type(described)]
-            return found[0] if isinstance(found, tuple) else found
-    raise _refusal(described.model_type, "transformers has no class of it that makes text of images or sound")
-
-
 def _empty(described: Any) -> Any:
     """A composite model without weights."""
+    from transformers.models.auto import modeling_auto as known
+
+    mappings = (known.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, known.MODEL_FOR_MULTIMODAL_LM_MAPPING)
+    kind = next((mapping[type(described)] for mapping in mappings if type(described) in mapping), None)
+    if kind is None:
+        raise _refusal(described, "transformers has no class of it that makes text of images or sound")
     try:
         with quiet_transformers(), parameters_on_meta():
-            return composite_class(described)._from_config(described, dtype=torch.float32)  # noqa: SLF001
-    except ModelError:
-        raise
-    except Exception as error:  # noqa: BLE001 - as above
-        raise _refusal(described.model_type, f"transformers cannot make it ({first_line(error)})") from None
+            return kind._from_config(described, dtype=torch.float32)  # noqa: SLF001 - as its Auto classes do
+    except Exception as error:  # noqa: BLE001 - each family checks in its own way
+        raise _refusal(described, f"transformers cannot make it ({first_line(error)})") from None
 
 
-def _homes(whole: Any, text: ModelStructure) -> dict[str, str]:
-    """Where a composite model in memory has each tensor of its language model, by its name in that."""
-    kind, stack = whole.config.model_type, type(text.model.get_submodule(text.base))
-    places = [path for path, each in whole.named_modules() if type(each) is stack]
-    heads = [path for path, each in whole.named_modules() if each is whole.get_output_embeddings()]
-    if len(places) != 1 or len(heads) != 1:
-        raise _refusal(kind, f"it has {len(places)} {stack.__name__} in it, and {len(heads)} heads")
-    inside, homes = {text.base: places[0], text.head: heads[0]}, dict[str, str]()
-    for name in text.model.state_dict():
-        path = next((path for path in inside if name.startswith(f"{path}.")), None)
-        if path is None:
-            raise _refusal(kind, f"it has no place for {name}")
-        homes[name] = inside[path] + name.removeprefix(path)
-    return homes
+def _modules(whole: Any, text: ModelStructure) -> dict[str, str]:
+    """Paths of a language model's stack and head, and where a composite model has them."""
+    stack = type(text.model.get_submodule(text.base))
+    stacks = [path for path, each in whole.named_modules() if type(each) is stack]
+    inner = [each for each in whole.modules() if type(each) is type(text.model)]
+    head = (inner or [whole])[0].get_output_embeddings()
+    heads = [path for path, each in whole.named_modules() if each is head]
+    if len(stacks) != 1 or len(heads) != 1:
+        raise _refusal(whole.config, f"it has {len(stacks)} {stack.__name__} inside, and {len(heads)} heads")
+    return {text.base: stacks[0], text.head: heads[0]}
 
 
 class CompositeNames:
@@ -176,24 +167,23 @@ class CompositeNames:
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        whole = _empty(hf_config_of(_plain(config)))
-        text = structure_of(json.dumps(language_config(config), sort_keys=True))
-        homes, there, here = _homes(whole, text), disk_forms(whole), disk_forms(text.model)
+        whole, modules = _empty(_described(config)), modules_in(config)
+        text = structure_of(json.dumps(language_config(config), sort_keys=True)).model
+        here, there = disk_forms(text), disk_forms(whole)
         kept = {copy: name for name, form in there.items() for copy in form.copies}
         self.architecture = type(whole).__name__
-        self.names = dict(homes)
+        self.names = {name: placed(name, modules) for name in text.state_dict()}
+        inside = set(self.names.values())
         for name, form in here.items():
-            home = homes[name]
+            home = self.names[name]
             other = there[kept.get(home, home)]
-            if (form.in_spec | {"hf": ()}, form.exact) != (other.in_spec | {"hf": ()}, other.exact):
-                raise _refusal(whole.config.model_type, f"{home} is stored otherwise than {name} of it")
+            if replace(form, names=(), copies=()) != replace(other, names=(), copies=()):
+                raise _refusal(whole.config, f"{home} is stored otherwise than {name} by itself")
             self.names |= dict(zip(form.names, other.names, strict=True))
         self._inside = {there: here for here, there in self.names.items()}
-        inside = set(homes.values())
         # What is of the tower is not read, in whatever form it is stored.
-        self._names = FolderNames(
-            whole, {name: replace(form, exact=form.exact or name not in inside) for name, form in there.items()}
-        )
+        read = {name: replace(form, exact=form.exact or name not in inside) for name, form in there.items()}
+        self._names = FolderNames(whole, read)
 
     def of(self, held: Collection[str], folder: str | Path) -> dict[str, str | None]:
         """As :meth:`FolderNames.of` for the language model; None for what is the tower's."""

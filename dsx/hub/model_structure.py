@@ -125,7 +125,14 @@ def with_family_floats(config: Mapping[str, Any]) -> dict[str, Any]:
             return type(value)(map(each, value))
         return float(value) if type(value) is int else value
 
-    return {key: each(value) if key in floats else value for key, value in config.items()}
+    parts = getattr(CONFIG_MAPPING[kind], "sub_configs", {}) if known else {}
+    inside = {
+        key: with_family_floats({"model_type": getattr(parts[key], "model_type", None), **config[key]})
+        for key in parts
+        if isinstance(config.get(key), dict)
+    }
+    own = {key: each(value) if key in floats else value for key, value in config.items()}
+    return own | inside
 
 
 def _told(error: Exception) -> str:

@@ -9,7 +9,7 @@ their Bs. Names of tensors are those in PEFT's files (peft/utils/save_and_load.p
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby
 from typing import Any
@@ -248,13 +248,30 @@ def _parts(base: ParamSpec, held: list[tuple[int, int]]) -> tuple[int, ...]:
     )
 
 
-def peft_specs(specs: Iterable[ParamSpec]) -> tuple[ParamSpec, ...]:
-    """What is trained, under the names of PEFT's files."""
-    return tuple(in_peft(spec) for spec in specs if spec.trained and not spec.buffer)
+def placed(name: str, modules: Mapping[str, str]) -> str:
+    """A name of a module or a tensor where a larger model has those of some paths.
+
+    >>> placed("model.norm", {"model": "model.language_model", "lm_head": "lm_head"})
+    'model.language_model.norm'
+    """
+    path = next((path for path in modules if f"{name}.".startswith(f"{path}.")), "")
+    return modules[path] + name.removeprefix(path) if path else name
 
 
-def in_peft(spec: ParamSpec) -> ParamSpec:
+def peft_specs(specs: Iterable[ParamSpec], modules: Mapping[str, str] | None = None) -> tuple[ParamSpec, ...]:
+    """What is trained, under the names of PEFT's files; ``modules`` as of :func:`placed`."""
+    return tuple(in_peft(spec, modules) for spec in specs if spec.trained and not spec.buffer)
+
+
+def in_peft(spec: ParamSpec, modules: Mapping[str, str] | None = None) -> ParamSpec:
     """A parameter under the names of PEFT's files, which have a model's own in the form of its modules."""
+    if modules:
+        own = in_peft(spec)
+        hf, copies = (
+            tuple(PREFIX + placed(name.removeprefix(PREFIX), modules) for name in names)
+            for names in (own.hf, own.hf_copies)
+        )
+        return replace(own, hf=hf, hf_copies=copies)
     if spec.adapts:
         return spec
     leaf, modules = spec.in_module.rpartition(".")[2], modules_of(spec)

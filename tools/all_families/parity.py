@@ -187,7 +187,9 @@ def reference(
 
     ``attention`` is transformers' ``attn_implementation``, ``changes`` are to the family's config.
     """
-    described = tiny.tiny_composite(family) if tiny.is_composite(family) else tiny.tiny_config(family, **changes)
+    described = (
+        tiny.tiny_composite(family) if tiny.is_composite(family) else tiny.tiny_config(family, **changes)
+    )
     made = random_model(described)
     made.save_pretrained(folder / "model")
     model, _ = read_model(folder / "model", attention)

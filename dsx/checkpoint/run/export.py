@@ -16,8 +16,8 @@ from torch import nn
 
 from dsx.checkpoint import store
 from dsx.checkpoint.base import names_in
-from dsx.checkpoint.claims import model_of
-from dsx.checkpoint.composite import Composite, composite_at
+from dsx.checkpoint.claims import model_of, modules_in
+from dsx.checkpoint.composite import Composite, composite_at, composite_fact
 from dsx.checkpoint.formats import slices
 from dsx.checkpoint.formats.huggingface import catalog
 from dsx.checkpoint.formats.huggingface import weights as hf
@@ -35,7 +35,7 @@ from dsx.config.sources import BYTES
 from dsx.data.tokenizers import TransformersTokenizer
 from dsx.errors import CheckpointError, ModelError
 from dsx.launch.processes import agree
-from dsx.models.adapters import in_peft, peft_specs, targeted
+from dsx.models.adapters import PREFIX, in_peft, peft_specs, placed, targeted
 from dsx.models.param import ParamSpec
 from dsx.models.params import stored_specs
 from dsx.models.spec import Adapter, Model
@@ -84,7 +84,9 @@ def layer_weights(
             fills.append(lambda _, layer: begin(layer))
         if adapter is not None:
             trained = peft_specs(specs)
-            tuned = files.enter_context(_checked(lambda: hf.HfWeights(adapter, file=WEIGHTS), trained))
+            modules = {} if folder is None else modules_in(read_config(folder))
+            inner = partial(_in_language_model, {there: here for here, there in modules.items()})
+            tuned = files.enter_context(_checked(lambda: hf.HfWeights(adapter, inner, WEIGHTS), trained))
             fills.append(partial(_fill_trained, tuned, at))
 
         @torch.no_grad()
@@ -93,6 +95,13 @@ def layer_weights(
                 fill(index, layer)
 
         yield load
+
+
+def _in_language_model(
+    modules: Mapping[str, str], held: Collection[str], _folder: str | Path
+) -> dict[str, str | None]:
+    """Names of an adapter's tensors in the model by itself, where PEFT knows it inside a composite one."""
+    return {name: PREFIX + placed(name.removeprefix(PREFIX), modules) for name in held}
 
 
 def _read_left(
@@ -226,7 +235,13 @@ def export_weights(
     return folder
 
 
-def export_adapter(pipeline: Any, folder: str | Path, model: Model, base: str | None = None) -> Path:
+def export_adapter(
+    pipeline: Any,
+    folder: str | Path,
+    model: Model,
+    base: str | None = None,
+    modules: Mapping[str, str] | None = None,
+) -> Path:
     """Write a PEFT folder of what is trained of a model with an adapter, as :func:`export_weights` does.
 
     Args:
@@ -234,12 +249,14 @@ def export_adapter(pipeline: Any, folder: str | Path, model: Model, base: str | 
         folder: Where to write; must not exist with other content.
         model: The model.
         base: Folder of the model that the adapter belongs to, which PEFT's config names.
+        modules: Where the composite model in that folder has this one's modules.
     """
     folder, specs = Path(folder), stored_specs(model)
-    stored = lambda spec: in_peft(spec) if spec.trained else None  # noqa: E731
+    settings, named = peft_settings(specs, model, base, modules), peft_specs(specs, modules)
+    stored = lambda spec: in_peft(spec, modules) if spec.trained else None  # noqa: E731
     with _claimed(folder):
         files = _write(pipeline, folder, (), stored, None, copies=True)
-        agree(lambda: hf.finish_adapter(folder, peft_settings(specs, model, base), files, peft_specs(specs)))
+        agree(lambda: hf.finish_adapter(folder, settings, files, named))
     return folder
 
 
@@ -372,7 +389,8 @@ def export_hf(
     model = None if run is None else run.model
     within = None if run is None else composite_at(run.weights)
     if run is not None and run.model.adapter is not None:
-        folder = export_adapter(engine.pipeline, folder, run.model, run.dsx.model.path)
+        modules = (composite_fact(run) or {}).get("modules")
+        folder = export_adapter(engine.pipeline, folder, run.model, run.dsx.model.path, modules)
     else:
         folder = export_weights(engine.pipeline, folder, dict(config), model, within=within)
     if run is not None:

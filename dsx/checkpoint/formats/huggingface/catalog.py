@@ -499,7 +499,7 @@ def target_of(
 
 
 def shards(entries: Iterable[Entry], shard_bytes: int) -> list[list[Entry]]:
-    """Tensors by files, none larger than ``shard_bytes`` unless one tensor is; no file where there is none."""
+    """Tensors by files, none of them larger than ``shard_bytes`` unless a tensor is."""
     found: list[list[Entry]] = []
     for entry in entries:
         if not found or sum(one.num_bytes for one in found[-1]) + entry.num_bytes > shard_bytes:
