@@ -263,18 +263,15 @@ def _model(
         within = fact_of(source.root, config) if source.format == catalog.FORMAT else None
         if within is not None and wanted.format != "dsx":  # copied with all that it has
             return None, (), {"hf_config": config}
-        beside = {} if within is None else {"composite": within}
         try:
             config = language_config(config) if source.format == catalog.FORMAT else config
             model = model_of(config) if source.format == catalog.FORMAT else model_spec(config)
         except ModelError:
             return None, (), {"hf_config": config}
         model = model.for_tensor(tensor)
-        return (
-            model,
-            specs_of_model(source, model),
-            {"model": model_fact(model), "hf_config": config, **beside},
-        )
+        facts: dict[str, Any] = {"model": model_fact(model), "hf_config": config}
+        facts |= {} if within is None else {"composite": within}
+        return model, specs_of_model(source, model), facts
     homes = all(spec.hf != (spec.name,) for spec in source.specs)
     return None, (_in_form(source, tensor) if homes else ()), {}
 

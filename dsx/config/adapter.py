@@ -75,17 +75,13 @@ def adapter_of(
     given = {
         key: getattr(block, key) for key in Adapter.__dataclass_fields__ if key in block.model_fields_set
     }
-    told, saved = ({}, {}) if block.path is None else _read(block.path)
+    told, saved = ({}, {}) if block.path is None else _read(block.path, modules or {})
     if block.quantization != "none" and find_spec("bitsandbytes") is None:
         raise ConfigError(
             at("dsx.adapter.quantization", block.quantization),
             "the package bitsandbytes is missing",
             "pip install 'bitsandbytes>=0.48' (dsx's extra \"quantized\" brings it)",
         )
-    inner = {there: here for here, there in (modules or {}).items()}
-    saved |= {
-        key: tuple(placed(name, inner) for name in saved[key]) for key in saved if type(saved[key]) is tuple
-    }
     ties = saved.pop("ties", False)
     specs = param_specs(replace(model, adapter=None))
     if saved:
@@ -143,8 +139,8 @@ def _require_whole_blocks(adapter: Adapter, model: Model) -> None:
             )
 
 
-def _read(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The settings in a folder of PEFT's, and what they say in dsx's words."""
+def _read(folder: str, modules: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings in a folder of PEFT's, and what they say in dsx's words of a model by itself."""
     file, where = Path(folder) / SETTINGS, at("dsx.adapter.path", folder)
     _require_files(folder)
     try:
@@ -166,7 +162,12 @@ def _read(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
         fix = "save it as a plain adapter, with PEFT's path_initial_model_for_weight_conversion"
         raise ConfigError(where, f"{file} has {at('init_lora_weights', start)}, {what}", fix)
     values = {key: told[name] for key, name in _KEYS.items() if told.get(name) is not None}
-    values |= {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
+    inner = {there: here for here, there in modules.items()}
+    values |= {
+        key: tuple(placed(name, inner) if isinstance(name, str) else name for name in value)
+        for key, value in values.items()
+        if isinstance(value, list)
+    }
     digits = {key for key in ("rank", "alpha") if re.fullmatch("[0-9]+", str(values.get(key)))}
     values |= {key: int(values[key]) for key in digits}
     values.setdefault("targets", ())

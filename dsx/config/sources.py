@@ -141,7 +141,7 @@ def read_model(dsx: DsxConfig) -> ModelSource:
     """
     model = dsx.model
     place, given = _read(model)
-    config = _of_language(given, place)
+    config, notes = _of_language(given, place)
     weights = _weights(model)
     tokenizer = resolve_tokenizer(dsx, weights)
     family = config.get("model_type")
@@ -165,11 +165,6 @@ def read_model(dsx: DsxConfig) -> ModelSource:
                 at(f"dsx.model.overrides.{key}", value), f"no key of a {family} config", suggest(key, known)
             )
     config = with_floats(config | model.overrides)
-    notes = []
-    if given.get("model_type") != family:
-        notes.append(
-            f"{place}: the language model of {given['model_type']}, {family}; its other parts ride along"
-        )
     if config.pop("auto_map", None) is not None:  # nor does an export of the run have such code
         notes.append(f"{place}: auto_map names code of the model's own, which is not run")
     is_free = model.preset is not None and "vocab_size" not in model.overrides
@@ -200,14 +195,15 @@ def read_model(dsx: DsxConfig) -> ModelSource:
     )
 
 
-def _of_language(config: dict[str, Any], place: str) -> dict[str, Any]:
-    """The language model's part of a config, where it is composed of several models."""
-    if config.get("model_type", "") in ("", *FAMILIES):
-        return config
-    from dsx.hub.composite import language_config  # here: as below
+def _of_language(config: dict[str, Any], place: str) -> tuple[dict[str, Any], list[str]]:
+    """The language model's part of a config, where it is composed of several models, and that it is one."""
+    from dsx.checkpoint.claims import language_config  # here: it reads this module
 
     try:
-        return language_config(config)
+        inner = language_config(config)
+        family, kind = (each.get("model_type") for each in (inner, config))
+        said = f"{place}: {family}, the language model of {kind}, whose other parts ride along untrained"
+        return inner, [said] * (family != kind)
     except ModelError as error:
         raise ModelError(f"{place}: {error.where}", error.what, error.fix) from None
 
@@ -335,12 +331,12 @@ def find_model(model: str) -> tuple[dict[str, Any], dict[str, Any]]:
             raise ConfigError(
                 where, "the folder has no config.json", "give a Hugging Face model folder, or a preset's name"
             )
-        return {"path": model, "weights": "random"}, _of_language(read_hf_config(file), str(file))
+        return {"path": model, "weights": "random"}, _of_language(read_hf_config(file), str(file))[0]
     if path.is_file():
         config = read_hf_config(path)
         if "model_type" not in config:
             raise ConfigError(where, "it has no model_type", "give a Hugging Face config.json")
-        return {"config": config}, _of_language(config, str(path))
+        return {"config": config}, _of_language(config, str(path))[0]
     if path.suffix == ".json":
         raise ConfigError(where, "there is no such file", "give a Hugging Face config.json")
     family, _, name = model.rpartition("/")

@@ -36,15 +36,16 @@ def language_model(described: Any, *, dtype: torch.dtype) -> Any:
     return kind._from_config(described, dtype=dtype)  # noqa: SLF001 - as AutoModelForCausalLM does
 
 
-def _text_class(config_class: type) -> Any:
-    """The class of a text model alone, which need not be registered; None if its family has none or several."""
+def _text_class(config_class: Any) -> Any:
+    """The class of a text model alone, registered or not; None if its family has none, or several."""
     name = config_class.__module__.replace(".configuration_", ".modeling_")
-    found = [
+    found: list[Any] = [
         each
         for each in vars(importlib.import_module(name)).values()
         if isinstance(each, type)
         and issubclass(each, PreTrainedModel)
-        and (each.__module__, each.config_class) == (name, config_class)
+        and each.__module__ == name
+        and getattr(each, "config_class", None) is config_class
         and "forward" in vars(each)
         and each.__name__.endswith("Model")
     ]
@@ -63,7 +64,7 @@ class _Headed(GenerationMixin):
         super().__init__(config)
         self.model = self.text_class._from_config(config)  # noqa: SLF001 - as above
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()  # type: ignore[attr-defined]  # PreTrainedModel's, which is the other base
+        self.post_init()
 
     def forward(
         self, input_ids: Tensor | None = None, labels: Tensor | None = None, **others: Any
@@ -73,7 +74,7 @@ class _Headed(GenerationMixin):
         logits = self.lm_head(outputs.last_hidden_state)
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits, labels, vocab_size=logits.shape[-1])  # type: ignore[attr-defined]
+            loss = self.loss_function(logits, labels, vocab_size=logits.shape[-1])
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=getattr(outputs, "past_key_values", None)
         )

@@ -340,7 +340,7 @@ def _rotated(sizes: Mapping[str, Any]) -> int:
 
 
 def _with_factors(rope: Mapping[str, Any], whole: int, part: int) -> dict[str, Any]:
-    """Rotary parameters, of each type of layer too, with as many factors and pairs as ``part`` of ``whole`` has."""
+    """Rotary parameters, of each type of layer too, with as many factors as ``part`` of ``whole`` has."""
     found = dict(rope)
     for key, value in rope.items():
         if isinstance(value, dict):

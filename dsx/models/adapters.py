@@ -274,9 +274,9 @@ def in_peft(spec: ParamSpec, modules: Mapping[str, str] | None = None) -> ParamS
         return replace(own, hf=hf, hf_copies=copies)
     if spec.adapts:
         return spec
-    leaf, modules = spec.in_module.rpartition(".")[2], modules_of(spec)
+    leaf, parts = spec.in_module.rpartition(".")[2], modules_of(spec)
     names = tuple(f"{PREFIX}{module}.{leaf}" for module in names_of(spec))
-    hf, copies = names[: len(modules)], names[len(modules) :]
+    hf, copies = names[: len(parts)], names[len(parts) :]
     if not spec.hf_whole:
         return replace(spec, hf=hf, hf_copies=copies)
     form: dict[str, Any] = {"hf_stacked": False, "hf_split": None, "hf_parts": (), "hf_transposed": False}
