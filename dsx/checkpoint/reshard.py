@@ -183,8 +183,8 @@ def prepare(source: Catalog, root: Path, wanted: WantedTarget) -> Conversion:
 def _named(source: Catalog, wanted: WantedTarget) -> Catalog:
     """The source under the names that the target shall have, with all that is known of its model."""
     model, specs, facts = _model(source, wanted)
-    source = replace(source, facts={**source.facts, **facts})
     source = under_known_names(source, model)
+    source = replace(source, facts={**source.facts, **facts})
     if source.format == megatron.FORMAT:
         source = _of_megatron(source)
     names = wanted.names or {"dsx": "dsx", "hf": "hf"}.get(wanted.format, "source")
@@ -247,7 +247,7 @@ def _model(
     if wanted.run is not None:
         run = wanted.run
         specs = stored_specs(run.model, pad_multiple=run.dsx.model.vocab_multiple)
-        facts = {
+        facts: dict[str, Any] = {
             "model": model_fact(run.model),
             "schedule": run.schedule_name,
             "hf_config": dict(run.hf_config),
@@ -269,7 +269,7 @@ def _model(
         except ModelError:
             return None, (), {"hf_config": config}
         model = model.for_tensor(tensor)
-        facts: dict[str, Any] = {"model": model_fact(model), "hf_config": config}
+        facts = {"model": model_fact(model), "hf_config": config}
         facts |= {} if within is None else {"composite": within}
         return model, specs_of_model(source, model), facts
     homes = all(spec.hf != (spec.name,) for spec in source.specs)

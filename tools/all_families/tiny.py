@@ -217,8 +217,8 @@ def is_composite(family: str) -> bool:
     return known and "text_config" in _config_class(family).sub_configs
 
 
-def tiny_composite(family: str) -> Any:
-    """The config of a tiny composite model: the tiny text model, beside a tiny tower."""
+def tiny_composite(family: str, **sizes: Any) -> Any:
+    """The config of a tiny composite model: the tiny text model, of ``sizes``, beside a tiny tower."""
     config_class = _config_class(family)
     made = config_class()
     text = made.get_text_config(decoder=True)
@@ -229,7 +229,7 @@ def tiny_composite(family: str) -> Any:
         if name != key and (part := getattr(made, name, None)) is not None
     }
     tied = made.tie_word_embeddings
-    inner = tiny_config(text.model_type, tie_word_embeddings=tied).to_dict()
+    inner = tiny_config(text.model_type, tie_word_embeddings=tied, **sizes).to_dict()
     return config_class(**{**parts, key: inner, "tie_word_embeddings": tied})
 
 
