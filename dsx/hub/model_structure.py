@@ -182,8 +182,8 @@ def check_one_stack(described: Any) -> None:
     if text is not None:
         raise ModelError(
             at("model_type", described.model_type),
-            "it is composed of several models, and dsx trains its language model alone",
-            f'give its text_config, whose model_type is "{text.model_type}", as dsx.model.config',
+            "it is composed of several models, of which dsx trains the language model",
+            f'name its folder as dsx.model.path; fresh, its "{text.model_type}" as dsx.model.config',
         )
     if getattr(described, "is_encoder_decoder", False):
         raise ModelError(

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
 from dsx.errors import DsxError
+from dsx.hub.composite import language_config
 from dsx.hub.model_structure import check_one_stack
 from dsx.hub.read import hub_model, known_of
 from dsx.models.flops import multiplied
@@ -88,6 +89,7 @@ def report(config: Mapping[str, Any], tensor_plan: Mapping[str, str | None] | No
     from dsx.hub.context_probe import no_context  # here: as above
     from dsx.verify.alone import probe
 
+    config = language_config(config)
     model = hub_model(config, tensor_plan)
     try:
         tried: dict[str, Any] = asdict(probe(config, tensor_plan))

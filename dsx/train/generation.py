@@ -407,6 +407,7 @@ def _empty(
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
+    from dsx.hub.headed import language_model
     from dsx.hub.model_structure import hf_config_of
     from dsx.hub.values import float32_names
 
@@ -418,8 +419,10 @@ def _empty(
         else:
             described = hf_config_of(hf_config)
         with quiet_transformers(), no_init_weights():
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                described, dtype=dtype, trust_remote_code=code is not None
+            model: PreTrainedModel = (
+                language_model(described, dtype=dtype)
+                if code is None
+                else AutoModelForCausalLM.from_config(described, dtype=dtype, trust_remote_code=True)
             )
         for name in float32_names(model, dtype):
             model.get_parameter(name).data = model.get_parameter(name).data.float()

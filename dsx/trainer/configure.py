@@ -264,6 +264,7 @@ def _usable(model: Any) -> PreTrainedModel:
     if not type(model).__module__.startswith("transformers."):
         what = f"its class is one of {type(model).__module__}, and dsx makes layers of those of transformers"
         raise ModelError(where, what, "give an object of transformers' own class")
+    _require_one_model(model.config)
     source = model.config.name_or_path or "the model's folder"
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise ModelError(
@@ -310,8 +311,19 @@ def _skeleton(config: PreTrainedConfig) -> PreTrainedModel:
         raise ModelError(
             at("model_type", config.model_type), "dsx trains causal language models", "give another model"
         )
+    _require_one_model(config)
     with torch.device("meta"):
         return _of_config(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
+
+
+def _require_one_model(config: PreTrainedConfig) -> None:
+    """Refuse a config that has its language model's as a part."""
+    if config.get_text_config(decoder=True) is not config:
+        raise ModelError(
+            at("model_type", config.model_type),
+            "it is composed of several models, and dsx.Trainer takes a language model by itself",
+            "train its text by a dsx config that names the folder as dsx.model.path",
+        )
 
 
 def _of_config(

@@ -16,6 +16,7 @@ from transformers import AutoModelForImageTextToText
 
 import dsx
 import ranks
+from dsx.checkpoint.composite import composite_at
 from dsx.checkpoint.execute import ConversionOptions
 from dsx.checkpoint.open import open_checkpoint
 from dsx.checkpoint.reshard import WantedTarget, prepare
@@ -144,7 +145,8 @@ def test_an_adapter_is_peft_s_of_the_composite_model(runs: Path, tmp_path: Path)
     base = AutoModelForImageTextToText.from_pretrained(runs / "model", dtype=torch.float32)
     tuned = PeftModel.from_pretrained(base, runs / "peft")
     names = [name for name, _ in tuned.named_parameters() if "lora_" in name]
-    assert names and all(".model.language_model.layers." in name for name in names)
+    assert names
+    assert all(".model.language_model.layers." in name for name in names)
     tuned.merge_and_unload().save_pretrained(tmp_path / "theirs")
     prepare(open_checkpoint(runs / "tuned"), tmp_path / "ours", WantedTarget(format="hf")).run(ONCE)
     theirs, ours = of_images(tmp_path / "theirs"), of_images(tmp_path / "ours")
@@ -158,3 +160,54 @@ def test_an_adapter_is_peft_s_of_the_composite_model(runs: Path, tmp_path: Path)
         assert set(told["target_modules"]) == set(
             json.loads((runs / "peft/adapter_config.json").read_text())["target_modules"]
         )
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_older_and_newer_names_are_read_and_written_again(prefix: str, tmp_path: Path) -> None:
+    """transformers' names in memory, and those of its files, each with a second copy of the tied head."""
+    folder = gemma3(tmp_path / "model")
+    known = tensors_in(folder)
+    own = next(name for name in known if name.endswith("embed_tokens.weight")).removesuffix("embed_tokens.weight")
+    held = {name.replace(own, prefix): tensor for name, tensor in known.items()}
+    held["lm_head.weight"] = held[f"{prefix}embed_tokens.weight"].clone()
+    shutil.rmtree(folder)
+    gemma3(folder)
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    save_file(held, folder / "model.safetensors")
+    found = composite_at(folder)
+    assert found is not None
+    assert found.names["model.layers.1.mlp.up_proj.weight"] == f"{prefix}layers.1.mlp.up_proj.weight"
+    assert {entry.name for entry in found.tower} == {name for name in held if "vision" in name or "proj" in name.split(".")[-2]} - {
+        name for name in held if name.startswith(prefix)
+    }
+
+
+def refusal(family: str, **outer: Any) -> str:
+    config = json.loads(json.dumps(tiny.tiny_composite(family).to_dict())) | outer
+    with pytest.raises(ModelError) as told:
+        language_config(config)
+    return str(told.value)
+
+
+def test_what_is_more_than_text_is_refused_with_its_reason() -> None:
+    assert "shared_kv_states, which later blocks get too" in refusal("gemma3n")
+    assert "composite class does something else with text" in refusal("cohere2_vision")
+
+
+def test_the_outer_config_decides_about_ties_and_quantisation(tmp_path: Path) -> None:
+    config = json.loads(json.dumps(tiny.tiny_composite("qwen2_vl").to_dict()))
+    for tied in (True, False):
+        said = {**config, "tie_word_embeddings": tied}
+        found = language_config(said)
+        model = CONFIG_MAPPING["qwen2_vl"].from_dict(said)
+        whole = AutoModelForImageTextToText.from_config(model)
+        shared = whole.get_output_embeddings().weight is whole.get_input_embeddings().weight
+        assert found["tie_word_embeddings"] is shared
+    config["quantization_config"] = {"quant_method": "bitsandbytes"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = config_of(tmp_path)
+    settings["dsx"]["model"]["weights"] = "random"
+    with pytest.raises(DsxError, match="quantization_config.*dsx trains plain weights"):
+        dsx.load_config(settings, world_size=4)
+    assert find_model(str(tmp_path))[1]["model_type"] == "qwen2_vl_text"

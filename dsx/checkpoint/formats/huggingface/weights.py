@@ -274,4 +274,11 @@ def _class_of(model_type: str) -> str:
         return FAMILIES[model_type].classes[0]
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+    found = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    if found is None:
+        raise CheckpointError(
+            f"model_type = {model_type}",
+            "transformers has no class of this text model alone, which could read the folder",
+            "start from the weights of a composite model's folder, which is then exported whole",
+        )
+    return str(found)
