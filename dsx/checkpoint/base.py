@@ -165,7 +165,7 @@ def _with(source: Catalog, base: Catalog, fact: Mapping[str, Any]) -> Catalog:
         replace(
             entry,
             role="frozen",
-            pieces=_below(entry),
+            pieces=moved_below(_BASE, entry),
         )
         for entry in base.entries
         if entry.name in wanted
@@ -189,14 +189,15 @@ _BASE = "base"
 """What files of the base begin with."""
 
 
-def _below(entry: Entry) -> tuple[Piece, ...]:
-    """An entry's pieces, in the base's files."""
+def moved_below(folder: str, entry: Entry) -> tuple[Piece, ...]:
+    """An entry's pieces, whose files are in a folder beside the others of a catalog."""
     found = []
     for piece in entry.pieces:
         packed = piece.packed
         if packed is not None:
-            packed = replace(packed, parts=tuple(replace(one, pieces=_below(one)) for one in packed.parts))
-        found.append(replace(piece, file=f"{_BASE}/{piece.file}", packed=packed))
+            parts = tuple(replace(one, pieces=moved_below(folder, one)) for one in packed.parts)
+            packed = replace(packed, parts=parts)
+        found.append(replace(piece, file=f"{folder}/{piece.file}", packed=packed))
     return tuple(found)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dsx.checkpoint.base import digest_of, folder_of
+from dsx.checkpoint.base import digest_of, folder_of, moved_below
 from dsx.checkpoint.catalog import Catalog, Entry, Skeleton
 from dsx.checkpoint.claims import modules_in, text_key
 from dsx.checkpoint.formats.huggingface import catalog as hugging_face
@@ -111,10 +111,7 @@ def whole(source: Catalog, merge: Merge | None, folder: Path | None) -> tuple[Ca
         products = {found.names[name]: product for name, product in merge.products.items()}
         inner = hugging_face.under_model_names(merge.source, found.names)
         merge = replace(merge, source=inner, products=products)
-    tower = (
-        replace(entry, pieces=tuple(replace(one, file=f"{_HOME}/{one.file}") for one in entry.pieces))
-        for entry in found.tower
-    )
+    tower = (replace(entry, pieces=moved_below(_HOME, entry)) for entry in found.tower)
     sums = (replace(one, file=f"{_HOME}/{one.file}") for one in found.folder.checksums)
     source = hugging_face.under_model_names(source, found.names)
     return replace(
