@@ -31,8 +31,8 @@ An event is a tuple that starts with its kind:
   the bytes of the whole tensor, of what a rank gives in an all-to-all, or of messages that it sends or
   receives, the larger of both; ``("begin", ..., "context")`` one over the context-parallel ranks, and
   ``("begin", ..., "expert")`` one over those that hold experts together.
-- ``("exchange",)``: rows have begun to travel to experts or back in a divided backward, and weight gradients
-  of other layers are computed meanwhile (:mod:`dsx.schedules.hiding`).
+- ``("exchange",)``: rows begin to travel to experts or back. In a divided backward weight gradients of other
+  layers are computed meanwhile (:mod:`dsx.schedules.hiding`).
 
 An operator with a number before it comes that many times: ``(510, "mm", ...)``.
 

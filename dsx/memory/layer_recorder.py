@@ -106,7 +106,6 @@ class LayerRecorder(paper.UncompiledMode):
         self._path: list[str] = []
         self._paths: list[tuple[int, str]] = []
         self._collectives = 0
-        self.split: WeightGradients | None = None
 
     # What goes on besides operators
 
@@ -304,26 +303,18 @@ class LayerRecorder(paper.UncompiledMode):
                 found.append(event)
         return tuple(found)
 
-    # Communication of the other ranks of the model, which are not there
-
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Inside the block, collectives of :mod:`dsx.nn.collectives` are noted instead of run."""
 
-        def all_reduce(x: Tensor, ranks: collectives.Ranks, _: str = "sum") -> collectives.Pending:
+        def start_all_reduce(x: Tensor, ranks: collectives.Ranks, _: str = "sum") -> collectives.Pending:
             work = self._collective("all_reduce", _bytes(x), ranks) if ranks.size > 1 else None
             return collectives.Pending(x, work, lambda y: y)
 
-        def all_gather(output: Tensor, _: Tensor, ranks: collectives.Ranks) -> Any:
+        def _all_gather(output: Tensor, _: Tensor, ranks: collectives.Ranks) -> Any:
             return self._collective("all_gather", _bytes(output), ranks)
 
-        def reduce_scatter(_: Tensor, x: Tensor, ranks: collectives.Ranks) -> Any:
-            return self._collective("reduce_scatter", _bytes(x), ranks)
-
-        def all_to_all(_: Tensor, x: Tensor, cp: ContextParallel) -> Any:
-            return self._collective("all_to_all", _bytes(x), cp)
-
-        def messages(*ways: Any) -> Any:
+        def _messages(*ways: Any) -> Any:
             largest = max(sum(_bytes(each) for _, each in way) for way in ways[:2])
             return [self._collective("messages", largest, ways[2])]
 
@@ -334,21 +325,20 @@ class LayerRecorder(paper.UncompiledMode):
         def receive(room: Tensor, cp: ContextParallel, _: int, what: str) -> Any:
             return self._collective(what, _bytes(room), cp)
 
-        noted: dict[str, Any] = {"start_all_reduce": all_reduce, "_all_gather": all_gather}
-        noted |= {"_reduce_scatter": reduce_scatter, "_all_to_all": all_to_all}
-        noted["start_exchange"] = self._exchange
+        def start_exchange(found: Tensor, x: Tensor, _: Any, received: Any, *__: Any) -> collectives.Pending:
+            if received is not None:
+                self.emit("exchange")  # not of counts
+            work = self._collective("all_to_all", max(_bytes(found), _bytes(x)), None)
+            return collectives.Pending(found, work, lambda y: y)
+
+        stand_ins = (start_all_reduce, _all_gather, start_exchange, _messages, send, receive)
+        noted: dict[str, Any] = {each.__name__: each for each in stand_ins}
+        for kind in ("reduce_scatter", "all_to_all"):
+            noted[f"_{kind}"] = lambda _, x, ranks, kind=kind: self._collective(kind, _bytes(x), ranks)
         with ExitStack() as stack:
-            for name, stand_in in (noted | {"send": send, "receive": receive, "_messages": messages}).items():
+            for name, stand_in in noted.items():
                 stack.enter_context(paper.swapped(collectives, name, stand_in))
             yield
-
-    def _exchange(
-        self, found: Tensor, x: Tensor, _: Any, received: list[int] | None, *__: Any
-    ) -> collectives.Pending:
-        work = self._collective("all_to_all", max(_bytes(found), _bytes(x)), None)
-        if received is not None and self.split is not None and self.split.active:
-            self.emit("exchange")  # of rows, behind which weight gradients run
-        return collectives.Pending(found, work, lambda y: y)
 
     def _collective(self, kind: str, size_bytes: int, ranks: collectives.Ranks | None) -> Any:
         axis = ("expert",) if ranks is None else ("context",) * isinstance(ranks, ContextParallel)
@@ -615,7 +605,6 @@ class _LayerTracing:
         end = self._forward()
         recorder.numbers = max(recorder.numbers, self._numbers)  # no storage of two backwards has the same
         recorder.events = backward = list[Event]()
-        recorder.split = divided
         if end is not None:
             with nullcontext() if divided is None else divided.deferring(KEY):
                 with recorder.paused():

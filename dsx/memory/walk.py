@@ -6,16 +6,18 @@ Chunks of recorded layers (:mod:`dsx.memory.layer_record`) go forward and backwa
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from dsx.memory.layer_record import Event, LayerRecord, TensorForm
 from dsx.memory.ledger import Label, Leaf, Ledger, Message, Replay, Storage, Tensor, dropped
 from dsx.memory.record_cache import LayerRecords
 from dsx.memory.states import States
+from dsx.memory.waiting_gradients import WaitingGradients
 from dsx.parallel.stages import StageMap
-from dsx.schedules.hiding import Fillers, in_parts
+from dsx.schedules.hiding import in_parts
 from dsx.schedules.host_copies import HostPlan, host_plan
 from dsx.schedules.receives import Channel, ReceivePlan, receive_plan
 from dsx.schedules.schedule import BACKWARDS, TRANSFERS, Action, Kind, Op, Schedule
@@ -78,6 +80,7 @@ class RecordedLayer:
         ends = last and not record.num_labels
         self._logits = frozenset(record.output_ids) if ends else frozenset[int | str]()
         self._held: dict[int | str, Storage] = {}
+        self._meanwhile: Callable[[], object] = list  # in a forward, nothing
         self.exchanges = ("exchange",) in record.memory("backward_input")
 
     def forward(self, inputs: Message) -> Message:
@@ -115,6 +118,7 @@ class RecordedLayer:
         for place, storage in enumerate(gradients):
             if storage is not None:
                 self._held[f"d{place}"] = storage
+        self._meanwhile = shared.meanwhile
         found = self._replay(self.record.memory(phase), shared, copies=copies)
         for place, form in enumerate(self.record.inputs[1:], start=1):
             # Positions, which the recorder gives to every pass and does not let go of.
@@ -181,8 +185,6 @@ class RecordedLayer:
             elif kind == "grad" and shared is not None:
                 if self._give(event[1], held[event[2]], shared):
                     given[event[2]] = self.leaves[event[1]]
-            elif kind == "exchange" and shared is not None:
-                shared.meanwhile()
             else:
                 found += self._do(event)
         for leaf in given.values():
@@ -197,6 +199,8 @@ class RecordedLayer:
                 self._hooks.fetch(tuple(map(self.leaves.__getitem__, event[1])), forward=event[2])
         elif kind == "release":
             self._release(event)
+        elif kind == "exchange":
+            self._meanwhile()
         elif kind == "grad":
             return [held[event[2]].hold()]
         elif kind == "out":
@@ -246,9 +250,7 @@ class RecordedChunk:
         self._made: Message = []
         self._unified = unified
         self._copies: dict[RecordedLayer, Storage] = {}
-        self._uses: dict[Leaf, list[tuple[RecordedLayer, int]]] = {}
-        self._totals: dict[Leaf, Storage] = {}
-        self._fillers = Fillers[Leaf]()
+        self._waiting = WaitingGradients(hooked=hooks is not None)
         self.away: list[int] = []
 
     @property
@@ -309,7 +311,7 @@ class RecordedChunk:
         if self._hooks is not None:
             self._hooks.fetch((), forward=False)
         phase = "backward_input" if divided else "backward"
-        shared = _Shared(self._meanwhile)
+        shared = _Shared(self._waiting.meanwhile)
         for layer in self.layers:
             for given in layer.record.gives(phase):
                 name = layer.leaves[given].name
@@ -318,7 +320,7 @@ class RecordedChunk:
         for place in reversed(range(len(self.layers))):
             layer = self.layers[place]
             if divided and layer.exchanges:
-                self._fillers.block(leaf for leaf, uses in self._uses.items() if uses)
+                self._waiting.block()
             due = iter(found)
             wanted = [next(due, None) if form.differentiable else None for form in layer.record.outputs]
             for near in (layer, *self.layers[place - 1 : place]) if layer.offloads else ():
@@ -327,7 +329,8 @@ class RecordedChunk:
             if layer in self._copies:
                 self._copies.pop(layer).drop()
             for number, use in enumerate(layer.record.uses if divided else ()):
-                self._uses.setdefault(layer.leaves[use.parameter], []).append((layer, number))
+                how = partial(layer.begin_use, number), partial(layer.finish_use, number)
+                self._waiting.keep(layer.leaves[use.parameter], how)
         dropped(self._made)
         if self._hooks is not None and not first:
             self._hooks.release((), forward=False)
@@ -346,41 +349,10 @@ class RecordedChunk:
 
         Parameter by parameter, each use's communication begun during the one before.
         """
-        leaves = [leaf for leaf, uses in self._uses.items() if uses or leaf in self._totals]
-        if leaves:
+        if self._waiting.rest():
             token = Storage(self._ledger, _TOKEN, 4).hold()
-            for leaf, total in self._computed(leaves):
-                leaf.receive(Tensor(leaf.shape, leaf.width, total))
-                total.drop()
+            self._waiting.deliver()
             token.drop()
-
-    def _meanwhile(self) -> None:
-        """Weight gradients behind an exchange of rows; those that hooks wait for stay for :meth:`weights`."""
-        for leaf, total in self._computed(self._fillers.exchange()):
-            if self._hooks is None:
-                leaf.receive(Tensor(leaf.shape, leaf.width, total))
-                total.drop()
-            else:
-                self._totals[leaf] = total
-
-    def _computed(self, leaves: Sequence[Leaf]) -> Iterator[tuple[Leaf, Storage]]:
-        """The gradients of parameters, one after the other, each held once for the caller."""
-        uses = [use for leaf in leaves for use in self._uses[leaf]]
-        begun = done = 0
-        for leaf in leaves:
-            total = self._totals.pop(leaf, None)
-            for layer, place in self._uses[leaf]:
-                while begun < min(done + 2, len(uses)):
-                    uses[begun][0].begin_use(uses[begun][1])
-                    begun += 1
-                gradient, done = layer.finish_use(place), done + 1
-                if total is None:
-                    total = gradient
-                else:
-                    gradient.drop()
-            self._uses[leaf] = []
-            assert total is not None
-            yield leaf, total
 
 
 def _tell(leaf: Leaf) -> None:

@@ -188,8 +188,6 @@ class WeightGradients:
         Which one that is follows from counts (:class:`dsx.schedules.hiding.Fillers`), which are the same on
         all ranks of a stage: so is the order of their collectives, and of each gradient's sum.
         """
-        if self._key is None:
-            return
         entries = self._fillers.exchange()
         delivery = _Delivery(entries)
         # A forward that is computed again may be under autocast, which no second part is.
