@@ -121,7 +121,8 @@ class BlockArguments:
         def cut(each: Any, dims: tuple[int, ...]) -> Any:
             if isinstance(each, Tensor) and dims and each.shape[dims[0]] == length:
                 of_keys = len(dims) > 1 and self._cp.method == "ulysses"  # which all heads of a rank see
-                done.setdefault(id(each), each if of_keys else self._cp.cut(each, dims[0]))
+                if id(each) not in done:
+                    done[id(each)] = each if of_keys else self._cp.cut(each, dims[0])
                 return done[id(each)]
             return each
 

@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
@@ -69,6 +70,15 @@ class ModelRecords:
     def offloads(self, index: int) -> bool:
         """Blocks do, where the run says so."""
         return self.shape.recompute == "offload" and self._kinds[index] == "Block"
+
+    def divides(self, index: int) -> bool:
+        """Whether a layer's times and memory are told by a record with a divided backward.
+
+        transformers' blocks compute the same again in either, so that the shorter one does: the first part is
+        the whole backward but for what the weights take without recomputation.
+        """
+        is_again = self.remakes and self._kinds[index] == "Block"
+        return not (is_again and isinstance(self.shape.model, HubModel))
 
     def layer(self, index: int, *, divided: bool, hooked: bool) -> LayerRecord:
         kind = self._kinds[index]
@@ -175,8 +185,12 @@ def recorded(request: LayerRequest) -> LayerRecord:
     place = _place(request)
     with suppress(OSError, KeyError, TypeError, ValueError):
         return LayerRecord.from_json(place.read_text())
-    ends = _ends(request)
-    if ends and all(_place(end).exists() for end in ends) and (found := _between(request)):
+    others = [*_bases(request)]
+    if (
+        others != [request]
+        and all(_place(other).exists() for other in others)
+        and (found := _scaled(request))
+    ):
         return found
     if _loops(request) and (found := _by_short_ones(request)):
         keep(place, found.to_json())
@@ -198,14 +212,26 @@ def recorded(request: LayerRequest) -> LayerRecord:
 
 def recorded_for_many(request: LayerRequest) -> LayerRecord:
     """The same for callers that look at many sizes: two micro-batches and three expert degrees give all."""
-    return (
-        (_between(request) if _ends(request) else None)
-        or (_among(request) if _together(request) else None)
-        or recorded(request)
-    )
+    return _scaled(request) or recorded(request)
 
 
-_ENDS = (11, 1021)
+def _scaled(request: LayerRequest) -> LayerRecord | None:
+    """The record by those of other sizes; None if they say nothing of it."""
+    found = _between(request) if _ends(request) else None
+    return found or (_among(request) if _together(request) else None)
+
+
+def _bases(request: LayerRequest) -> Iterator[LayerRequest]:
+    """Requests that are recorded for this one where many sizes are looked at."""
+    others = _ends(request) or _together(request)
+    for other in others:
+        yield from _bases(other)
+    if not others:
+        yield request
+
+
+LARGE_MICRO_BATCH = 1021
+_ENDS = (11, LARGE_MICRO_BATCH)
 """Micro-batches between which records are scaled: primes, so that they equal no other size of a layer."""
 
 
@@ -274,7 +300,14 @@ def _short(request: LayerRequest, **changes: Any) -> list[LayerRequest]:
 
 
 _PLAIN = dict[str, Any](
-    micro_batch=1, recompute="none", mlp_tiles=1, context_method="all_gather", expert=1, imbalance=1.0
+    tensor=1,
+    sequence_parallel=False,
+    micro_batch=1,
+    recompute="none",
+    mlp_tiles=1,
+    context_method="all_gather",
+    expert=1,
+    imbalance=1.0,
 )
 
 
@@ -288,7 +321,7 @@ def _loops(request: LayerRequest) -> bool:
     if request.kind != "Block" or not isinstance(shape.model, HubModel) or not is_long:
         return False
     one = replace(request, divided=False, hooked=False)
-    few, many = map(recorded, _short(one, **_PLAIN, context=1, sequence_parallel=False)[:2])
+    few, many = map(recorded, _short(one, **_PLAIN, context=1)[:2])
     return len(few.forward) < len(many.forward) and not any(event[0] == "sdpa" for event in few.forward)
 
 

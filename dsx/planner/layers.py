@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from math import prod
 from typing import TYPE_CHECKING, Literal
 
 from dsx.hub.allowed import unshared
 from dsx.memory.layer_record import LayerRecord, LayerRequest, Shape
-from dsx.memory.record_cache import ModelRecords, alone, recorded_for_many
+from dsx.memory.record_cache import LARGE_MICRO_BATCH, ModelRecords, alone, recorded_for_many
 from dsx.models.flops import WIDTHS, auto_chunk, flops_per_token, tiles_of
 from dsx.models.params import layer_kinds, param_specs
 from dsx.models.spec import HubModel, Model
@@ -48,6 +48,10 @@ class ModelLayers(PlannedLayers):
     def asked(self) -> LayoutRequest:
         layers = self.model.num_layers
         return LayoutRequest(model=self.model, layers=layers, layers_are="blocks", row=self.sequence_length)
+
+    @property
+    def soon(self) -> PlannedLayers:
+        return _LargeMicroBatches(**{each.name: getattr(self, each.name) for each in fields(self)})
 
     @property
     def num_layers(self) -> int:
@@ -123,16 +127,19 @@ class ModelLayers(PlannedLayers):
         shape = self.shape(layout)
         if shape.recompute == "offload":  # The input is on the host, and the output is the next one's.
             return 0
+        records = ModelRecords(shape, many=True)
         if self.model.adapter is not None or self.model.freeze:
-            records = ModelRecords(shape, many=True)
             blocks = (at for at, kind in enumerate(layer_kinds(shape.model)) if kind == "Block")
-            return min(records.layer(at, divided=True, hooked=False).kept_bytes for at in blocks)
+            return min(
+                records.layer(at, divided=records.divides(at), hooked=False).kept_bytes for at in blocks
+            )
         block = layer_kinds(shape.model).index("Block")
         if not isinstance(shape.model, HubModel):
             shape = replace(shape, model=replace(shape.model, windows=()))
         short = alone(shape, block)
         # The record that the times are taken from, so that none is made for this alone.
-        return recorded_for_many(LayerRequest(shape=short, kind="Block", divided=True)).kept_bytes
+        request = LayerRequest(shape=short, kind="Block", divided=records.divides(block))
+        return recorded_for_many(request).kept_bytes
 
     def cuts_sequence(self, layout: Candidate) -> bool:
         return self.shape(layout).cuts_sequence
@@ -149,7 +156,7 @@ class ModelLayers(PlannedLayers):
         found += ["frozen parameters"] if model.freeze else []
         records, kinds = ModelRecords(self.shape(layout), many=True), layer_kinds(model)
         blocks = (at for at, kind in enumerate(kinds) if kind == "Block")
-        ran = (records.layer(at, divided=True, hooked=False).forward for at in blocks)
+        ran = (records.layer(at, divided=records.divides(at), hooked=False).forward for at in blocks)
         found += [] if all(any(event[0] == "sdpa" for event in events) for events in ran) else [_UNFUSED]
         return tuple(found)
 
@@ -162,6 +169,43 @@ class ModelLayers(PlannedLayers):
 
 
 _UNFUSED = "blocks without fused attention"
+
+
+@dataclass(frozen=True)
+class _LargeMicroBatches(ModelLayers):
+    """Times and memory of layers in proportion to a micro-batch so large that what comes once has no share.
+
+    Those of a micro-batch of m sequences are c + v m, of which this is v m: nothing once for each (such as
+    reading weights), which among experts over several ranks is for less rows the more, nor what travels to
+    these. So one record of a layer does for all micro-batches and degrees of experts.
+    """
+
+    _known: dict[object, tuple[LayerCost, ...]] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def soon(self) -> PlannedLayers:
+        return self
+
+    def _large(self, layout: Candidate) -> Candidate:
+        mesh = Mesh.of(tp=layout.tensor, cp=layout.mesh.cp)
+        return replace(layout, mesh=mesh, micro_batch=LARGE_MICRO_BATCH, mlp_tiles=1)
+
+    def times(self, machine: Machine, layout: Candidate) -> tuple[LayerCost, ...]:
+        large = self._large(layout)
+        if (key := large.timing) not in self._known:  # all logits at a time take no longer than some
+            self._known[key] = layer_times(machine, replace(self.shape(large), loss_chunk=0))
+        share = layout.micro_batch / large.micro_batch
+        return tuple(
+            LayerCost(**{each.name: share * getattr(cost, each.name) for each in fields(cost)})
+            for cost in self._known[key]
+        )
+
+    def kept_bytes(self, layout: Candidate) -> int:
+        """Of feed-forwards in tiles, which keep less, none but the input is known."""
+        if layout.mlp_tiles != 1 and layout.recompute != "full":
+            return 0
+        large = self._large(layout)
+        return super().kept_bytes(large) * layout.micro_batch // large.micro_batch
 
 
 def model_task(

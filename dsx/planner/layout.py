@@ -50,6 +50,11 @@ class PlannedLayers(ABC):
     """Tokens of a sequence; None where samples are not known to be such."""
 
     @property
+    def soon(self) -> PlannedLayers:
+        """Layers whose times and memory are little below these and soon known; themselves if none are."""
+        return self
+
+    @property
     @abstractmethod
     def is_tied(self) -> bool:
         """Whether the last layer has parameters of another."""

@@ -95,6 +95,7 @@ def reason(plan: Plan, ranked: Ranked) -> str:
 Memory = Callable[[Candidate], int]
 """Peak bytes of the fullest rank of a layout; a DsxError for one that cannot be run."""
 
+_SURELY = 0.95  # What is soon known is above the truth by less.
 _FAR = 1.1  # What a larger micro-batch shares with others is less than this.
 _NEARLY = 0.9  # Stages before the last may be a little shorter than the mean.
 
@@ -149,21 +150,25 @@ class _Node:
     Attributes:
         seconds: Its step, less the slack of the search, or a bound that no step which comes of it is below.
         layout: Which.
+        place: Of its variant among all.
+        is_priced: Whether the bound is by its own records.
         is_scheduled: Whether its schedule is chosen.
         time: Its step.
     """
 
     seconds: float
     layout: Candidate
+    place: int
+    is_priced: bool = False
     is_scheduled: bool = False
     time: StepTime | None = None
 
     @property
     def cost(self) -> tuple[float, tuple[int, ...]]:
-        """Of equally fast layouts the simpler one comes first."""
+        """Of equally fast layouts the simpler one comes first, of equally simple ones the first variant."""
         layout = self.layout
         simplicity = (layout.zero_stage, layout.chunks, int(layout.program.divides), layout.pipeline)
-        return self.seconds, () if self.time is None else simplicity
+        return self.seconds, () if self.time is None else (*simplicity, self.place)
 
 
 Looked = Callable[[str, int, int | None], None]
@@ -208,6 +213,8 @@ class Search:
     slack: float = 0.0
     predictor: Predictor = field(init=False)
     _floor: MemoryFloor = field(init=False)
+    _soon: MemoryFloor = field(init=False)
+    _hopeless: dict[Candidate, int] = field(init=False, default_factory=dict)
     _peaks: dict[Candidate, int | None] = field(init=False, default_factory=dict)
     _above: dict[Candidate, int] = field(init=False, default_factory=dict)
     _times: dict[Candidate, StepTime] = field(init=False, default_factory=dict)
@@ -220,6 +227,8 @@ class Search:
     def __post_init__(self) -> None:
         self.predictor = Predictor(self.task)
         self._floor = MemoryFloor(self.predictor, self.update_bytes)
+        soon = replace(self.task, layers=self.task.layers.soon)
+        self._soon = MemoryFloor(Predictor(soon), self.update_bytes)
         if self.cap_bytes is None:
             self.cap_bytes = self.task.machine.network.cluster.usable_bytes
 
@@ -275,44 +284,54 @@ class Search:
         return self._in_full(ranked) if ranked is not None and self._is_open(ranked) else ranked
 
     def _open(self, mesh: Candidate) -> Iterator[_Node]:
-        """A mesh's variants whose memory can fit, with a bound as if there were no bubble.
-
-        Where a micro-batch is far too large, larger ones are not looked at: each size takes a record.
-        """
-        hopeless: set[Candidate] = set()
+        """A mesh's variants whose memory can fit, with a bound that is soon known."""
         for layout in variants(self.task, self.space, mesh):
             self._compared += 1
             self.looked("comparing", self._compared, self._all)
-            kind = replace(layout, micro_batch=1)
-            if kind in hopeless:
-                continue
-            if self._can_fit(layout):
-                yield _Node(self._ideal(layout), layout)
-            elif self._floor.of(layout) > _FAR * self.cap:
-                hopeless.add(kind)
+            if self._can_fit(layout, self._soon):
+                seconds = _SURELY * self._ideal(layout, self._soon.predictor)
+                yield _Node(seconds, layout, self._compared)
 
-    def _ideal(self, layout: Candidate) -> float:
-        """Seconds with equal ranks, which start as early as with the most chunks."""
-        times, ranks = self.predictor.times(layout), layout.pipeline
+    def _priced(self, node: _Node) -> Iterator[_Node]:
+        """A variant by its own records, if its memory can fit.
+
+        Where a micro-batch is far too large, larger ones are not looked at: each size takes a record.
+        """
+        layout, kind = node.layout, replace(node.layout, micro_batch=1)
+        if layout.micro_batch > self._hopeless.get(kind, layout.micro_batch):
+            return
+        self._look_closer()
+        if self._can_fit(layout, self._floor):
+            seconds = max(node.seconds, self._ideal(layout, self.predictor))
+            yield replace(node, seconds=seconds, is_priced=True)
+        elif self._floor.of(layout) > _FAR * self.cap:
+            self._hopeless[kind] = layout.micro_batch
+
+    def _ideal(self, layout: Candidate, predictor: Predictor) -> float:
+        """Seconds with equal ranks and no bubble, which start as early as with the most chunks."""
+        times, ranks = predictor.times(layout), layout.pipeline
         work = sum(time.seconds for time in times) * layout.micro_batches(self.task.global_batch)
         chunks = max(2, min(max(CHUNKS), self.task.layers.num_layers // ranks))
         fill = sum(time.forward_seconds for time in times) * (ranks - 1) / chunks
-        beside, after = self.predictor.crossing(layout)
+        beside, after = predictor.crossing(layout)
         return max((work + _NEARLY * fill) / ranks, beside) + after
 
-    def _can_fit(self, layout: Candidate) -> bool:
-        return self._floor.states(layout) <= self.cap and self._floor.of(layout) <= self.cap
+    def _can_fit(self, layout: Candidate, floor: MemoryFloor) -> bool:
+        return floor.states(layout) <= self.cap and floor.of(layout) <= self.cap
 
     def _inner(self, node: _Node) -> Iterator[_Node]:
-        """What a node leads to: its schedules, or its own prediction."""
+        """What a node leads to: itself with a better bound, its schedules, or its own prediction."""
+        if not node.is_priced:
+            yield from self._priced(node)
+            return
         if node.is_scheduled:
             time = self._time(node.layout)
-            yield _Node(time.seconds / (1 + self.slack), node.layout, time=time)
+            yield replace(node, seconds=time.seconds / (1 + self.slack), time=time)
             return
         for layout in scheduled(self.task, self.space, node.layout):
-            if self._can_fit(layout):
+            if self._can_fit(layout, self._floor):
                 bound = self.predictor.bound(layout)
-                yield _Node(max(bound, node.seconds), layout, is_scheduled=True)
+                yield replace(node, seconds=max(bound, node.seconds), layout=layout, is_scheduled=True)
 
     def _time(self, layout: Candidate) -> StepTime:
         if layout not in self._times:
@@ -469,6 +488,19 @@ class Search:
                 kinds.add(kind)
                 yield known
 
+    def _least_floor(self, layouts: Iterable[Candidate]) -> Candidate | None:
+        """The layout with the lowest bound of memory of those that can be run, by its own records."""
+
+        def grow(each: tuple[MemoryFloor, Candidate]) -> Iterable[tuple[MemoryFloor, Candidate]] | None:
+            floor, layout = each
+            if not self._is_offered(layout):
+                return ()
+            return None if floor is self._floor else ((self._floor, layout),)
+
+        starts = ((self._soon, layout) for layout in layouts)
+        found = next(best_first(starts, cost=lambda each: each[0].of(each[1]), grow=grow), None)
+        return None if found is None else found[1]
+
     @property
     def _may_share(self) -> bool:
         """Whether ranks might share sequences, and none were tried."""
@@ -482,7 +514,7 @@ class Search:
             layouts = [
                 v for mesh in meshes(self.task, self.space) for v in variants(self.task, self.space, mesh)
             ]
-            layout = next(filter(self._is_offered, sorted(layouts, key=self._floor.of)), layouts[0])
+            layout = self._least_floor(layouts) or layouts[0]
             least = f"at least {amount(self._floor.of(layout))} ({layout.label})"
         else:
             least = f"{amount(nearest.peak_bytes)} ({nearest.layout.label})"

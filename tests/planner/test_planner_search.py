@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import random
-from dataclasses import replace
+from dataclasses import fields, replace
+from itertools import product
 
 import pytest
 
@@ -21,12 +22,14 @@ from dsx.planner.best_first import best_first
 from dsx.planner.cluster import preset
 from dsx.planner.costs import Efficiency, Network, Software
 from dsx.planner.inputs import PinnedChoices, plan_inputs, plan_search
+from dsx.planner.layer_cost import LayerCost
 from dsx.planner.layer_times import Machine
-from dsx.planner.layers import model_task
+from dsx.planner.layers import ModelLayers, model_task
 from dsx.planner.layout import Candidate, Space, meshes, scheduled, variants
-from dsx.planner.plan import MemoryFloor, Search, reason
+from dsx.planner.plan import MemoryFloor, Plan, Search, reason
 from dsx.planner.step_time import Predictor
 from dsx.schedules.schedule import lower
+from often import often
 
 LLAMA = model_of(next(each.config for each in presets() if each.name == "llama-3.2-1b"))
 GPT2 = model_of(next(each.config for each in presets() if each.name == "gpt2-medium"))
@@ -70,6 +73,73 @@ def test_finds_what_trying_everything_finds(cap_gib):
     for each in plan.too_large:
         assert each.time.seconds < best.time.seconds
         assert each.peak_bytes > cap
+
+
+class Whole(ModelLayers):
+    """Layers of which nothing is known sooner than all."""
+
+    soon = property(lambda self: self)
+
+
+MIXTURE = model_of(
+    {"model_type": "qwen3_moe", "vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 4}
+    | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 256}
+    | {"moe_intermediate_size": 64, "num_experts": 32, "num_experts_per_tok": 2}
+)
+HYBRID = model_of(
+    {"model_type": "qwen3_next", "vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 2}
+    | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 256}
+    | {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
+    | {"layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 64}
+    | {"linear_num_key_heads": 4, "linear_num_value_heads": 4, "max_position_embeddings": 65_536}
+)
+OPEN = {
+    "dense": (LLAMA, 2048, {"micro_batches": (1, 2), "zero_stages": (1, 3)}),
+    "context": (LLAMA, 65_536, {"micro_batches": (1,), "context": (1, 2), "zero_stages": (3,)}),
+    "experts": (MIXTURE, 1024, {"micro_batches": (1, 4), "expert": None, "tensor": (1, 2)}),
+    "loops": (HYBRID, 8192, {"micro_batches": (1, 4), "tensor": (1,)}),
+}
+
+
+@pytest.mark.parametrize(("name", "share"), often(product(OPEN, (0.5, 2.0, 0.1)), 3))
+def test_what_is_soon_known_leaves_the_table_as_it_is(name, share):
+    """Bounds by one large micro-batch are below, and tables those of a search that takes all for it alike.
+
+    Args:
+        name: The space, of 4 GPUs.
+        share: The cap, over the mean of the floors of all layouts.
+    """
+    model, length, opened = OPEN[name]
+    found = task(model, batch=8, length=length)
+    space = Space.of(4, names=("1f1b", "interleaved", "zb_h1"), recompute=("none", "full"), **opened)
+    given = {each.name: getattr(found.layers, each.name) for each in fields(found.layers)}
+    whole = replace(found, layers=Whole(**given))
+    floor, soon = (
+        MemoryFloor(Predictor(replace(found, layers=of))) for of in (whole.layers, found.layers.soon)
+    )
+    layouts = [each for mesh in meshes(found, space) for each in variants(found, space, mesh)]
+    for each in layouts[:: max(1, len(layouts) // 40)]:
+        assert soon.of(each) <= floor.of(each), each.label
+        least, exact = (LayerCost.total(of.predictor.times(each)) for of in (soon, floor))
+        assert 0.95 * least.seconds <= exact.seconds, each.label
+        assert 0.95 * least.forward_seconds <= exact.forward_seconds, each.label
+    cap = int(share * sum(map(floor.of, layouts)) / len(layouts))
+    tables = []
+    for each in (found, whole):
+        try:
+            tables.append(Search(each, space, held(floor), cap_bytes=cap).run(4))
+        except LayoutError as error:
+            tables.append(str(error))
+    if isinstance(tables[0], Plan):
+        tables = [replace(each, task=found, predicted=0, estimated=0) for each in tables]
+        best = {each.layout.mesh: each.time.seconds for each in tables[0].best}
+        seconds = dict[Mesh, float]()
+        for layout in everything(found, space):
+            if held(floor)(layout) <= cap and floor.of(layout) <= cap:
+                now = floor.predictor.predict(layout).seconds
+                seconds[layout.mesh] = min(now, seconds.get(layout.mesh, now))
+        assert sorted(best.values()) == pytest.approx(sorted(seconds.values())[:4])
+    assert tables[0] == tables[1]
 
 
 @pytest.mark.parametrize("cap_gib", [16, 3])
