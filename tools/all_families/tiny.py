@@ -64,7 +64,17 @@ _TOWER = {
 }
 """Sizes of what stands beside the language model in a composite one."""
 
-_MROPE = ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "qwen3_vl", "glm4v", "glm4v_moe", "glm_ocr", "hunyuan_vl")
+_MROPE = (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen2_5_omni",
+    "qwen3_vl",
+    "glm4v",
+    "glm4v_moe",
+    "glm_ocr",
+    "hunyuan_vl",
+    "paddleocr_vl",
+)
 
 _TYPES = ("layer_types", "mlp_layer_types", "layers_block_type")
 
@@ -228,9 +238,8 @@ def tiny_composite(family: str, **sizes: Any) -> Any:
         for name in config_class.sub_configs
         if name != key and (part := getattr(made, name, None)) is not None
     }
-    tied = made.tie_word_embeddings
-    inner = tiny_config(text.model_type, tie_word_embeddings=tied, **sizes).to_dict()
-    return config_class(**{**parts, key: inner, "tie_word_embeddings": tied})
+    tied = {name: getattr(made, name) for name in ("tie_word_embeddings",) if hasattr(made, name)}
+    return config_class(**{**parts, key: tiny_config(text.model_type, **tied, **sizes).to_dict(), **tied})
 
 
 def _config_class(family: str) -> Any:
