@@ -197,7 +197,9 @@ def read_model(dsx: DsxConfig) -> ModelSource:
 
 def _of_language(config: dict[str, Any], place: str) -> tuple[dict[str, Any], list[str]]:
     """The language model's part of a config, where it is composed of several models, and that it is one."""
-    from dsx.checkpoint.claims import language_config  # here: it reads this module
+    if config.get("model_type") in FAMILIES:
+        return config, []
+    from dsx.checkpoint.claims import language_config  # here: dsx's own families need nothing of it
 
     try:
         inner = language_config(config)

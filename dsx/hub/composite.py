@@ -173,14 +173,15 @@ class CompositeNames:
         kept = {copy: name for name, form in there.items() for copy in form.copies}
         self.architecture = type(whole).__name__
         self.names = {name: placed(name, modules) for name in text.state_dict()}
-        inside = set(self.names.values())
+        self._inside = {home: name for name, home in self.names.items()}
+        inside = set(self._inside)
         for name, form in here.items():
             home = self.names[name]
             other = there[kept.get(home, home)]
             if replace(form, names=(), copies=()) != replace(other, names=(), copies=()):
                 raise _refusal(whole.config, f"{home} is stored otherwise than {name} by itself")
             self.names |= dict(zip(form.names, other.names, strict=True))
-        self._inside = {there: here for here, there in self.names.items()}
+            self._inside |= dict(zip(other.names, form.names, strict=True))
         # What is of the tower is not read, in whatever form it is stored.
         read = {name: replace(form, exact=form.exact or name not in inside) for name, form in there.items()}
         self._names = FolderNames(whole, read)

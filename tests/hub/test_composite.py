@@ -194,7 +194,7 @@ def refusal(family: str, **outer: Any) -> str:
 
 def test_what_is_more_than_text_is_refused_with_its_reason() -> None:
     assert "shared_kv_states, which later blocks get too" in refusal("gemma3n")
-    assert "composite class does something else with text" in refusal("cohere2_vision")
+    assert "composite class computes something else of text" in refusal("cohere2_vision")
 
 
 def test_the_outer_config_decides_about_ties_and_quantisation(tmp_path: Path) -> None:

@@ -65,16 +65,9 @@ _TOWER = {
 """Sizes of what stands beside the language model in a composite one."""
 
 _MROPE = (
-    "qwen2_vl",
-    "qwen2_5_vl",
-    "qwen2_5_omni",
-    "qwen3_vl",
-    "glm4v",
-    "glm4v_moe",
-    "glm_ocr",
-    "hunyuan_vl",
+    "qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "qwen3_vl", "glm4v", "glm4v_moe", "glm_ocr", "hunyuan_vl",
     "paddleocr_vl",
-)
+)  # fmt: skip
 
 _TYPES = ("layer_types", "mlp_layer_types", "layers_block_type")
 
