@@ -1,7 +1,7 @@
 """Plain numbers of quantised tensors, box by box: what has to be read for a box, and what it makes.
 
-A scale is of a block of numbers, and a box may cut blocks: numbers are those of the box alone, scales those of
-all blocks that it reaches into. Products are in float32, as in every implementation that is named here.
+A scale is of a block of numbers, and a box may cut blocks: numbers are those of the box alone, scales those
+of all blocks that it reaches into. Products are in float32, as in every implementation that is named here.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from dsx.models.param import Box
 ReadPart: TypeAlias = Callable[[Entry, Box], Array]
 """Gives a box of a stored tensor as :func:`~dsx.checkpoint.file_io.numpy_dtype` holds it."""
 
-MOST_UNPACKING_BYTES = 34
-"""Memory for each number that is unpacked: of 4 bits, two places of 8 bytes, itself twice and its scale."""
+MOST_UNPACKING_BYTES = 28
+"""Memory for each number that is unpacked: of 4 bits two places of 8 bytes, itself, its bits, its scale."""
 
 _E4M3_NAN = 0x7F
-_E2M1 = np.float32((0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6))
+_E2M1 = np.array((0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6), np.float32)
 """Numbers of 4 bits (OCP Microscaling Formats 1.0, section 5.3.3; FP4_VALUES of transformers' mxfp4.py)."""
 
 
@@ -55,7 +55,7 @@ def unpack(piece: Piece, box: Box, item_bytes: int, read: ReadPart) -> Array:
 
 
 def _fp8(packed: Packed, box: Box, read: ReadPart) -> Array:
-    """A number times the scale of its block (DeepSeek-V3's inference/kernel.py, ``weight_dequant_kernel``)."""
+    """A number times its block's scale (DeepSeek-V3's inference/kernel.py, ``weight_dequant_kernel``)."""
     values = _E4M3.take(read(packed.part("numbers"), box))
     blocks = zip(box, packed.block, strict=True)
     covered = tuple((low // size, -(-high // size)) for (low, high), size in blocks)

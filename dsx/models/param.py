@@ -270,10 +270,13 @@ class ParamSpec:
         return numbers, scales, 4 * outer, 4 * len(fused), 4 * DOUBLE_TABLE
 
     def fused_rows(self, at: Coordinates) -> tuple[int, ...]:
-        """How many rows a rank holds of each of the modules' matrices that are fused along dim 0, in order."""
-        boxes = [((0, self.shape[0]),)] if self.hf_whole else [box for _, box in self.hf_boxes]
-        spans = self.cuts(at).get(0, ((0, self.shape[0]),))
-        found = [sum(max(0, min(end, stop) - max(low, start)) for start, stop in spans) for (low, end), *_ in boxes]
+        """Rows that a rank holds of each of the modules' matrices that are fused along dim 0, in order."""
+        every = (0, self.shape[0])
+        held = self.cuts(at).get(0, (every,))
+        modules = [every] if self.hf_whole else [box[0] for _, box in self.hf_boxes]
+        found = [
+            sum(max(0, min(high, stop) - max(low, start)) for start, stop in held) for low, high in modules
+        ]
         return tuple(rows for rows in found if rows)
 
     def cuts(self, at: Coordinates) -> dict[int, tuple[tuple[int, int], ...]]:

@@ -205,9 +205,7 @@ def quantize(layer: nn.Module) -> None:
                 )
             tp = getattr(linear, "tp", TensorParallel())
             delattr(linear, name)
-            made = _quantized(
-                parameter.detach(), spec.quantized, tp if spec.split == 1 else TensorParallel()
-            )
+            made = _quantized(parameter.detach(), spec.quantized, tp if spec.split == 1 else TensorParallel())
             if spec.quantized == "nf4_double":
                 made = _doubly(made, spec.fused_rows(tp.at))
             setattr(linear, name, made)

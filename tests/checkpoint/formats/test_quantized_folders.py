@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
@@ -210,12 +211,11 @@ def test_a_rank_reads_its_part_and_the_scales_that_cover_it(kind: str, folder: P
     mesh = Mesh.of(tp=2) if model.family == "qwen3" else Mesh.of(tp=2, dp=2, ep=2)
     with HfWeights(at, folder_names(model).of) as weights:
         for spec in (spec for spec in stored_specs(model) if not spec.buffer):
-            reads = []
+            whole, reads = weights.read(spec), []
             for here in (ALONE, *map(mesh.at, range(mesh.size))):
                 before = weights.reader.read_bytes
                 part = weights.read(spec, here)
                 reads.append(weights.reader.read_bytes - before)
-                whole = part if here is ALONE else whole
                 assert same(part, part_of(spec, whole, here)), spec.name
             ways = whole.numel() // part.numel()
             # Cut blocks are whole in scales, and 32 numbers of 4 bits in a byte string.
@@ -280,6 +280,30 @@ def test_a_conversion_writes_the_plain_model(folder: Path, tmp_path: Path) -> No
     assert all(each.equal for each in found)
 
 
+def adapted(rank: int, world_size: int, case: Case, base: Path, folder: Path) -> None:
+    engine, _ = dsx_run.build(case, base)
+    engine.train_batch(dsx_run.batches(case, 0, engine.groups.dp_rank))
+    engine.save_checkpoint(folder / "run", tag="one")
+    dsx.export_hf(engine, folder / "peft")
+
+
+def test_an_adapter_is_merged_into_a_base_that_stays_quantised(folder: Path, tmp_path: Path) -> None:
+    at, expected = made("fp8_tied", folder)
+    keys = (("rank", 4), ("quantization", "int8"))
+    case = Case(tp=2, bf16=True, adapter=(*keys, ("targets", ["q_proj"])), accumulation=1)
+    ranks.run(adapted, 2, case, at, tmp_path)
+    source = open_checkpoint(tmp_path / "run" / "one")
+    prepare(source, tmp_path / "whole", WantedTarget(format="hf")).run(ConversionOptions())
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype="auto").state_dict()
+    plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(**read_config(at)), dtype=torch.bfloat16)
+    plain.load_state_dict(expected)
+    merged = PeftModel.from_pretrained(plain, tmp_path / "peft").merge_and_unload().state_dict()
+    moved = [name for name, tensor in found.items() if not torch.equal(tensor, expected[name])]
+    assert moved == [name for name in found if "q_proj" in name]
+    for name, tensor in merged.items():
+        assert torch.allclose(found[name].float(), tensor.float(), atol=1e-3, rtol=1e-2), name
+
+
 @pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "fbgemm_fp8", None])
 def test_other_methods_are_refused_by_name(method: str | None, tmp_path: Path) -> None:
     at = plain("qwen3", tmp_path)
@@ -293,7 +317,11 @@ def test_other_methods_are_refused_by_name(method: str | None, tmp_path: Path) -
 
 FAULTS: list[tuple[str, Callable[[dict[str, Tensor]], Any], str]] = [
     ("fp8", lambda held: held.pop(f"{DOWN}_scale_inv"), f"{DOWN}_scale_inv: it is missing"),
-    ("fp8", lambda held: held.update({f"{DOWN}_scale_inv": torch.ones(3, 3)}), r"the tensor needs .*\(4, 6\)"),
+    (
+        "fp8",
+        lambda held: held.update({f"{DOWN}_scale_inv": torch.ones(3, 3)}),
+        r"needs .*\(4, 6\)",
+    ),
     ("fp8", lambda held: held.update({f"{DOWN}_scale_inv": torch.ones(4, 6).int()}), "it is int32"),
     ("nf4_twice", lambda held: held.pop(f"{DOWN}.nested_absmax"), "nested_absmax: it is missing"),
     ("nf4_twice", lambda held: held.update({DOWN: held[DOWN][:-1].clone()}), "bytes of 4-bit numbers do not"),

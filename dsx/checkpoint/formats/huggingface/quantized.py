@@ -97,7 +97,7 @@ def _fp8(folder: _Folder, entry: Entry) -> Entry | None:
 def _mxfp4(folder: _Folder, entry: Entry) -> Entry | None:
     """Of GPT-OSS: experts [E, rows, columns] of inputs by outputs, stored the other way round."""
     name = entry.name.removesuffix("_blocks")
-    if name == entry.name or len(entry.shape) != 4:  # noqa: PLR2004
+    if name == entry.name or len(entry.shape) != 4:
         return None
     experts, rows, groups, _ = entry.shape
     shape = (experts, rows, groups * _MXFP4_BLOCK)
@@ -113,13 +113,12 @@ def _bitsandbytes(folder: _Folder, entry: Entry) -> Entry | None:
     """Of bitsandbytes' Params4bit and Linear8bitLt."""
     name, module = entry.name, entry.name.removesuffix("weight")
     if entry.dtype == "int8" and f"{module}SCB" in folder.held:
-        rows = entry.shape[:1]
-        scales = folder.part("scales", f"{module}SCB", rows, "float32")
-        numbers = folder.part("numbers", name, entry.shape, "int8")
-        folder.used.update({f"{module}weight_format"} & folder.held.keys())
-        packed = Packed(
-            method="int8", shape=entry.shape, block=(1, entry.shape[-1]), parts=(numbers, scales)
+        both = (
+            folder.part("numbers", name, entry.shape, "int8"),
+            folder.part("scales", f"{module}SCB", entry.shape[:1], "float32"),
         )
+        folder.used.update({f"{module}weight_format"} & folder.held.keys())
+        packed = Packed(method="int8", shape=entry.shape, block=(1, entry.shape[-1]), parts=both)
         return folder.made(entry, name, entry.shape, packed)
     state = next((key for kind in ("nf4", "fp4") if (key := f"{name}{_STATE}{kind}") in folder.held), None)
     if state is None:
