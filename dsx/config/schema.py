@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from datetime import date
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -190,9 +191,9 @@ class DataConfig(TextSource):
         description='Chat: what the template is told besides the chat: {"enable_thinking": false}. A column '
         "of that name adds to it, or says otherwise, for its record.",
     )
-    chat_date: str | None = Field(
+    chat_date: date | None = Field(
         default=None,
-        pattern=r"^\d{4}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])$",
+        strict=False,
         description='Chat: the day that a template which writes the date is told, "2025-12-31"; null: the '
         "day on which the data are prepared. Streaming needs it for such a template.",
     )

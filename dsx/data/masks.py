@@ -34,7 +34,9 @@ from dsx.errors import DataError
 from dsx.models.transformers_settings import first_line, quiet_transformers
 
 _MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_DAY = re.compile(r"""strftime_now\((["'])(.*?)\1\)""")
 _BEGUN, _THOUGHT = "<think>", "</think>"
+_ASKED, _THOUGHTS = "dsx_asked_", ("reasoning_content", "thinking", "reasoning")
 _BATCH_CHARACTERS = 1 << 20
 _FIX = "use a template with {% generation %} marks (dsx.data.chat_template)"
 
@@ -99,19 +101,20 @@ class Masks:
         plain, with_tools = self._tokenizer.chat_template(None), self._tokenizer.chat_template([{}])
         special = {name: str(token) for name, token in self._special.items()}
         data = self._data
-        told = [data.train_on, data.chat_template_kwargs, data.chat_date]
+        told = [data.train_on, data.chat_template_kwargs, str(data.chat_date)]
         return [self._own_template, plain, with_tools, special, *told]
 
-    def _day(self, form: str) -> str:
-        """The day, as a template asks for it. Raises DataError where it would change under a run."""
-        if self._data.chat_date is None and self._data.streaming:
-            what = "the chat template writes the day, which another one would be in a run that is resumed"
+    def _dated(self, template: str) -> str:
+        """The template with ``chat_date`` where it asks for the day. Raises DataError if a stream needs one."""
+        day = self._data.chat_date
+        if day is not None:
+            template = _DAY.sub(lambda asked: repr(day.strftime(asked[2])), template)
+        if self._data.streaming and "strftime_now(" in template:
+            what = "the chat template writes the day, which is another one when the run is resumed"
             raise DataError(
                 "dsx.data.chat_date", what, f'set it, to "{time.strftime("%Y-%m-%d")}" for example'
             )
-        return time.strftime(
-            form, time.strptime(self._data.chat_date or time.strftime("%Y-%m-%d"), "%Y-%m-%d")
-        )
+        return template
 
     def encode(
         self, examples: Iterable[Example | BadRecordError]
@@ -201,12 +204,8 @@ class Masks:
                 "name one in dsx.data.chat_template, or use an instruct model's tokenizer",
             )
         has_marks = _MARKS.search(template) is not None
-        told = {
-            "strftime_now": self._day,
-            **self._special,
-            **self._data.chat_template_kwargs,
-            **example.kwargs,
-        }
+        template = self._dated(template)
+        told = {**self._special, **self._data.chat_template_kwargs, **example.kwargs}
         try:
             with quiet_transformers():
                 texts, marks = render_jinja_template(
@@ -221,8 +220,6 @@ class Masks:
             where = f"dsx.data.chat_template, or the template of {self._tokenizer.name}"
             what = f"is no template (line {error.lineno}: {first_line(error)})"
             raise DataError(where, what, "mend it") from error
-        except DataError:
-            raise
         except Exception as error:
             raise BadRecordError(
                 example.where,
@@ -298,27 +295,36 @@ class _Rendering:
         self._count = len(example.messages)
         self.text, self.marks = masks.render(example, self._count)
         self._require_calls(turns)
-        if self._count - 1 in turns:
-            self._require_thought(self._example.messages[-1])
+        if self._count - 1 in turns and self._count > 1 and example.messages[-1]["role"] == "assistant":
+            self._go_on(*example.messages[-2:])
 
-    def _require_thought(self, turn: Message) -> None:
-        """Write the thought of the last turn, if the template leaves that to who trains, or raise."""
+    def _go_on(self, asked: Message, turn: Message) -> None:
+        """Let the last turn follow what a model is asked to go on with, and raise if its thought is lost.
+
+        Once the turn is there, a template may write what is before it otherwise (harmony leaves the thought of
+        a call out), or not the thought that its prompt begins (DeepSeek's).
+        """
         inside, _, said = (turn.get("content") or "").rpartition(_THOUGHT)
-        given = turn.get("reasoning_content")
-        thought = (given or inside.strip().removeprefix(_BEGUN)).strip()
-        if turn["role"] != "assistant" or not thought or self._count < 2:
-            return
+        thought, said = (
+            (turn.get("reasoning_content") or inside.strip().removeprefix(_BEGUN)).strip(),
+            said.strip(),
+        )
         before, _ = self._masks.render(self._example, self._count - 1, prompt=True)
-        if thought in self.text[self._common(before) :]:
-            return
-        header, said = before.rstrip().removesuffix(_BEGUN), said.strip()
-        answer = self.text.removeprefix(header).lstrip()
-        if header == before.rstrip() or not said or not answer.startswith(said) or turn.get("tool_calls"):
+        rest = self.text[self._common(before) :]
+        if not self.text.startswith(before) and self.marks is None:
+            prompt = before.removeprefix(self._masks.render(self._example, self._count - 1)[0])
+            messages = (*self._example.messages[:-2], {**asked, "content": _ASKED}, turn)
+            text, _ = self._masks.render(replace(self._example, messages=messages), self._count)
+            rest, header = text.rpartition(_ASKED)[2], prompt.rstrip().removesuffix(_BEGUN)
+            answer = rest.partition(header)[2].lstrip() if header else ""
+            if prompt and prompt in rest:
+                self.text = before + rest.partition(prompt)[2]
+            elif header != prompt.rstrip() and thought and said.strip() and answer.startswith(said.strip()):
+                self.text = rest = f"{before}{thought}\n{_THOUGHT}\n\n{answer}"
+        if thought not in rest:
             what = f"the chat template does not write the thought of turn {self._count}, which would be lost"
             fix = "use a template that writes it (dsx.data.chat_template), remove it, or skip such records"
             raise BadRecordError(self._example.where, what, f"{fix} (dsx.data.bad_records)")
-        ending = answer.removeprefix(said)
-        self.text, self.marks = f"{before}{thought}\n{_THOUGHT}\n\n{said}{ending}", None
 
     def _require_calls(self, turns: Iterable[int]) -> None:
         """Raise BadRecordError unless each call is written: under another name, it is found anywhere."""

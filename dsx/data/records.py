@@ -38,8 +38,6 @@ _USUAL = {
     "completion": ("completion", "response", "answer"),
     "chat_template_kwargs": ("chat_template_kwargs",),
 }
-_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-"""What a turn's thought is called, by one template or another: each is told it under its own name."""
 
 
 class BadRecordError(DataError):
@@ -298,16 +296,9 @@ class _Record:
             turn["content"] = self._content(what, turn["content"])
         elif not (is_assistant and turn.get("tool_calls")):
             raise self.bad(f"{what} ({turn['role']}) has no content; it has {', '.join(turn)}")
-        return self._thought(what, turn) if is_assistant else turn, is_assistant and bool(weight)
-
-    def _thought(self, what: str, turn: Message) -> Message:
-        """A turn of the assistant with its thought under every name."""
-        if not turn.get("content") and not turn.get("tool_calls"):
+        if is_assistant and not turn.get("content") and not turn.get("tool_calls"):
             raise self.bad(f"{what} (assistant) is empty: there is nothing to learn from it")
-        thought = next((turn[key] for key in _THOUGHTS if turn.get(key)), None)
-        if thought is None:
-            return turn
-        return {**turn, **dict.fromkeys(_THOUGHTS, self.text(thought, f"the thought of {what}"))}
+        return turn, is_assistant and bool(weight)
 
     def _from_sharegpt(self, what: str, turn: Message) -> Message:
         if "value" not in turn:
