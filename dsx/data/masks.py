@@ -105,15 +105,13 @@ class Masks:
         return [self._own_template, plain, with_tools, special, *told]
 
     def _dated(self, template: str) -> str:
-        """The template with ``chat_date`` where it asks for the day. Raises DataError if a stream needs one."""
+        """The template with ``chat_date`` in place of the day. Raises DataError if a stream has none."""
         day = self._data.chat_date
         if day is not None:
             template = _DAY.sub(lambda asked: repr(day.strftime(asked[2])), template)
         if self._data.streaming and "strftime_now(" in template:
             what = "the chat template writes the day, which is another one when the run is resumed"
-            raise DataError(
-                "dsx.data.chat_date", what, f'set it, to "{time.strftime("%Y-%m-%d")}" for example'
-            )
+            raise DataError("dsx.data.chat_date", what, f'set it: "{time.strftime("%Y-%m-%d")}"')
         return template
 
     def encode(
@@ -292,6 +290,7 @@ class _Rendering:
 
     def __init__(self, masks: Masks, example: Example, turns: Iterable[int]) -> None:
         self._masks, self._example = masks, example
+        self._asked: dict[int, str] = {}
         self._count = len(example.messages)
         self.text, self.marks = masks.render(example, self._count)
         self._require_calls(turns)
@@ -301,15 +300,13 @@ class _Rendering:
     def _go_on(self, asked: Message, turn: Message) -> None:
         """Let the last turn follow what a model is asked to go on with, and raise if its thought is lost.
 
-        Once the turn is there, a template may write what is before it otherwise (harmony leaves the thought of
-        a call out), or not the thought that its prompt begins (DeepSeek's).
+        Once the turn is there, a template may write what is before it otherwise (harmony leaves out the thought
+        of a call), or not the thought that its prompt begins (DeepSeek's).
         """
         inside, _, said = (turn.get("content") or "").rpartition(_THOUGHT)
-        thought, said = (
-            (turn.get("reasoning_content") or inside.strip().removeprefix(_BEGUN)).strip(),
-            said.strip(),
-        )
-        before, _ = self._masks.render(self._example, self._count - 1, prompt=True)
+        given = (turn[name] for name in _THOUGHTS if turn.get(name))
+        thought, said = str(next(given, inside.strip().removeprefix(_BEGUN))).strip(), said.strip()
+        before = self._before(self._count - 1)
         rest = self.text[self._common(before) :]
         if not self.text.startswith(before) and self.marks is None:
             prompt = before.removeprefix(self._masks.render(self._example, self._count - 1)[0])
@@ -319,7 +316,7 @@ class _Rendering:
             answer = rest.partition(header)[2].lstrip() if header else ""
             if prompt and prompt in rest:
                 self.text = before + rest.partition(prompt)[2]
-            elif header != prompt.rstrip() and thought and said.strip() and answer.startswith(said.strip()):
+            elif header != prompt.rstrip() and thought and said and answer.startswith(said):
                 self.text = rest = f"{before}{thought}\n{_THOUGHT}\n\n{answer}"
         if thought not in rest:
             what = f"the chat template does not write the thought of turn {self._count}, which would be lost"
@@ -349,12 +346,18 @@ class _Rendering:
         fix = "mend or remove it, or skip such records (dsx.data.bad_records)"
         return BadRecordError(self._example.where, what, fix)
 
+    def _before(self, turn: int) -> str:
+        """The turns before one, with the generation prompt."""
+        if turn not in self._asked:
+            self._asked[turn], _ = self._masks.render(self._example, turn, prompt=True)
+        return self._asked[turn]
+
     def begin(self, turn: int) -> int:
         """Where what the assistant writes in a turn begins: behind the generation prompt."""
         if not turn:
             what = "the assistant's turn is the first, and its chat template does not mark where it begins"
             raise BadRecordError(self._example.where, what, f"begin with another turn, or {_FIX}")
-        before, _ = self._masks.render(self._example, turn, prompt=True)
+        before = self._before(turn)
         if not self.text.startswith(before):
             what = "the turns before it, with the generation prompt,"
             if turn < self._count - 1:

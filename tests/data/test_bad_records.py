@@ -214,7 +214,7 @@ def test_rows_of_other_files(tmp_path: Path, tokenizer: str) -> None:
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"format": "chat", "streaming": True}, "chats and completions cannot be streamed"),
+        ({"format": "chat", "chat_date": "2026-02-30"}, "chat_date"),
         ({"format": "chat", "text_column": "x"}, 'format "chat" reads no text_column'),
         (
             {"format": "chat", "columns": {"prompt": "x"}},

@@ -96,8 +96,8 @@ def test_a_template_that_rewrites_nothing_cuts_nothing(tmp_path: Path, name: str
 def test_calls_and_results_between_thoughts(tmp_path: Path, name: str) -> None:
     """The thought before a call stays until the answer is there, so that one document holds both.
 
-    GPT-OSS's template leaves it out once the answer is there. The answer follows it all the same: that is what
-    a model is asked to go on with, and what it then writes is what trl's completion ends with.
+    GPT-OSS's template leaves it out once the answer is there. The answer follows it all the same: that is
+    what a model is asked to go on with, and what it then writes is what trl's completion ends with.
     """
     tokenizer = save_tokenizer(tmp_path / "tokenizer", template=published(name))
     chat = named(CALLED, "reasoning_content", "thinking")

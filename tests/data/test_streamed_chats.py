@@ -26,7 +26,7 @@ ROWS = [
         )
     }
     for draw in (random.Random(2),)
-    for n in range(240)
+    for n in range(120)
 ]
 
 
@@ -89,8 +89,9 @@ def test_a_stream_has_every_document_and_goes_on_anywhere(
         assert not found.keys() - known.keys()
         held_out = opened(data, tmp_path).parts[0].corpus.held_out
         kept = {tuple(held_out.document(n)[0].tolist()) for n in held_out.kept(999)}
-        assert bool(kept) == ("held_out" in keys)
-        assert {ids for ids, _ in found} == {ids for ids, _ in known} - kept
+        left_out = {ids for ids, _ in known} - {ids for ids, _ in found}
+        assert kept <= left_out
+        assert 0.7 * keys.get("held_out", 0) <= len(left_out) / len(known) <= 1.5 * keys.get("held_out", 0)
         assert max(found.values()) - min(found.values()) < 6  # each lane begins again by itself
         filled = sum(len(ids) for sample in whole.values() for ids, _ in documents(sample))
         assert filled > 0.9 * S * len(whole)
@@ -128,10 +129,10 @@ def test_text_and_chats_in_one_stream(folder: Path, tmp_path: Path) -> None:
 
 def test_what_a_stream_says_of_records(folder: Path, tmp_path: Path) -> None:
     rows = [json.dumps(row) for row in ROWS]
-    (tmp_path / "a.jsonl").write_text("\n".join([*rows[:200], '{"messages": []}', *rows[200:]]) + "\n")
+    (tmp_path / "a.jsonl").write_text("\n".join([*rows[:100], '{"messages": []}', *rows[100:]]) + "\n")
     data = config(folder, str(tmp_path / "a.jsonl"))
-    with pytest.raises(DataError, match=r"a\.jsonl, line 201: messages is empty"):
-        taken(opened(data, tmp_path), 0, 400)
+    with pytest.raises(DataError, match=r"a\.jsonl, line 101: messages is empty"):
+        taken(opened(data, tmp_path), 0, 200)
     text = opened(config(folder, str(tmp_path / "a.jsonl"), bad_records="skip"), tmp_path)
     taken(text, 0, 120)
     assert any("1 bad records skipped, the first: messages is empty" in one for one in text.news())

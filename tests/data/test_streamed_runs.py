@@ -1,4 +1,4 @@
-"""A run on a streamed mixture: saved in one layout, continued in another, on the ranks that need text."""
+"""A run on a streamed mixture: saved in one layout, continued in another, on the ranks that need it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,23 @@ import ranks
 WORDS = "the quick brown fox jumps over a lazy dog while data flows through many lanes"
 
 
-def write(path: Path, count: int) -> str:
+TEMPLATE = (
+    "{% for turn in messages %}<{{ turn.role }}>{{ turn.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def write(path: Path, count: int, form: str = "text") -> str:
     draw = random.Random(path.stem)
     texts = [
         f"{path.stem} {i} {' '.join(draw.choices(WORDS.split(), k=draw.randint(5, 60)))}"
         for i in range(count)
     ]
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    rows: list[dict[str, Any]] = [{"text": text} for text in texts]
+    if form == "chat":
+        turns = [[("user", text[:9]), ("assistant", text[9:20])] for text in texts]
+        rows = [{"messages": [{"role": role, "content": said} for role, said in each]} for each in turns]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
 
@@ -57,7 +67,8 @@ def train(
     return losses, held_out, batches._thread is not None, engine.batch_source.seconds
 
 
-def test_a_streamed_mixture_goes_on_in_another_layout(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["text", "chat"])
+def test_a_streamed_mixture_goes_on_in_another_layout(tmp_path: Path, form: str) -> None:
     keys = {
         "train_batch_size": 8,
         "train_micro_batch_size_per_gpu": 2,
@@ -68,16 +79,21 @@ def test_a_streamed_mixture_goes_on_in_another_layout(tmp_path: Path) -> None:
             "data": {
                 "sources": [
                     {"source": write(tmp_path / "wiki.jsonl", 1500), "weight": 0.7},
-                    {"source": write(tmp_path / "code.jsonl", 500), "weight": 0.3},
+                    {"source": write(tmp_path / "code.jsonl", 500, form), "weight": 0.3, "format": form},
                 ],
                 "streaming": True,
                 "lanes": 8,
                 "shuffle_buffer": 64,
                 "tokenizer": "bytes",
-                "sequence_length": 32,
+                "sequence_length": 32 if form == "text" else 64,
+                **({"chat_template": TEMPLATE} if form == "chat" else {}),
             },
             "parallel": {"pipeline": 3, "tensor": 1},
-            "train": {"steps": 6, "eval_tokens": 1280, "output": str(tmp_path / "run")},
+            "train": {
+                "steps": 6,
+                "eval_tokens": 1280 if form == "text" else 1100,
+                "output": str(tmp_path / "run"),
+            },
             "memory_check": "off",
         },
     }
