@@ -53,6 +53,7 @@ BIN_INDEX = "pytorch_model.bin.index.json"
 FORMAT = "hf"
 ADAPTER = "peft"
 _AGAIN = "download or export it again"
+_SAFE = "give the folder as safetensors, or the model before it was quantised"
 
 
 def files_of(root: Path) -> tuple[str, Path] | None:
@@ -92,6 +93,8 @@ def catalog_of(root: Path, only: str | None = None) -> Catalog:
     if (root / CONFIG).is_file():
         config = read_json(root / CONFIG, _AGAIN)
         how = quantization_of(config) if only is None else None
+        if how is not None and not safe:
+            raise CheckpointError(str(root / single), "dsx reads quantised pickles in no form", _SAFE)
         entries = entries if how is None else plain_entries(root, entries, how)
         facts["hf_config"] = unquantized(config)
     read = {piece.file for entry in entries for _, piece in entry.stored}

@@ -54,26 +54,30 @@ class _Folder:
     how: FolderQuantization
     used: set[str]
 
-    def part(self, state: str, name: str, shape: tuple[int, ...] | None, *dtypes: str) -> Entry:
-        """A stored tensor as the part of another, seen in a shape (None: its own); of one of the dtypes."""
+    def part(self, state: str, name: str, shape: tuple[int, ...], *dtypes: str) -> Entry:
+        """A stored tensor as the part of another, seen in a shape; of one of the dtypes, "bytes" for any."""
         entry = self.held.get(name)
         if entry is None:
             raise CheckpointError(f"{self.root}: tensor {name}", "it is missing", _AGAIN)
-        shape = entry.shape if shape is None else shape
+        if "bytes" in dtypes:
+            dtypes, entry = ("uint8",), replace(entry, dtype="uint8", shape=(entry.num_bytes,))
         if entry.numel != prod(shape) or entry.dtype not in dtypes or not entry.numel:
             what = f"it is {entry.dtype} {entry.shape}, the tensor needs {' or '.join(dtypes)} {shape}"
             raise CheckpointError(f"{self.root}: tensor {name}", what, _AGAIN)
         self.used.add(name)
-        (piece,) = entry.pieces
-        seen = replace(piece, start=(0,) * len(shape), shape=shape, strides=contiguous(shape))
+        seen = replace(entry.pieces[0], start=(0,) * len(shape), shape=shape, strides=contiguous(shape))
         return replace(entry, state=state, shape=shape, pieces=(seen,))
 
-    def made(self, entry: Entry, name: str, shape: tuple[int, ...], packed: Packed) -> Entry:
-        """The tensor that parts make, of which ``entry`` has the numbers; the last dims may be turned."""
-        steps = contiguous(packed.shape)
-        steps = steps if shape == packed.shape else (*steps[:-2], *steps[-2:][::-1])
-        piece = Piece(entry.pieces[0].file, 0, (0,) * len(shape), shape, steps, packed=packed)
-        return replace(entry, name=name, shape=shape, dtype=self.how.dtype, pieces=(piece,), role="trained")
+    def made(self, name: str, packed: Packed, *, turned: bool = False) -> Entry:
+        """The tensor that parts make; ``turned`` for one whose last two dims are the other way round."""
+        order = [*range(len(packed.shape))]
+        order = [*order[:-2], *order[-2:][::-1]] if turned else order
+        shape, steps = (
+            tuple(each[dim] for dim in order) for each in (packed.shape, contiguous(packed.shape))
+        )
+        file = packed.part("numbers").pieces[0].file
+        piece = Piece(file, 0, (0,) * len(shape), shape, steps, packed=packed)
+        return Entry(name=name, state="weight", shape=shape, dtype=self.how.dtype, pieces=(piece,))
 
 
 def _fp8(folder: _Folder, entry: Entry) -> Entry | None:
@@ -86,80 +90,70 @@ def _fp8(folder: _Folder, entry: Entry) -> Entry | None:
     if folder.how.block is not None:
         block = (*(1 for _ in entry.shape[2:]), *folder.how.block)
         grid = tuple(-(-extent // size) for extent, size in zip(entry.shape, block, strict=True))
-    scales = folder.part("scales", name, grid, "float32", "bfloat16", "float16", "float8_e8m0fnu", "uint8")
-    numbers = folder.part("numbers", entry.name, entry.shape, entry.dtype)
-    inputs = (f"{entry.name.rpartition('.')[0]}.{kind}" for kind in _ACTIVATIONS)
-    folder.used.update(name for name in inputs if name in folder.held)
-    packed = Packed(method="fp8", shape=entry.shape, block=block, parts=(numbers, scales))
-    return folder.made(entry, entry.name, entry.shape, packed)
+    parts = (
+        folder.part("numbers", entry.name, entry.shape, entry.dtype),
+        folder.part("scales", name, grid, "float32", "bfloat16", "float16", "float8_e8m0fnu", "uint8"),
+    )
+    inputs = {f"{entry.name.rpartition('.')[0]}.{kind}" for kind in _ACTIVATIONS}
+    folder.used.update(inputs & folder.held.keys())
+    return folder.made(entry.name, Packed(method="fp8", shape=entry.shape, block=block, parts=parts))
 
 
 def _mxfp4(folder: _Folder, entry: Entry) -> Entry | None:
-    """Of GPT-OSS: experts [E, rows, columns] of inputs by outputs, stored the other way round."""
+    """Of GPT-OSS: experts [E, inputs, outputs], stored [E, outputs, inputs] by 32."""
     name = entry.name.removesuffix("_blocks")
     if name == entry.name or len(entry.shape) != 4:
         return None
     experts, rows, groups, _ = entry.shape
-    shape = (experts, rows, groups * _MXFP4_BLOCK)
     parts = (
         folder.part("numbers", entry.name, (*entry.shape[:3], _MXFP4_BLOCK // 2), "uint8"),
         folder.part("scales", f"{name}_scales", entry.shape[:3], "uint8"),
     )
-    packed = Packed(method="mxfp4", shape=shape, block=(1, 1, _MXFP4_BLOCK), parts=parts)
-    return folder.made(entry, name, (experts, shape[2], rows), packed)
+    shape, block = (experts, rows, groups * _MXFP4_BLOCK), (1, 1, _MXFP4_BLOCK)
+    return folder.made(name, Packed(method="mxfp4", shape=shape, block=block, parts=parts), turned=True)
 
 
 def _bitsandbytes(folder: _Folder, entry: Entry) -> Entry | None:
-    """Of bitsandbytes' Params4bit and Linear8bitLt."""
+    """Of bitsandbytes' Linear8bitLt and Params4bit."""
     name, module = entry.name, entry.name.removesuffix("weight")
+    shape = entry.shape
     if entry.dtype == "int8" and f"{module}SCB" in folder.held:
-        both = (
-            folder.part("numbers", name, entry.shape, "int8"),
-            folder.part("scales", f"{module}SCB", entry.shape[:1], "float32"),
-        )
         folder.used.update({f"{module}weight_format"} & folder.held.keys())
-        packed = Packed(method="int8", shape=entry.shape, block=(1, entry.shape[-1]), parts=both)
-        return folder.made(entry, name, entry.shape, packed)
+        parts = [folder.part("numbers", name, shape, "int8")]
+        parts.append(folder.part("scales", f"{module}SCB", shape[:1], "float32"))
+        return folder.made(name, Packed(method="int8", shape=shape, block=(1, shape[-1]), parts=tuple(parts)))
     state = next((key for kind in ("nf4", "fp4") if (key := f"{name}{_STATE}{kind}") in folder.held), None)
     if state is None:
         return None
-    shape, size, outer, mean = _settings(folder, folder.part("settings", state, None, "uint8"))
-    flat = prod(shape)
+    shape, size, outer, mean = _settings(folder, folder.held[state])
+    scales = -(-prod(shape) // size)
     # The numbers may be stored as another dtype's (bnb_4bit_quant_storage).
-    columns = entry.numel * entry.item_bytes // shape[0]
-    if 2 * columns * shape[0] != flat:
-        what = f"{entry.num_bytes} bytes of 4-bit numbers do not make {shape}, of even rows"
-        raise CheckpointError(f"{folder.root}: tensor {name}", what, _AGAIN)
-    folder.used.add(name)
-    (piece,) = entry.pieces
-    seen = replace(piece, start=(0, 0), shape=(shape[0], columns), strides=(columns, 1))
-    numbers = replace(entry, state="numbers", dtype="uint8", shape=seen.shape, pieces=(seen,))
-    scales = -(-flat // size)
-    parts = [numbers, folder.part("table", f"{name}.quant_map", (16,), "float32")]
+    parts = [folder.part("numbers", name, (shape[0], shape[1] // 2), "bytes")]
+    parts.append(folder.part("table", f"{name}.quant_map", (16,), "float32"))
     parts.append(folder.part("scales", f"{name}.absmax", (scales,), "uint8" if outer else "float32"))
     if outer:
-        wide = (-(-scales // outer),)
-        parts.append(folder.part("outer_scales", f"{name}.nested_absmax", wide, "float32"))
+        parts.append(folder.part("outer_scales", f"{name}.nested_absmax", (-(-scales // outer),), "float32"))
         parts.append(folder.part("outer_table", f"{name}.nested_quant_map", (256,), "float32"))
-    packed = Packed(method="4bit", shape=shape, block=(1, size, outer), parts=tuple(parts), mean=mean)
-    return folder.made(entry, name, shape, packed)
+    block = (1, size, outer)
+    return folder.made(name, Packed(method="4bit", shape=shape, block=block, parts=tuple(parts), mean=mean))
 
 
 def _settings(folder: _Folder, entry: Entry) -> tuple[tuple[int, int], int, int, float]:
     """Shape, numbers of a block, scales of a block (0: plain), and what is added to scales."""
+    folder.part("settings", entry.name, entry.shape, "uint8")
     where, (piece,) = folder.root / entry.pieces[0].file, entry.pieces
     try:
         with store.opened(where) as file:
             file.seek(piece.offset)
             told: dict[str, Any] = parsed(file.read(min(entry.numel, _LARGEST_STATE_BYTES)))
-        rows, columns = (int(extent) for extent in told["shape"])
+        rows, columns = map(int, told["shape"])
         size, outer = int(told["blocksize"]), int(told.get("nested_blocksize") or 0)
         mean = float(told.get("nested_offset") or 0)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         what = f"it says no shape and blocks of a matrix ({error!r})"
         raise CheckpointError(f"{where}: tensor {entry.name}", what, _AGAIN) from None
-    if min(rows, columns) < 1 or size not in _BLOCKS or outer < 0 or not isfinite(mean):
-        what = f"a matrix of {rows} by {columns} in blocks of {size}, and of {outer} scales"
+    if min(rows, columns) < 1 or columns % 2 or size not in _BLOCKS or outer < 0 or not isfinite(mean):
+        what = f"a matrix of {rows} by {columns} in blocks of {size}, and of {outer} scales, is none of dsx's"
         raise CheckpointError(f"{where}: tensor {entry.name}", what, _AGAIN)
     return (rows, columns), size, outer, mean
 
