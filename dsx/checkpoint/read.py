@@ -42,7 +42,6 @@ from dsx.checkpoint.file_io import (
     read_box,
 )
 from dsx.checkpoint.pieces import Part, PieceIndex, flat_offset, intersect, volume
-from dsx.checkpoint.unpack import unpack
 from dsx.errors import CheckpointError
 from dsx.models.param import Box
 
@@ -189,6 +188,8 @@ class Reader:
             Of every stretch the file, the first byte, the one after the last, and the bytes.
         """
         if piece.packed is not None:
+            from dsx.checkpoint.unpack import unpack  # here: most checkpoints are plain
+
             read: list[tuple[str, int, int, memoryview]] = []
 
             def part_of(part: Entry, region: Box) -> Array:

@@ -43,9 +43,7 @@ def quantization_of(config: Mapping[str, Any]) -> FolderQuantization | None:
     if block is not None and (len(sizes) != 2 or any(type(n) is not int or n < 1 for n in sizes)):
         raise ModelError(at(f"{_KEY}.weight_block_size", block), "no numbers of rows and columns", _PLAIN)
     dtype = str(config.get("dtype") or config.get("torch_dtype"))
-    return FolderQuantization(
-        method, sizes or None, dtype if dtype in PRECISIONS.values() else "bfloat16"
-    )
+    return FolderQuantization(method, sizes or None, dtype if dtype in PRECISIONS.values() else "bfloat16")
 
 
 def unquantized(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -37,7 +37,6 @@ from dsx.checkpoint.formats.huggingface.names import (
     untied,
     weight_map,
 )
-from dsx.checkpoint.formats.huggingface.quantized import plain_entries
 from dsx.checkpoint.formats.safetensors_file import CRC32, contents, header_of
 from dsx.checkpoint.formats.torch_file import TensorRef, read_torch_file
 from dsx.checkpoint.pieces import clipped, whole_part
@@ -93,9 +92,12 @@ def catalog_of(root: Path, only: str | None = None) -> Catalog:
     if (root / CONFIG).is_file():
         config = read_json(root / CONFIG, _AGAIN)
         how = quantization_of(config) if only is None else None
-        if how is not None and not safe:
-            raise CheckpointError(str(root / single), "dsx reads quantised pickles in no form", _SAFE)
-        entries = entries if how is None else plain_entries(root, entries, how)
+        if how is not None:
+            from dsx.checkpoint.formats.huggingface.quantized import plain_entries  # here: most are plain
+
+            if not safe:
+                raise CheckpointError(str(root / single), "dsx reads no quantised pickles", _SAFE)
+            entries = plain_entries(root, entries, how)
         facts["hf_config"] = unquantized(config)
     read = {piece.file for entry in entries for _, piece in entry.stored}
     others = sorted(path.name for path in root.glob("adapter_*") if path.name not in read)
