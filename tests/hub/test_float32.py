@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ from safetensors import safe_open
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import dsx
+import dsx as dsx_library
 import ranks
+from dsx.checkpoint.compare import compare, only_in
+from dsx.checkpoint.open import open_checkpoint
 from dsx.hub.read import hub_model
 from float32_families import FAMILIES
 from often import often
@@ -81,15 +84,17 @@ def _alone(_rank: int, _world_size: int, folder: Path, sums_in_fp32: bool) -> tu
     return losses, len(masters)
 
 
-def _by_dsx(
-    _rank: int, world_size: int, folder: Path, out: Path, zero: int, parallel: dict[str, int], sums: bool
-) -> tuple[list[float], dict[str, tuple[torch.dtype, torch.dtype]]]:
-    from dsx.checkpoint.run.export import export_hf
-    from dsx.checkpoint.run.names import spec_of
-    from dsx.engine.zero.master_shards import master_shards
-    from dsx.parallel.groups import make_groups
+def _rows(step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The micro-batches of all replicas."""
+    return [
+        (inputs[at : at + ROWS], labels[at : at + ROWS])
+        for inputs, labels in _batches(step)
+        for at in range(0, 2 * ROWS, ROWS)
+    ]
 
-    settings = {
+
+def _config(folder: Path, out: Path, zero: int, parallel: dict[str, int], *, sums: bool) -> dict[str, Any]:
+    return {
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_accumulation_steps": MICRO_BATCHES * (1 if not parallel else 2),
         "gradient_clipping": CLIPPING,
@@ -104,16 +109,23 @@ def _by_dsx(
             "train": {"steps": STEPS, "output": str(out / "run")},
         },
     }
-    config = dsx.load_config(settings, world_size=world_size)
+
+
+def _by_dsx(
+    _rank: int, world_size: int, folder: Path, out: Path, zero: int, parallel: dict[str, int], sums: bool
+) -> tuple[list[float], dict[str, tuple[torch.dtype, torch.dtype]]]:
+    from dsx.checkpoint.run.export import export_hf
+    from dsx.checkpoint.run.names import spec_of
+    from dsx.engine.zero.master_shards import master_shards
+    from dsx.parallel.groups import make_groups
+
+    settings = _config(folder, out, zero, parallel, sums=sums)
+    config = dsx_library.load_config(settings, world_size=world_size)
     groups = make_groups(config.mesh, sequence_parallel=config.dsx.parallel.sequence_parallel)
-    engine = dsx.initialize(model=dsx.recipe.build_model(config, groups), config=config)[0]
+    engine = dsx_library.initialize(model=dsx_library.recipe.build_model(config, groups), config=config)[0]
     losses = []
     for step in range(STEPS):
-        rows = [
-            (inputs[at : at + ROWS], labels[at : at + ROWS])
-            for inputs, labels in _batches(step)
-            for at in range(0, 2 * ROWS, ROWS)
-        ]
+        rows = _rows(step)
         own = rows if parallel else rows[groups.replica :: 2]
         losses.append(float(engine.train_batch(iter(own))))
     export_hf(engine, out / "hf")
@@ -166,3 +178,48 @@ def _dtypes(folder: Path) -> dict[str, str]:
         with safe_open(path, "pt") as file:
             found |= {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
     return found
+
+
+def _saved(
+    _rank: int, world_size: int, config: dict[str, Any], out: Path, source: Path | None
+) -> list[float]:
+    """A checkpoint, of a run that goes on from ``source`` if any, and the losses of two steps after it."""
+    from dsx.parallel.groups import make_groups
+
+    run = dsx_library.load_config(config, world_size=world_size)
+    groups = make_groups(run.mesh, sequence_parallel=run.dsx.parallel.sequence_parallel)
+    engine = dsx_library.initialize(model=dsx_library.recipe.build_model(run, groups), config=run)[0]
+
+    def trained(steps: range) -> list[float]:
+        rows = [_rows(step)[groups.replica :: run.mesh.num_replicas] for step in steps]
+        return [float(engine.train_batch(iter(its))) for its in rows]
+
+    if source is None:
+        trained(range(2))
+    else:
+        engine.load_checkpoint(str(source))
+    engine.save_checkpoint(str(out), tag="saved")
+    return trained(range(2, 4))
+
+
+@pytest.mark.parametrize("style", often(["deepspeed", "native", "dcp", "universal"], every=4))
+def test_checkpoints_keep_every_bit_of_what_stays_in_float32(dsx: Any, tmp_path: Path, style: str) -> None:
+    folder = _folder(tmp_path / "model", "ernie4_5_moe")
+    before = _config(folder, tmp_path, 1, {"tensor": 2}, sums=False)
+    after = _config(folder, tmp_path, 3, {}, sums=False)
+    losses = ranks.run(_saved, 2, before, tmp_path / "one", None)[0]
+    saved, source = tmp_path / "one" / "saved", tmp_path / "one" / "saved"
+    (tmp_path / "after.json").write_text(json.dumps(after))
+    if style != "native":
+        source = tmp_path / "there"
+        assert dsx("reshard", saved, source, "--to", style, "--names", "hf")[0] == 0
+    back = dsx("reshard", source, tmp_path / "back" / "saved", tmp_path / "after.json", "--gpus", 2)
+    assert (back[0], back[2]) == (0, "")
+    again = ranks.run(_saved, 2, after, tmp_path / "two", tmp_path / "back")[0]
+    torch.testing.assert_close(again, losses, rtol=2e-3, atol=0)
+    one = open_checkpoint(saved)
+    for folder in (tmp_path / "back", tmp_path / "two"):
+        two = open_checkpoint(folder / "saved")
+        assert not only_in(one, two)
+        assert all(each.equal for each in compare(one, two))  # the dtypes, too
+    assert {e.dtype for e in one.entries if e.name.endswith("mlp.gate.weight")} == {"float32"}

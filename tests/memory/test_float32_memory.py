@@ -43,8 +43,6 @@ CASES = {
     "BF16_Optimizer": ["zero_optimization.stage=1", "data_types.grad_accum_dtype=fp32"],
     "tensor": ["zero_optimization.stage=1", "dsx.parallel.tensor=2"],
     "pipeline": ["zero_optimization.stage=2", "dsx.parallel.pipeline=2"],
-    "experts": ["zero_optimization.stage=2", "dsx.parallel.expert=2"],
-    "LoRA": ["zero_optimization.stage=3", "dsx.adapter.rank=4"],
 }
 
 

@@ -354,7 +354,8 @@ def target_of(
         Skeleton(file=random_file(rank), num_bytes=len(data), parts=((0, data),))
         for rank, data in random.items()
     ]
-    dtypes = [states[0].dtype for states in wanted.values() if states[0].role != "buffer"]
+    found = {states[0].dtype for states in wanted.values() if states[0].role != "buffer"}
+    dtypes = sorted(found - {"float32"} or found)  # beside others, that is what the family keeps so
     names = {dtype: precision for precision, dtype in PRECISIONS.items()}
     told = {k: v for k, v in source.facts.items() if k not in ("left_behind", "random_files")}
     catalog = Catalog(
@@ -507,7 +508,7 @@ def header_of(blocks: Sequence[StoredBlock]) -> tuple[bytes, list[tuple[int, int
 
 
 def _states(spec: ParamSpec, held: Mapping[str, Entry], default: str, *, forced: bool) -> Iterator[Entry]:
-    weight = held.get("weight")
+    weight, default = held.get("weight"), spec.dtype_in(default)
     like = weight or held.get("master")
     dtype = default if weight is None else weight.dtype
     if forced and dtype in PRECISIONS.values() and (weight is None or weight.role != "buffer"):

@@ -113,7 +113,9 @@ class StockPlan:
         weight = PRECISIONS[layout.precision]
         for name in order:
             found = held.get((name, "weight")) or held[name, "master"]
-            dtype = found.dtype if found.role == "buffer" else weight
+            # Weights of a run of the same precision are what it had them in, some of a family's in fp32.
+            kept = found.state == "weight" and source.facts.get("precision") == layout.precision
+            dtype = found.dtype if found.role == "buffer" or kept else weight
             blanks[name, "weight"] = replace(found, state="weight", dtype=dtype, pieces=())
         for group, kept in zip(groups, moments, strict=True):
             for name in group:
