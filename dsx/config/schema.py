@@ -281,14 +281,8 @@ class DataConfig(TextSource):
             if part.format != "text" and part.text_column != "text":
                 raise MistakeError(f'format "{part.format}" reads no text_column', "use columns")
         if all(part.format == "text" for part in self.parts()):
-            keys = [
-                "chat_template",
-                "chat_template_kwargs",
-                "chat_date",
-                "train_on",
-                "too_long",
-                "bad_records",
-            ]
+            template = ("chat_template", "chat_template_kwargs", "chat_date")
+            keys = (*template, "train_on", "too_long", "bad_records")
             fields = type(self).model_fields
             unread = next((key for key in keys if getattr(self, key) != fields[key].default), None)
             if unread is not None:

@@ -300,8 +300,8 @@ class _Rendering:
     def _go_on(self, asked: Message, turn: Message) -> None:
         """Let the last turn follow what a model is asked to go on with, and raise if its thought is lost.
 
-        Once the turn is there, a template may write what is before it otherwise (harmony leaves out the thought
-        of a call), or not the thought that its prompt begins (DeepSeek's).
+        Once the turn is there, a template may write what is before it otherwise (harmony leaves the thought
+        of a call out), or not the thought that its prompt begins (DeepSeek's).
         """
         inside, _, said = (turn.get("content") or "").rpartition(_THOUGHT)
         given = (turn[name] for name in _THOUGHTS if turn.get(name))
