@@ -31,7 +31,7 @@ from dsx.config.wording import (
 )
 from dsx.config.wording import Path as KeyPath
 from dsx.errors import ConfigError, DsxError, KeyPlace
-from dsx.models.quantization import unquantized
+from dsx.models.config_values import unquantized
 
 
 class SeveralProblemsError(ConfigError):

@@ -44,8 +44,8 @@ from dsx.config.adapter import SETTINGS as ADAPTER_SETTINGS
 from dsx.config.adapter import WEIGHTS as ADAPTER_WEIGHTS
 from dsx.errors import CheckpointError
 from dsx.models.adapters import PREFIX, is_factor
+from dsx.models.config_values import quantization_of, unquantized
 from dsx.models.param import PRECISIONS, Box, ParamSpec
-from dsx.models.quantization import quantization_of, unquantized
 
 BIN_SINGLE = "pytorch_model.bin"
 BIN_INDEX = "pytorch_model.bin.index.json"

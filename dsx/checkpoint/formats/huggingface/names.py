@@ -12,8 +12,8 @@ from dsx.checkpoint import store
 from dsx.checkpoint.catalog import leads_out
 from dsx.checkpoint.json_text import parsed
 from dsx.errors import CheckpointError
+from dsx.models.config_values import unquantized
 from dsx.models.param import Box, ParamSpec
-from dsx.models.quantization import unquantized
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"

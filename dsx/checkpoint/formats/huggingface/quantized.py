@@ -1,6 +1,6 @@
 """A quantised folder's tensors as those of the plain model, which stored numbers and scales make when read.
 
-Which tensors belong together is told by their names, and how by the config (:mod:`dsx.models.quantization`).
+Which tensors belong together is told by their names, and how by the config (:mod:`dsx.models.config_values`).
 What they make has the config's dtype, and is read in boxes as any other tensor is
 (:mod:`dsx.checkpoint.unpack`).
 """
@@ -18,7 +18,7 @@ from dsx.checkpoint.catalog import Entry, Packed, Piece
 from dsx.checkpoint.json_text import parsed
 from dsx.checkpoint.pieces import contiguous
 from dsx.errors import CheckpointError
-from dsx.models.quantization import FolderQuantization
+from dsx.models.config_values import FolderQuantization
 
 _AGAIN = "download it again, or give the model before it was quantised"
 _MXFP4_BLOCK = 32
