@@ -353,7 +353,7 @@ def quantization_of(config: Mapping[str, Any]) -> FolderQuantization | None:
         raise ModelError(at(f"{_QUANTIZATION}.quant_method", method), what, _PLAIN)
     block = told.get("weight_block_size")
     sizes = tuple(block) if isinstance(block, list | tuple) else ()
-    wrong = len(sizes) != 2 or any(type(size) is not int or size < 1 for size in sizes)  # noqa: PLR2004
+    wrong = len(sizes) != 2 or any(type(size) is not int or size < 1 for size in sizes)
     if block is not None and wrong:
         raise ModelError(
             at(f"{_QUANTIZATION}.weight_block_size", block), "no numbers of rows and columns", _PLAIN
