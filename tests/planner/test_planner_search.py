@@ -101,7 +101,12 @@ OPEN = {
 }
 
 
-@pytest.mark.parametrize(("name", "share"), often(product(OPEN, (0.5, 2.0, 0.1)), 3))
+LOOPS = pytest.param("loops", 0.5, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("name", "share"), [*often(product(("dense", "context", "experts"), (0.5, 2.0, 0.1)), 3), LOOPS]
+)
 def test_what_is_soon_known_leaves_the_table_as_it_is(name, share):
     """Bounds by one large micro-batch are below, and tables those of a search that takes all for it alike.
 
