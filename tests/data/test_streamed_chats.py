@@ -26,7 +26,7 @@ ROWS = [
         )
     }
     for draw in (random.Random(2),)
-    for n in range(120)
+    for n in range(80)
 ]
 
 
@@ -97,7 +97,7 @@ def test_a_stream_has_every_document_and_goes_on_anywhere(
         assert 0.7 * keys.get("held_out", 0) <= len(left_out) / len(known) <= 1.5 * keys.get("held_out", 0)
         assert max(found.values()) - min(found.values()) < 6  # each lane begins again by itself
         filled = sum(len(ids) for sample in whole.values() for ids, _ in documents(sample))
-        assert filled > 0.9 * S * len(whole)
+        assert filled > 0.8 * S * len(whole)
     else:
         known = Counter(label for _, labels in read for label in labels)
         found = Counter(label for sample in whole.values() for label in sample[1])
@@ -132,9 +132,9 @@ def test_text_and_chats_in_one_stream(folder: Path, tmp_path: Path) -> None:
 
 def test_what_a_stream_says_of_records(folder: Path, tmp_path: Path) -> None:
     rows = [json.dumps(row) for row in ROWS]
-    (tmp_path / "a.jsonl").write_text("\n".join([*rows[:100], '{"messages": []}', *rows[100:]]) + "\n")
+    (tmp_path / "a.jsonl").write_text("\n".join([*rows[:60], '{"messages": []}', *rows[60:]]) + "\n")
     data = config(folder, str(tmp_path / "a.jsonl"))
-    with pytest.raises(DataError, match=r"a\.jsonl, line 101: messages is empty"):
+    with pytest.raises(DataError, match=r"a\.jsonl, line 61: messages is empty"):
         taken(opened(data, tmp_path), 0, 200)
     text = opened(config(folder, str(tmp_path / "a.jsonl"), bad_records="skip"), tmp_path)
     taken(text, 0, 120)
