@@ -199,7 +199,7 @@ def _of_language(config: dict[str, Any], place: str) -> tuple[dict[str, Any], li
     """The language model's part of a config, where it is composed of several models, and that it is one."""
     if config.get("model_type") in FAMILIES:
         return config, []
-    from dsx.checkpoint.claims import language_config  # here: dsx's own families need nothing of it
+    from dsx.hub.composite import language_config  # here: dsx's own families need nothing of it
 
     try:
         inner = language_config(config)
@@ -221,10 +221,14 @@ def _adapted(spec: Model, dsx: DsxConfig, given: dict[str, Any]) -> Model:
     """The model, which is in that of a config, with the adapter that the run's config asks for."""
     if dsx.adapter is None:
         return spec
-    from dsx.checkpoint.claims import modules_in  # here: other runs need nothing of them
-    from dsx.config.adapter import adapter_of
+    from dsx.config.adapter import adapter_of  # here: other runs need nothing of it
 
-    return replace(spec, adapter=adapter_of(dsx.adapter, spec, modules=modules_in(given)))
+    modules = {}
+    if given.get("model_type") not in FAMILIES:
+        from dsx.hub.composite import modules_in  # here: as above
+
+        modules = modules_in(given)
+    return replace(spec, adapter=adapter_of(dsx.adapter, spec, modules=modules))
 
 
 def _is_own(dsx: DsxConfig, family: object, place: str) -> bool:

@@ -59,8 +59,11 @@ def language_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def modules_in(config: Mapping[str, Any]) -> dict[str, str]:
-    """Paths of modules of a language model by itself, and where the composite model of a config has them."""
-    return dict(_looked_at(json.dumps(dict(config), sort_keys=True))[1])
+    """Paths of modules of a language model by itself, and where the composite model of a config has them.
+
+    Empty where the config is of one model.
+    """
+    return {} if text_key(config) is None else dict(_looked_at(json.dumps(dict(config), sort_keys=True))[1])
 
 
 def _described(config: Mapping[str, Any]) -> Any:

@@ -22,8 +22,7 @@ from dsx.checkpoint.composite import composite_at
 from dsx.checkpoint.execute import ConversionOptions
 from dsx.checkpoint.open import open_checkpoint
 from dsx.checkpoint.reshard import WantedTarget, prepare
-from dsx.config.sources import find_model
-from dsx.errors import CheckpointError, DsxError, ModelError
+from dsx.errors import CheckpointError, ModelError
 from dsx.hub.composite import language_config
 from hub.test_hub_weights import CASE, config_of, engine_of, same, tensors_in
 from often import often
@@ -197,7 +196,7 @@ def test_what_is_more_than_text_is_refused_with_its_reason() -> None:
     assert "composite class computes something else of text" in refusal("cohere2_vision")
 
 
-def test_the_outer_config_decides_about_ties_and_quantisation(tmp_path: Path) -> None:
+def test_the_outer_config_decides_about_ties() -> None:
     config = json.loads(json.dumps(tiny.tiny_composite("qwen2_vl").to_dict()))
     for tied in (True, False):
         said = {**config, "tie_word_embeddings": tied}
@@ -206,10 +205,35 @@ def test_the_outer_config_decides_about_ties_and_quantisation(tmp_path: Path) ->
         whole = AutoModelForImageTextToText.from_config(model)
         shared = whole.get_output_embeddings().weight is whole.get_input_embeddings().weight
         assert found["tie_word_embeddings"] is shared
-    config["quantization_config"] = {"quant_method": "bitsandbytes"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    settings = config_of(tmp_path)
-    settings["dsx"]["model"]["weights"] = "random"
-    with pytest.raises(DsxError, match=r"quantization_config.*dsx trains plain weights"):
-        dsx.load_config(settings, world_size=4)
-    assert find_model(str(tmp_path))[1]["model_type"] == "qwen2_vl_text"
+
+
+def test_a_quantised_folder_comes_out_plain_and_whole(tmp_path: Path) -> None:
+    """Text in fp8 beside a plain tower, as published: the same logits of an image as of its plain weights."""
+    folder = gemma3(tmp_path / "model")
+    known, held = tensors_in(folder), {}
+    for name, tensor in known.items():
+        if name.endswith("proj.weight") and "language_model" in name:
+            rows, columns = (-(-extent // 16) for extent in tensor.shape)
+            numbers = tensor.to(torch.float8_e4m3fn)
+            known[name] = numbers.float().mul(2.0).to(torch.bfloat16)
+            held |= {name: numbers, f"{name}_scale_inv": torch.full((rows, columns), 2.0)}
+        else:
+            held[name] = tensor
+    config = json.loads((folder / "config.json").read_text())
+    (shutil.copytree(folder, tmp_path / "quantised") / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 16]}})
+    )
+    for place, tensors in (("model", known), ("quantised", held)):
+        for file in (tmp_path / place).glob("*.safetensors*"):
+            file.unlink()
+        save_file(tensors, tmp_path / place / "model.safetensors")
+    source = open_checkpoint(tmp_path / "quantised")
+    prepare(source, tmp_path / "dsx", WantedTarget(format="dsx")).run(ONCE)
+    for at, one in enumerate((source, open_checkpoint(tmp_path / "dsx"))):
+        prepare(one, tmp_path / f"plain{at}", WantedTarget(format="hf", precision="bf16")).run(ONCE)
+        assert "quantization_config" not in json.loads((tmp_path / f"plain{at}/config.json").read_text())
+        assert same(
+            {name: tensor.to(torch.bfloat16) for name, tensor in tensors_in(tmp_path / f"plain{at}").items()},
+            {name: tensor.to(torch.bfloat16) for name, tensor in known.items()},
+        )
+    torch.testing.assert_close(of_images(tmp_path / "plain1"), of_images(folder), rtol=0, atol=2e-2)
