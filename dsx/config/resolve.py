@@ -21,8 +21,7 @@ from dsx.config.wording import at, suggest
 from dsx.errors import ConfigError, ScheduleError
 from dsx.hub.allowed import has_tiles, no_moe, unshared
 from dsx.models.flops import WIDTHS
-from dsx.models.param import PRECISIONS, ParamSpec
-from dsx.models.params import frozen_names, layer_kinds, param_specs, vocabulary_rows
+from dsx.models.params import frozen_names, in_float32, layer_kinds, param_specs, vocabulary_rows
 from dsx.models.spec import RETIRED, ContextMethod, HubModel, Model, ModelSpec
 from dsx.parallel.islands import Islands
 from dsx.parallel.limits import LayoutRequest, possible, violations
@@ -249,17 +248,11 @@ def check_gathering(facts: Facts) -> Iterator[ConfigError]:
         (zero.get("offload_param") or {}).get("device"),
     )
     found = ((all_reduce, zero.get(all_reduce)), ("offload_param.device", nvme == "nvme" and nvme))
-    wide = _in_float32(facts.model, facts.deepspeed) if zero_stage(facts.deepspeed) == 3 else ()
+    wide = in_float32(facts.model, precision(facts.deepspeed)) if zero_stage(facts.deepspeed) == 3 else ()
     for name, value in found:
         if value and wide:
             what = f"it has buffers of one dtype, and {facts.model.family} keeps {wide[0].hf[0]} in fp32"
             yield ConfigError(at(f"zero_optimization.{name}", value), what, "leave it out")
-
-
-def _in_float32(model: Model, deepspeed: Mapping[str, Any]) -> tuple[ParamSpec, ...]:
-    """Parameters that stay in fp32 in a run of bf16 or fp16, as their family has them."""
-    dtype = PRECISIONS[precision(deepspeed)]
-    return tuple(spec for spec in param_specs(model) if dtype in spec.float32)
 
 
 def check_freeze(facts: Facts) -> Iterator[ConfigError]:
@@ -723,7 +716,7 @@ def _resolve(name: str, deepspeed: dict[str, Any], dsx: DsxConfig, world_size: i
         dsx = dsx.model_copy(update={"parallel": parallel})
     dsx, cut_notes = _as_cut(dsx, model.spec, degrees.mesh.tp)
     spec = replace(model.spec.for_tensor(degrees.mesh.tp), freeze=dsx.train.freeze)
-    apart = degrees.mesh.ep > 1 or any(each.trained for each in _in_float32(spec, deepspeed))
+    apart = degrees.mesh.ep > 1 or any(each.trained for each in in_float32(spec, precision(deepspeed)))
     if apart and dsx.zero.reduce is None:  # DeepSpeed, where it reduces, knows neither experts nor dtypes
         dsx = dsx.model_copy(update={"zero": dsx.zero.model_copy(update={"reduce": "step"})})
     batch = resolve_batch(deepspeed, degrees.mesh.num_shares, degrees.mesh.cp)

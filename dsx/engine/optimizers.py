@@ -80,7 +80,7 @@ def _made(give: Callable[..., Any], given: list[Any], spare: nn.Parameter | None
 def _settled(
     model: PipelineModule,
     optimizer: Any,
-    flat: Collection[int] | None,
+    flat: set[int] | None,
     spare: nn.Parameter | None,
     lr_scheduler: Any,
 ) -> Optimizer:

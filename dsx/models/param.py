@@ -225,12 +225,7 @@ class ParamSpec:
         return self.split is None and self.hf == (self.name,)
 
     def dtype_in(self, dtype: str) -> str:
-        """Its own dtype in a run whose weights are of ``dtype``, both by torch's names.
-
-        >>> ParamSpec(name="w", layer=0, shape=(1,), init=Init(kind="zeros"), hf=("w",),
-        ...           float32=("float16",)).dtype_in("float16")
-        'float32'
-        """
+        """Its own dtype in a run whose weights are of ``dtype``, both by torch's names."""
         return "float32" if dtype in self.float32 else dtype
 
     @property

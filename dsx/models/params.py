@@ -18,7 +18,7 @@ from functools import lru_cache
 
 from dsx.models.family import LayerParams
 from dsx.models.hf_config import FAMILIES
-from dsx.models.param import ParamSpec
+from dsx.models.param import PRECISIONS, ParamSpec
 from dsx.models.spec import Adapter, HubModel, Model, ModelSpec
 from dsx.parallel.mesh import Mesh
 
@@ -114,6 +114,11 @@ def layer_adapters(model: Model) -> tuple[Adapter | None, ...]:
     if model.tied_embeddings:
         held[-1] = held[0]
     return tuple(of_layer(adapter, specs) for specs in held)
+
+
+def in_float32(model: Model, precision: str) -> tuple[ParamSpec, ...]:
+    """Parameters that stay in float32 in a run of ``bf16`` or ``fp16``, as their family has them."""
+    return tuple(spec for spec in param_specs(model) if PRECISIONS[precision] in spec.float32)
 
 
 def frozen_names(spec: ParamSpec, freeze: Iterable[str]) -> dict[str, bool]:

@@ -84,10 +84,9 @@ class Layout:
     def zero_plan(self, pp_rank: int) -> ZeroPlan:
         """ZeRO's cut of a pipeline rank's trained parameters, for dsx's own optimizer groups.
 
-        There is one group, in layer order, and one of experts after it, then what stays in fp32.
-        ZeRO-1 and 2 cut a group as one flat
-        tensor, so there a weight that is tied across pipeline ranks has a group of its own behind them, which
-        both its holders cut alike.
+        There is one group, in layer order, and one of experts after it, then both of what stays in fp32.
+        ZeRO-1 and 2 cut a group as one flat tensor, so there a weight that is tied across pipeline ranks has
+        a group of its own behind them, which both its holders cut alike.
         """
         kinds: dict[tuple[bool, bool], list[tuple[str, int]]]
         kinds = {(wide, shared): [] for wide, shared in product((False, True), repeat=2)}

@@ -27,10 +27,10 @@ def changed(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
     """Inside the block, attributes of classes or modules are others: (whose, name, what takes its place)."""
     with ExitStack() as undo:
         for owner, name, value in changes:
-            if name in vars(owner):
-                undo.callback(setattr, owner, name, vars(owner)[name])
-            else:
-                undo.callback(delattr, owner, name)
+            before = vars(owner)
+            undo.callback(
+                *((setattr, owner, name, before[name]) if name in before else (delattr, owner, name))
+            )
             setattr(owner, name, value)
         yield
 

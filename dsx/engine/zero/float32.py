@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -78,17 +79,17 @@ def _of_stage_3() -> Iterator[tuple[Any, str, Any]]:
     yield DeepSpeedZeroOptimizer_Stage3, "_create_param_groups_fp16_flat_cpu_memory", make_on_host
 
 
+@dataclass(frozen=True, slots=True)
 class _OfRun:
     """An attribute of wrappers that is the run's dtype, whatever that of their first parameter is."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    dtype: torch.dtype
 
     def __get__(self, wrapper: Any, _: type) -> torch.dtype:
-        return self._dtype
+        return self.dtype
 
     def __set__(self, wrapper: Any, _: torch.dtype) -> None:
-        vars(wrapper)["dtype"] = self._dtype
+        vars(wrapper)["dtype"] = self.dtype
 
 
 def gradients_in_float32(wrapper: Any) -> torch.Tensor | None:

@@ -205,15 +205,9 @@ def _cuts(
 
 def _zero_1_and_2_cuts(wrapper: Any) -> list[_Cut]:
     groups = wrapper.bit16_groups
-    round_robin = bool(wrapper.round_robin_gradients)
+    aligned, round_robin = 16 if wrapper.parameter_alignment else 0, bool(wrapper.round_robin_gradients)
     return [
-        _cut(
-            [group],
-            1,
-            its,
-            alignment=max(1, 16 // group[0].element_size()) if wrapper.parameter_alignment else 1,
-            round_robin=round_robin,
-        )
+        _cut([group], 1, its, alignment=max(1, aligned // group[0].element_size()), round_robin=round_robin)
         for group, its in zip(groups, wrapper.real_dp_process_group, strict=True)
     ]
 
