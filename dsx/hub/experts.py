@@ -83,6 +83,12 @@ def share_experts(block: nn.Module, ep: ExpertParallel, split: WeightGradients |
     found = [module for _, module in experts_in(block)] if ep.size > 1 else []
     for module in found:
         module.forward = SharedExperts(module, ep, split)
+        for name, inner in [*module.named_children()]:
+            if not any(True for _ in inner.parameters()):
+                # ZeRO-3 counts the modules that run. A rank to which no row comes runs no activation, and
+                # would then keep and gather other parameters than the rest, which wait for it.
+                delattr(module, name)
+                setattr(module, name, inner.forward)
     return bool(found)
 
 
