@@ -42,4 +42,5 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": _DEEPSEEK,  # a buffer
     "gpt_oss": _GPT_OSS,  # norms, in fp16 alone
     "llama": _SIZES,  # nothing
+    "gpt2": {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},  # nor in Conv1D
 }

@@ -71,7 +71,7 @@ def put_plain_modules(model: nn.Module) -> None:
 
     for path, module in list(model.named_modules()):
         if isinstance(module, Conv1D):  # a linear, which dsx cuts, adapts and defers as one
-            linear: Any = nn.Linear(module.nx, module.nf, device="meta")
+            linear: Any = nn.Linear(module.nx, module.nf, device="meta", dtype=module.weight.dtype)
             linear.turned = True
             model.set_submodule(path, linear)
         elif isinstance(module, NewGELUActivation | FastGELUActivation):  # torch has it in one operator

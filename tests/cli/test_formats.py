@@ -83,9 +83,11 @@ def test_another_ending_is_refused_before_anything_is_done(dsx, inputs, tmp_path
     assert (code, "a file of --format json ends in .json" in err) == (2, True)
 
 
-def test_the_plan_of_a_cluster_is_no_picture(dsx):
-    code, _, err = dsx("plan", "--model", "gpt2", "--gpus", "2", "--cluster", "H100", "--output", "best.svg")
-    assert (code, "best.svg" in err and "--goodput" in err) == (2, True)
+def test_the_plan_of_a_cluster_draws_the_step_of_the_best_layout(dsx, tmp_path):
+    given = ("--gpus", "2", "--cluster", "H100", "--global-batch", "8", "--sequence-length", "256")
+    code, _, err = dsx("plan", "--model", "gpt2", *given, "--output", tmp_path / "best.svg")
+    assert (code, err) == (0, "")
+    assert ET.parse(tmp_path / "best.svg").getroot().tag.endswith("svg")
 
 
 def test_png_of_a_timeline_shows_what_its_svg_says(dsx, inputs, tmp_path):
