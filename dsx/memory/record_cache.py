@@ -71,15 +71,6 @@ class ModelRecords:
         """Blocks do, where the run says so."""
         return self.shape.recompute == "offload" and self._kinds[index] == "Block"
 
-    def divides(self, index: int) -> bool:
-        """Whether a layer's times and memory are told by a record with a divided backward.
-
-        transformers' blocks compute the same again in either, so that the shorter one does: the first part is
-        the whole backward but for what the weights take without recomputation.
-        """
-        is_again = self.remakes and self._kinds[index] == "Block"
-        return not (is_again and isinstance(self.shape.model, HubModel))
-
     def layer(self, index: int, *, divided: bool, hooked: bool) -> LayerRecord:
         kind = self._kinds[index]
         is_block = kind == "Block"

@@ -239,7 +239,7 @@ def layer_times(machine: Machine, shape: Shape) -> tuple[LayerCost, ...]:
     found = []
     last = records.num_layers - 1
     for index in range(records.num_layers - bool(shape.loss_chunk)):
-        record = records.layer(index, divided=records.divides(index), hooked=False)
+        record = records.layer(index, divided=True, hooked=False)
         if id(record) not in known:
             whole = plain.layer(index, divided=True, hooked=False)
             untiled = once.layer(index, divided=True, hooked=False)

@@ -130,15 +130,13 @@ class ModelLayers(PlannedLayers):
         records = ModelRecords(shape, many=True)
         if self.model.adapter is not None or self.model.freeze:
             blocks = (at for at, kind in enumerate(layer_kinds(shape.model)) if kind == "Block")
-            return min(
-                records.layer(at, divided=records.divides(at), hooked=False).kept_bytes for at in blocks
-            )
+            return min(records.layer(at, divided=True, hooked=False).kept_bytes for at in blocks)
         block = layer_kinds(shape.model).index("Block")
         if not isinstance(shape.model, HubModel):
             shape = replace(shape, model=replace(shape.model, windows=()))
         short = alone(shape, block)
         # The record that the times are taken from, so that none is made for this alone.
-        request = LayerRequest(shape=short, kind="Block", divided=records.divides(block))
+        request = LayerRequest(shape=short, kind="Block", divided=True)
         return recorded_for_many(request).kept_bytes
 
     def cuts_sequence(self, layout: Candidate) -> bool:
@@ -156,7 +154,7 @@ class ModelLayers(PlannedLayers):
         found += ["frozen parameters"] if model.freeze else []
         records, kinds = ModelRecords(self.shape(layout), many=True), layer_kinds(model)
         blocks = (at for at, kind in enumerate(kinds) if kind == "Block")
-        ran = (records.layer(at, divided=records.divides(at), hooked=False).forward for at in blocks)
+        ran = (records.layer(at, divided=True, hooked=False).forward for at in blocks)
         found += [] if all(any(event[0] == "sdpa" for event in events) for events in ran) else [_UNFUSED]
         return tuple(found)
 

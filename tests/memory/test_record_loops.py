@@ -60,7 +60,9 @@ def replayed(record: LayerRecord, phase: str) -> list[Any]:
         dropped(outputs)
         waits = {name: record.gives(phase).count(name) for name in record.gives(phase)}
         gradients = [form for form in record.outputs if form.differentiable]
-        dropped(layer.backward(made(gradients, "gradients"), phase, _Shared(lambda: None, waits), copies=True))
+        dropped(
+            layer.backward(made(gradients, "gradients"), phase, _Shared(lambda: None, waits), copies=True)
+        )
         note()
         for place in range(len(record.uses) if phase == "backward_input" else 0):
             layer.begin_use(place)
