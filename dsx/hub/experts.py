@@ -78,6 +78,10 @@ def share_experts(block: nn.Module, ep: ExpertParallel) -> None:
     if ep.size > 1:
         for _, module in experts_in(block):
             module.forward = SharedExperts(module, ep)
+            for name, inner in [*module.named_children()]:
+                if not [*inner.parameters()]:  # ZeRO-3 counts modules; ranks without rows run none
+                    delattr(module, name)
+                    setattr(module, name, inner.forward)
 
 
 class SharedExperts:
