@@ -22,6 +22,22 @@ ONE_B = llama(2048, 16, 32, num_key_value_heads=8, intermediate_size=8192, tie_w
 THREE_B = llama(3072, 28, 24, num_key_value_heads=8, intermediate_size=8192, tie_word_embeddings=True)
 EIGHT_B_SLICE = llama(4096, 10, 32, num_key_value_heads=8, intermediate_size=14336)
 
+EXPERTS: Json = {
+    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "head_dim": 128,
+    "intermediate_size": 6144, "num_hidden_layers": 6, "num_attention_heads": 32, "num_key_value_heads": 4,
+    "vocab_size": 151_936, "max_position_embeddings": 40_960, "rope_theta": 1e6, "num_experts": 64,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+}  # fmt: skip
+"""Blocks of Qwen3-30B-A3B with half of their experts, six of 48, which leaves room for AdamW."""
+
+# Routers and their correction biases are kept in fp32 by this family.
+ROUTERS_IN_FP32: Json = {
+    "model_type": "ernie4_5_moe", "architectures": ["Ernie4_5_MoeForCausalLM"], "hidden_size": 512,
+    "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "vocab_size": 4096, "max_position_embeddings": 1024, "moe_intermediate_size": 256, "moe_num_experts": 8,
+    "moe_k": 2, "moe_layer_start_index": 1,
+}  # fmt: skip
+
 # github.com/KempnerInstitute/KempnerForge, its table of one H200.
 PUBLISHED = {
     "tokens_per_second": 10_471,
@@ -98,6 +114,8 @@ def _ranks(dry: bool) -> Iterator[Case]:
             ("llama", {"pp": 2, "zero": 1, "schedule": "zb_h1"}, "dsx"),
             ("llama", {"pp": 2, "chunks": 2, "zero": 3, "schedule": "zbv"}, "dsx"),
             ("mixtral", {"pp": 2, "dp": 2, "ep": 2, "zero": 2}, "transformers"),
+            # Rows of experts travel behind weight gradients.
+            ("qwen3_moe", {"pp": 2, "dp": 2, "ep": 2, "zero": 2, "schedule": "zb_h1"}, "transformers"),
             ("llama", {"tp": 2, "pp": 2, "zero": 3}, "dsx"),
         ]
     for family, layout, implementation in layouts:
@@ -112,14 +130,20 @@ def _ranks(dry: bool) -> Iterator[Case]:
 
 def _precision(dry: bool) -> Iterator[Case]:
     model = TINY if dry else llama(512, 8, 8, vocab_size=4096)
-    for precision in ("bf16", "fp16"):
-        for zero in (1,) if dry else (1, 2, 3):
-            arguments = {
-                "precision": precision, "zero": zero, "model": model, "length": 16 if dry else 256,
-                "steps": 8 if dry else 16,
-                "half": {"initial_scale_power": 22, "loss_scale_window": 4, "hysteresis": 1},
-            }  # fmt: skip
-            yield _case("precision", f"{precision}, ZeRO-{zero}", "correct:low_precision", arguments)
+    models: list[tuple[str, Json, str, tuple[int, ...]]] = [("", model, "dsx", (1,) if dry else (1, 2, 3))]
+    if not dry:
+        models.append((", routers in fp32", ROUTERS_IN_FP32, "transformers", (1, 3)))
+    for name, config, implementation, stages in models:
+        for precision in ("bf16", "fp16"):
+            for zero in stages:
+                arguments = {
+                    "precision": precision, "zero": zero, "model": config, "implementation": implementation,
+                    "length": 16 if dry else 256, "steps": 8 if dry else 16,
+                    "half": {"initial_scale_power": 22, "loss_scale_window": 4, "hysteresis": 1},
+                }  # fmt: skip
+                yield _case(
+                    "precision", f"{precision}, ZeRO-{zero}{name}", "correct:low_precision", arguments
+                )
 
 
 def _memory(dry: bool) -> Iterator[Case]:
@@ -137,6 +161,10 @@ def _memory(dry: bool) -> Iterator[Case]:
         ("ZeRO-1, selective recompute", {"zero": 1, "recompute": "selective"}, False),
         ("ZeRO-2, optimizer offloaded", {"zero": 2, "offload": True}, False),
         ("ZeRO-3, transformers' modules", {"zero": 3, "implementation": "transformers"}, False),
+        *(
+            (f"ZeRO-1, LoRA over {kind}", {"zero": 1, "adapter": {"rank": 8, "quantization": kind}}, False)
+            for kind in ("int8", "nf4", "nf4_double")
+        ),
         ("ZeRO-1, vocabulary 128k", {"zero": 1, "model": llama(1024, 4, 16)}, True),
         ("ZeRO-2, one long sequence", {"zero": 2, "length": 16_384, "micro_batch": 1}, False),
         *(
@@ -155,35 +183,39 @@ def _memory(dry: bool) -> Iterator[Case]:
 def _speed(dry: bool) -> Iterator[Case]:
     yield _case("speed", FUSED_ADAM, "machine:fused_adam", seconds=240)
     slice_of_8b = {"model": EIGHT_B_SLICE, "micro_batch": 1, "accumulation": 4}
-    models: list[tuple[str, Json, Json | None]] = [
-        ("1B", {"model": ONE_B, "length": 4096, "micro_batch": 4, "accumulation": 2}, None),
-        ("8B, 10 blocks, full recompute", {**slice_of_8b, "length": 4096, "recompute": "full"}, PUBLISHED),
+    whole = ("dsx", STOCK, "dsx, compiled", f"{STOCK}, compiled", "dsx, transformers' modules")
+    moe = {"model": EXPERTS, "length": 4096, "micro_batch": 1, "accumulation": 4}
+    models: list[tuple[str, Json, tuple[str, ...], Json | None]] = [
+        # As much as has room in transformers' model, which holds the logits in fp32.
+        ("1B", {"model": ONE_B, "length": 4096, "micro_batch": 2, "accumulation": 4}, whole, None),
+        ("experts, 6 blocks", moe, (whole[4], STOCK), None),
+        (
+            "8B, 10 blocks, full recompute",
+            {**slice_of_8b, "length": 4096, "recompute": "full"},
+            whole[:2],
+            PUBLISHED,
+        ),
         *(
             (
                 f"8B, 10 blocks, 32k tokens, recompute {recompute}",
                 {**slice_of_8b, "length": 32_768, "accumulation": 2, "recompute": recompute},
+                whole[:1],
                 None,
             )
             for recompute in ("full", "offload")
         ),
-        ("3B", {"model": THREE_B, "length": 4096, "micro_batch": 2, "accumulation": 4}, None),
-        ("8B, 10 blocks", {**slice_of_8b, "length": 8192}, None),
+        ("3B", {"model": THREE_B, "length": 4096, "micro_batch": 2, "accumulation": 4}, whole[:2], None),
+        ("8B, 10 blocks", {**slice_of_8b, "length": 8192}, whole[:2], None),
     ]
     if dry:
         tiny = {"model": TINY, "length": 16, "micro_batch": 1, "accumulation": 2, "precision": "fp32"}
-        models = [("tiny", tiny, None)]
+        models = [("tiny", tiny, whole, None)]
     steps = {"warm_up": 1, "steps": 2} if dry else {"warm_up": 2, "steps": 5}
-    engines: list[tuple[str, Json]] = [
-        ("dsx", {}),
-        (STOCK, {}),
-        ("dsx, compiled", {"compiles": True}),
-        (f"{STOCK}, compiled", {"compiles": True}),
-        ("dsx, transformers' modules", {"implementation": "transformers"}),
-    ]
-    for number, (name, config, published) in enumerate(models):
-        longer = config["length"] > 8192  # two ways of dsx's are compared there, a minute each
-        several = engines[:1] if longer else engines[:2] if dry or number > 1 else engines
-        for engine, changes in several:
+    for name, config, engines, published in models:
+        for engine in engines:
+            changes: Json = {"compiles": True} if engine.endswith("compiled") else {}
+            if engine.endswith("modules"):
+                changes["implementation"] = "transformers"
             arguments = {"config": {**config, **changes}, "engine": engine, "publishes": published, **steps}
             yield _case("speed", f"{name}: {engine}", "measured:speed", arguments, seconds=150)
 

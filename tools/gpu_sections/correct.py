@@ -162,14 +162,28 @@ def _steps(text: str) -> list[str]:
 
 
 def low_precision(
-    place: Place, *, precision: str, zero: int, model: Json, length: int, steps: int, half: Json
+    place: Place,
+    *,
+    precision: str,
+    zero: int,
+    model: Json,
+    implementation: str,
+    length: int,
+    steps: int,
+    half: Json,
 ) -> Json:
     """bf16 or fp16 beside Hugging Face + DeepSpeed from one folder: losses, norms, scales, skipped steps."""
     from gpu_sections.engines import batches, ours, settings, stock
 
     folder = place.folder / f"model-{precision}-{zero}"
     _save_model(model, folder)
-    common: Json = {"length": length, "micro_batch": 2, "accumulation": 2, "zero": zero}
+    common: Json = {
+        "length": length,
+        "micro_batch": 2,
+        "accumulation": 2,
+        "zero": zero,
+        "implementation": implementation,
+    }
     runs: Json = {}
     try:
         for name, kind in (("fp32", "fp32"), ("dsx", precision), ("stock", precision)):

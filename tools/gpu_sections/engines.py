@@ -71,6 +71,7 @@ def settings(
     optimizer: Mapping[str, Any] | None = None,
     implementation: str = "dsx",
     compiles: bool = False,
+    adapter: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> Json:
     """The JSON that a user would write; ``more`` goes to its top level, ``offload`` to its ZeRO block."""
@@ -97,6 +98,7 @@ def settings(
             "train": {"steps": 100, "output": "unused"},
             "memory_check": "off",
             **({"compile": "blocks"} if compiles else {}),
+            **({"adapter": dict(adapter)} if adapter else {}),
         },
     }
 
