@@ -113,6 +113,19 @@ def _differentiate(logits_NV: Tensor, d_logits_NV: Tensor, log_sum_N: Tensor, la
         d_logits_NV[at] = p_nV.mul_(labels.share[at, None])
 
 
+def _losses_differentiated(logits_NV: Tensor, d_logits_NV: Tensor, labels: _Labels) -> Tensor:
+    """Both of the above where one rank has all columns: each chunk's logits are read once, by fused kernels."""
+    found = []
+    for at, z_nV in _chunks(logits_NV):
+        log_p_nV, column_n1 = torch.log_softmax(z_nV, dim=1), labels.column[at, None]
+        del z_nV
+        found.append(-log_p_nV.gather(1, column_n1).squeeze(1))
+        p_nV = log_p_nV.exp_()
+        p_nV.scatter_add_(1, column_n1, -labels.mine[at, None].to(p_nV.dtype))
+        torch.mul(p_nV, labels.share[at, None], out=d_logits_NV[at])
+    return torch.cat(found).masked_fill_(labels.share == 0, 0.0)
+
+
 def _chunks(logits_NV: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Slices of the tokens with their logits, at least in float32."""
     dtype = torch.promote_types(logits_NV.dtype, torch.float32)
@@ -262,15 +275,20 @@ class _Chunked:
             with torch.set_grad_enabled(self.trains):
                 y = head(x_1nH) if self.logits is None else self.logits(x_1nH, head)
             y_nV = y.detach().flatten(0, -2)
-            log_sum_n, loss_n = _losses(y_nV, labels[at], self.tp)
-            found.append(loss_n)
-            if self.trains:
-                # What a function has made of the logits, its backward may still need.
-                dy_nV = y_nV if self.logits is None else torch.empty_like(y_nV)
+            if not self.trains:
+                found.append(_losses(y_nV, labels[at], self.tp)[1])
+                continue
+            # What a function has made of the logits, its backward may still need.
+            dy_nV = y_nV if self.logits is None else torch.empty_like(y_nV)
+            if self.tp.size == 1:
+                found.append(_losses_differentiated(y_nV, dy_nV, labels[at]))
+            else:
+                log_sum_n, loss_n = _losses(y_nV, labels[at], self.tp)
+                found.append(loss_n)
                 _differentiate(y_nV, dy_nV, log_sum_n, labels[at])
-                (dx_1nH,) = torch.autograd.grad(y, x_1nH, dy_nV.view_as(y))
-                if dx_NH is not None:
-                    dx_NH[at] = dx_1nH[0]
+            (dx_1nH,) = torch.autograd.grad(y, x_1nH, dy_nV.view_as(y))
+            if dx_NH is not None:
+                dx_NH[at] = dx_1nH[0]
         return torch.cat(found)
 
 
