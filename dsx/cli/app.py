@@ -32,37 +32,37 @@ from dsx.errors import DsxError
 from dsx.launch.entry import say_loading
 from dsx.terminal import no_room, open_streams
 
-# Command -> lines that show its use, after `dsx init run` and in that folder.
-EXAMPLES: Final = {
-    "init": ("dsx init run --model gpt2 --gpus 4", "dsx init run --from ds_config.json --model my_model/"),
-    "check": ("dsx check train.json --gpus 8", "dsx check ds_config.json --for trainer --diff"),
-    "data": ("dsx data show train.json --samples 2",),
-    "estimate": (
+# Command, in the order of the help -> lines that show its use, after `dsx init run` and in that folder.
+COMMANDS: Final = {
+    init: ("dsx init run --model gpt2 --gpus 4", "dsx init run --from ds_config.json --model my_model/"),
+    check: ("dsx check train.json --gpus 8", "dsx check ds_config.json --for trainer --diff"),
+    data: ("dsx data show train.json --samples 2",),
+    estimate: (
         "dsx estimate train.json --gpus 8 --gpu-memory 79",
         "dsx estimate --model llama-3-8b --gpus 8 --zero 3",
     ),
-    "plan": ("dsx plan --model llama-3-8b --global-batch 256 --gpus 64 --cluster H100",),
-    "schedule": (
+    plan: ("dsx plan --model llama-3-8b --global-batch 256 --gpus 64 --cluster H100",),
+    train: ("dsx train train.json --gpus 2", "dsx train train.json --set dsx.train.steps=20"),
+    schedule: (
         "dsx schedule 1f1b --stages 4 --micro-batches 8",
         "dsx schedule auto --profile profile.json --stages 4 --micro-batches 16",
     ),
-    "trace": ("dsx trace runs/my_run/traces/step10.json",),
-    "plot": ("dsx plot runs/my_run --output curves.svg",),
-    "reshard": (
+    trace: ("dsx trace runs/my_run/traces/step10.json",),
+    plot: ("dsx plot runs/my_run --output curves.svg",),
+    reshard: (
         "dsx reshard runs/my_run/checkpoints/step100 model/ --to hf",
         "dsx reshard runs/my_run wider/ --to tp=4,pp=2",
     ),
-    "upcycle": ("dsx upcycle Qwen3-0.6B/ mixture/ --experts 8 --top-k 2",),
-    "inspect": ("dsx inspect runs/my_run --verify",),
-    "diff": ("dsx diff runs/one runs/other --common",),
-    "train": ("dsx train train.json --gpus 2", "dsx train train.json --set dsx.train.steps=20"),
-    "verify": ("dsx verify train.json --gpus 4 --set dsx.parallel.tensor=2",),
-    "islands": ("dsx islands keys keys --islands 3",),
-    "models": ("dsx models", "dsx models my_model/config.json"),
-    "presets": ("dsx presets",),
-    "schema": ("dsx schema --format table",),
-    "guide": ("dsx guide", "dsx guide tour"),
-    "env": ("dsx env --hostfile hostfile --output report.txt",),
+    upcycle: ("dsx upcycle Qwen3-0.6B/ mixture/ --experts 8 --top-k 2",),
+    inspect: ("dsx inspect runs/my_run --verify",),
+    diff: ("dsx diff runs/one runs/other --common",),
+    verify: ("dsx verify train.json --gpus 4 --set dsx.parallel.tensor=2",),
+    islands: ("dsx islands keys keys --islands 3",),
+    models: ("dsx models", "dsx models my_model/config.json"),
+    presets: ("dsx presets",),
+    schema: ("dsx schema --format table",),
+    guide: ("dsx guide", "dsx guide tour"),
+    env: ("dsx env --hostfile hostfile --output report.txt",),
 }
 
 
@@ -94,29 +94,8 @@ def build() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     )
     app.callback()(_root)
-    for command in (
-        init,
-        check,
-        data,
-        estimate,
-        plan,
-        train,
-        schedule,
-        trace,
-        plot,
-        reshard,
-        upcycle,
-        inspect,
-        diff,
-        verify,
-        islands,
-        models,
-        presets,
-        schema,
-        guide,
-        env,
-    ):
-        app.command(cls=Command, epilog="\n".join(EXAMPLES[command.__name__]))(command)
+    for command, examples in COMMANDS.items():
+        app.command(cls=Command, epilog="\n".join(examples))(command)
     return app
 
 

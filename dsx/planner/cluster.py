@@ -43,10 +43,8 @@ class Cluster:
     """Nodes of equal GPUs (or of CPU processes, which count as GPUs).
 
     Attributes:
-        name: The name, for people.
         gpus_per_node: GPUs that the inner links join.
         gpus_per_host: GPUs of a node's part that fails by itself; 0 for all of them.
-        nodes: Number of nodes; None for as many as a run asks for.
         memory_bytes: Memory of a GPU.
         memory_bytes_per_second: Nominal rate of a GPU's memory.
         flops: Precision -> dense peak FLOP/s of a GPU.
@@ -86,32 +84,6 @@ class Cluster:
     failures: FailuresConfig | None = None
 
     def __post_init__(self) -> None:
-        figures = {
-            "gpus_per_node": self.gpus_per_node,
-            "nodes": 1 if self.nodes is None else self.nodes,
-            "memory_bytes": self.memory_bytes,
-            "memory_bytes_per_second": self.memory_bytes_per_second,
-            "host_bytes_per_second": self.host_bytes_per_second,
-            "inside.bytes_per_second": self.inside.bytes_per_second,
-            "between.bytes_per_second": self.between.bytes_per_second,
-            "sites": self.sites,
-            **({} if self.across is None else {"across.bytes_per_second": self.across.bytes_per_second}),
-            **{f"flops.{precision}": rate for precision, rate in self.flops.items()},
-        }
-        for key, value in figures.items():
-            if not value > 0:
-                raise ConfigError(
-                    f"cluster {self.name}: {key} = {value}", "not above 0", "give its real size"
-                )
-        least = {
-            "inside.latency_seconds": self.inside.latency_seconds,
-            "between.latency_seconds": self.between.latency_seconds,
-            "across.latency_seconds": 0.0 if self.across is None else self.across.latency_seconds,
-            "reserved_bytes": self.reserved_bytes,
-        }
-        for key, value in least.items():
-            if value < 0:
-                raise ConfigError(f"cluster {self.name}: {key} = {value}", "below 0", "give 0 or more")
         if self.reserved_bytes >= self.memory_bytes:
             raise ConfigError(
                 f"cluster {self.name}: reserved_bytes = {self.reserved_bytes}",
