@@ -112,12 +112,7 @@ def of_today(source: Catalog) -> Catalog:
 
 
 def completed(source: Catalog, folder: Path | None = None) -> Catalog:
-    """A checkpoint with what it leaves out, which stays where it is.
-
-    Args:
-        source: A checkpoint.
-        folder: The model folder that it was built from; where it says by default.
-    """
+    """A checkpoint with what it leaves out, of ``folder`` or the one that it names, where that stays."""
     fact = source.facts.get("base")
     if fact is None:
         if folder is not None and source.facts.get("composite") is None:

@@ -84,12 +84,7 @@ def model_fact(model: Model) -> dict[str, Any]:
 
 
 def with_numbers(group: Mapping[str, Any], values: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
-    """A group with these states.
-
-    Args:
-        group: Its names and hyperparameters.
-        values: By state and name.
-    """
+    """A group of names and hyperparameters with these states, by state and name."""
     kept = {state: one for state, by_name in values.items() if (one := _one(by_name)) is not None}
     step = kept.pop("step", None)
     return {**group, "step": step, **({"numbers": kept} if kept else {})}
@@ -275,8 +270,6 @@ class Checksum:
     """What bytes ``start`` to ``stop`` of a file must hash to.
 
     Attributes:
-        file: As in :class:`Piece`.
-        start: First byte.
         stop: Byte after the last.
         algorithm: ``xxh3_128`` (dsx) or ``crc32`` (members of torch's zip files).
         digest: Hexadecimal, lower case, of full width: 32 or 8 digits.
@@ -294,7 +287,6 @@ class Catalog:
     """Everything that one checkpoint holds.
 
     Attributes:
-        root: The checkpoint's folder.
         format: ``dsx-2``, ``deepspeed``, ``universal``, ``hf``, ...
         entries: Every state of every tensor; a key occurs once.
         facts: State that is not in tensors; keys in the module's docstring.
@@ -424,7 +416,6 @@ class Crc32Field:
     """Where a file keeps the CRC32 of its own bytes ``start`` to ``stop``, as torch's zip files do.
 
     Attributes:
-        start: First byte of the member.
         stop: Byte after the last.
         places: Offsets of the fields, four bytes each, little-endian (local header or data descriptor, and
             central directory).
@@ -443,7 +434,6 @@ class Skeleton:
 
     Attributes:
         file: Path relative to the checkpoint's folder.
-        num_bytes: Size of the complete file.
         parts: (offset, bytes) to write as they are: headers, pickled structure, JSON.
         crc32_fields: Filled in when the bytes that they are about are all written.
     """
@@ -460,7 +450,6 @@ class Written:
 
     Attributes:
         checksums: xxh3_128 of every region written, in the order of files and offsets.
-        tile_elements: Size of the tiles that were used.
         tile_digests: As in :class:`~dsx.checkpoint.catalog.Catalog`, of the new checkpoint.
     """
 

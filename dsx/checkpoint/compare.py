@@ -35,9 +35,6 @@ class TensorDifference:
     """One state of one tensor in both.
 
     Attributes:
-        name: Name of the tensor.
-        state: State of the tensor.
-        elements: Number of its elements.
         differing: Number of elements with different bits.
         max_ulps: The largest distance, in representable numbers; :data:`BROKEN_ULPS` beside a NaN.
         max_abs: The largest absolute difference of finite elements.

@@ -159,14 +159,9 @@ class ConversionReport:
 
     Attributes:
         target: The new checkpoint's folder.
-        tensors: Logical tensors.
         states: States of tensors (entries).
-        elements: Elements of all of them.
-        read_bytes: Bytes of tensors read.
-        written_bytes: Bytes of tensors written.
         tiles_checked: Tiles whose bytes had the digest that the source's manifest has.
         sums_checked: Other checksums of the source's files that were right: CRC32s of members, mostly.
-        seconds: Time that this run took.
         notes: What changed on the way or stayed behind.
     """
 
@@ -190,15 +185,10 @@ def execute(
     *,
     check: Callable[[Path, Catalog], None] = check_target,
 ) -> ConversionReport:
-    """Make ``target`` from ``source``. It appears whole or not at all.
+    """Make ``target`` from ``source`` by ``plan``. It appears whole or not at all.
 
-    Args:
-        source: What to copy from.
-        target: What to make.
-        plan: Which bytes go where.
-        options: Workers, memory and the like.
-        check: Raises CheckpointError unless a finished folder is read as the target's catalog; by default
-            with the reader of its format.
+    ``check`` raises CheckpointError unless a finished folder is read as the target's catalog; by default it
+    is the reader of its format.
     """
     began = monotonic()
     fits = (options.memory_bytes - _INTERPRETER_BYTES) // worker_bytes(plan)

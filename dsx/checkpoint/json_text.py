@@ -37,12 +37,7 @@ def parsed(data: bytes | str, *, unique: bool = False, finite: bool = False) -> 
 
 
 def check_plain(plain: Any, *, halves: bool = True) -> None:
-    """Raise ValueError if plain values are nested too deep, or have a text that is no Unicode.
-
-    Args:
-        plain: Dicts, lists, and what cannot hold others.
-        halves: Look at texts, too.
-    """
+    """Raise ValueError if plain values are nested too deep, or (``halves``) a text in them is no Unicode."""
     level = [plain]
     for _ in range(_MAX_DEPTH):
         if not level:

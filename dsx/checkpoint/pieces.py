@@ -228,7 +228,6 @@ class Blocks:
     Attributes:
         outer: Dims to loop over, one block per index.
         inner: Dims inside a block, the slowest first.
-        elements: Elements of a block.
     """
 
     outer: tuple[int, ...]

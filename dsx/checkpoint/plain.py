@@ -38,10 +38,8 @@ _DICTS: Mapping[str, type] = {"dict": dict, "counter": Counter, "ordered": Order
 def encode(value: Any, where: str) -> Any:
     """``value`` as JSON values.
 
-    Args:
-        value: None, numbers, strings, bytes, lists, tuples, sets, dicts with keys of those, numpy arrays and
-            numbers, torch tensors.
-        where: What it is, for messages.
+    It is None, numbers, strings, bytes, lists, tuples, sets, dicts with keys of those, numpy arrays and
+    numbers, torch tensors. Messages call it ``where``.
     """
     if value is None or isinstance(value, (bool, str)) or type(value) is int:
         return value

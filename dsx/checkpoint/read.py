@@ -71,7 +71,6 @@ class Reader:
     Whatever is read whole is compared with its checksum, if the checkpoint has one.
 
     Args:
-        catalog: The checkpoint.
         tile_elements: Size of the tiles that will be asked for. The manifest's digests are compared if it has
             them of tiles of this size.
 
@@ -116,13 +115,9 @@ class Reader:
         return found
 
     def fill(self, entry: Entry, parts: Sequence[Part], out: Array, dtype: str) -> None:
-        """Put parts of a tensor where they belong in a rank's flattened local tensor.
+        """Put parts of a tensor, boxes, where they belong in a rank's flattened local tensor.
 
-        Args:
-            entry: The tensor.
-            parts: Boxes, and where they lie in ``out``.
-            out: One dim, written in place.
-            dtype: The dtype of ``out``, by torch's name.
+        ``out`` is that, with one dim, and written in place; ``dtype`` is its dtype by torch's name.
         """
         for part in parts:
             box, covered = part.box, 0

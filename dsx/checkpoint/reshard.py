@@ -54,14 +54,11 @@ class WantedTarget:
     """The target that is asked for.
 
     Attributes:
-        format: The target's format, one of :data:`WRITERS`.
-        degrees: The degrees of the target's layout; the source's where they say nothing.
         run: A resolved config whose model and layout to take instead.
         precision: ``fp32``, ``bf16`` or ``fp16`` for the weights; the source's by default.
         names: Whose names the tensors shall have. By default dsx's for dsx, Hugging Face's for ``hf``, where
             the model is known, and the source's for DeepSpeed and DCP.
         hf_config: Content of the ``config.json`` of a ``hf`` target; of the source or the run by default.
-        pipeline: How a stock PipelineModule cuts its layers.
         base: The model folder of what the source leaves out; where it says by default.
     """
 
@@ -80,10 +77,7 @@ class Conversion:
     """A conversion that is planned and can be done.
 
     Attributes:
-        source: What there is.
-        target: What is to be made.
         layout: The target's, for people; None for a format that has none.
-        plan: What goes where.
         merge: What is added to weights on the way; None copies them.
     """
 

@@ -59,10 +59,8 @@ def unusable(
 ) -> Iterator[Unusable]:
     """Every value in ``node`` that no program can use.
 
-    Args:
-        node: A config, or a part of it.
-        infinite: Whether an inf or nan is allowed, by the value and its dotted key; None for nowhere.
-        path: Where ``node`` stands.
+    ``node`` stands at ``path``. ``infinite`` says whether an inf or nan is allowed, by the value and its
+    dotted key; None for nowhere.
     """
     if len(path) > _MOST_LEVELS:
         what = f"it holds more than {_MOST_LEVELS} objects or lists in one another"

@@ -196,9 +196,7 @@ class Slot:
     Attributes:
         path: Where it is written.
         name: Dotted path in the reference (short and old names replaced, list indices as ``[]``).
-        value: What is written.
         key: Its row; None for an unknown key.
-        block: The block that it is in.
     """
 
     path: Path

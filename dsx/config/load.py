@@ -58,11 +58,7 @@ _MODEL = "dsx.model.overrides."
 
 @contextmanager
 def told_of_set(overrides: Sequence[str]) -> Iterator[None]:
-    """Inside the block, errors say which value is not the file's.
-
-    Args:
-        overrides: ``key=value`` items, as ``--set`` takes them.
-    """
+    """Inside the block, errors say which values ``overrides`` (``key=value`` items) have put there."""
     try:
         yield
     except DsxError as error:

@@ -57,7 +57,6 @@ class Edit:
 
     Attributes:
         kind: "set" a value (makes the objects on the way), "remove" the key, "rename" it (value kept).
-        path: The key.
         value: What "set" writes; the new last part for "rename".
     """
 
@@ -111,7 +110,6 @@ class Context:
     Attributes:
         source: The file.
         runner: Who runs it: DeepSpeed alone, transformers' Trainer (or Accelerate), or dsx.
-        version: The version of DeepSpeed.
         world_size: Number of ranks; None if not given.
         pipeline: Stages of the model's pipeline under stock DeepSpeed: 1 for none, None if not said.
         client_optimizer: Whether the script passes an optimizer to deepspeed.initialize.

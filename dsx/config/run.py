@@ -41,13 +41,11 @@ class RunConfig:
         dsx: The ``dsx`` block as the user wrote it, with its "auto" but a named tokenizer; after
             ``dsx.recipe.measure``, with what was chosen written out.
         mesh: Degree of every axis over the world's ranks.
-        model: The architecture.
         hf_config: The Hugging Face config that it was read from.
         weights: Hugging Face folder to start from; None for fresh weights.
         chunks: Virtual stages per pipeline rank.
         program: The pipeline schedule.
         stage_map: Layers over virtual stages over pipeline ranks.
-        param_specs: Every parameter of the model.
         micro_batch_size: Sequences per micro-batch and data-parallel rank.
         accumulation: Micro-batches per step and data-parallel rank.
         global_batch_size: Sequences per step, over all ranks.

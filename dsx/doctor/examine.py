@@ -89,7 +89,6 @@ class Report:
     """What the doctor found.
 
     Attributes:
-        source: The config.
         runner: For whom it was checked.
         inferred: Whether that was guessed from the config.
         version: The version of DeepSpeed that it was checked for.

@@ -24,10 +24,7 @@ def resolve_run(
 ) -> tuple[RunConfig | None, list[Finding]]:
     """The run of ``config``, or what is wrong with it; without a world size the ``dsx`` block alone is read.
 
-    Args:
-        config: A config with a ``dsx`` block.
-        world_size: Number of ranks.
-        gpu_memory_gib: All memory of a GPU, which each rank must fit into; None to leave that open.
+    ``gpu_memory_gib`` is all memory of a GPU, which each rank must fit into; None leaves that open.
     """
     from dsx.config.load import SeveralProblemsError, load, raise_all
     from dsx.config.resolve import left_to_plans, resolve

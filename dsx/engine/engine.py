@@ -114,9 +114,7 @@ class StepControl:
     def refuser(self, sums: torch.Tensor, reduced: dist.Work) -> Refuses | None:
         """:attr:`refuses` as a question about the gradient norm alone.
 
-        Args:
-            sums: The sums of the current step.
-            reduced: Their all-reduce, not yet waited for.
+        ``reduced`` is the all-reduce of ``sums``, those of the current step, not yet waited for.
         """
         if self.refuses is None:
             return None
@@ -156,8 +154,6 @@ class PipelineEngine:
 
     Attributes:
         module, pipeline: The PipelineModule: this rank's layers.
-        num_stages: Pipeline degree.
-        stage_id: This rank's pipeline coordinate.
         rank_progress: Where this rank is, for the watch.
         step_control: What others decide about training steps.
         batch_source: Where ``train_batch`` reads its micro-batches, and how long it has waited for them.
@@ -264,9 +260,7 @@ class PipelineEngine:
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Iterable[Any] | None) -> None:
         """Stock's, for programs that make their optimizer once there is an engine. Collective.
 
-        Args:
-            client_optimizer: An optimizer, or a function that makes one of parameters.
-            model_parameters: What it is to train.
+        ``client_optimizer`` is an optimizer, or a function that makes one of ``model_parameters``.
 
         Raises:
             ModelError: The engine has an optimizer already, or one of ZeRO's or bf16's, which begins with it.

@@ -109,13 +109,8 @@ class StepRun:
     Args:
         schedule: Lowered schedule of the step (training or forward-only).
         receives: When this rank posts the receives of ``schedule``.
-        groups: This rank's groups.
-        stages: The layers.
-        calls: Forward and backward of the layers.
-        hooks: Told how far the step has come.
         batches: Micro-batches for the first and last stage.
         signatures: Boundary signatures, kept between steps.
-        mode: What the step is for.
         split: The object that the layers were built with, for schedules that split the backward. Layers
             without it do their whole backward in its first part.
         around: Entered around every action, to record it (:mod:`dsx.engine.step_tracer`); None for none.

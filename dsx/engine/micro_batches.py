@@ -181,13 +181,9 @@ class TrainedTokens:
 
     Args:
         loss: Says how many a micro-batch's labels have.
-        groups: This rank's groups.
         device: Where counts are summed over ranks.
         before_backward: Whether the losses are divided by the step's number of them, for which all
             micro-batches are read before the first loss.
-
-    Attributes:
-        before_backward: See there.
     """
 
     def __init__(

@@ -21,10 +21,7 @@ from dsx.parallel.mesh import Mesh
 def say(model: PipelineModule, settings: Settings, run: RunConfig | None) -> None:
     """Say that the layout is unproved, and where the losses differ from stock DeepSpeed's on purpose.
 
-    Args:
-        model: The pipeline, without a proof.
-        settings: The config.
-        run: The resolved config, if there is one: such programs have not come from stock.
+    Programs with a resolved config, ``run``, have not come from stock.
     """
     mesh, off = model.groups.mesh, run is not None and run.dsx.proof == "off"
     place = _place(model.layer_specs, mesh, settings.zero_stage)

@@ -358,8 +358,6 @@ class Inbox:
     Args:
         messages: (virtual stage that receives, micro-batch) in the order in which the source sends.
         source: Global rank of the sender.
-        group: Process group of the channel.
-        device: Where buffers live.
         shards: How the sender cuts tensors; None if it sends them whole.
         headers: The headers of varying shapes; None if any headers come in the channel.
         num_posted: Receives posted so far in this step.
@@ -388,8 +386,7 @@ class Inbox:
     def post(self, signature: Signature | None) -> Signature:
         """Post the receive of :attr:`due`.
 
-        Args:
-            signature: What it will be. None waits for its header, which says so; the sender must send one.
+        A ``signature`` of None waits for the header, which says what it will be; the sender must send one.
         """
         if signature is None:
             header = torch.empty(HEADER_NUMEL, dtype=torch.int64, device=self.device)
@@ -453,7 +450,6 @@ class Outbox:
     """Sends under way. Each keeps its tensors alive until they have left.
 
     Args:
-        groups: This rank's groups.
         shards: How tensors are cut; None sends them whole.
         headers: Group of the hosts for headers; None sends them in the channel, before their message.
     """

@@ -122,7 +122,6 @@ class EngineNames:
     """Names that a PipelineEngine looks up here before it asks the DeepSpeedEngine underneath.
 
     Args:
-        engine: The engine whose names they are.
         sums: A tensor whose first element is the mean loss of the last step.
 
     Attributes:

@@ -341,10 +341,7 @@ def clips_by_itself() -> bool:
 def asked(model: Any, base: type, name: str) -> Callable[..., Any] | None:
     """A method of stock's that a program has changed, bound to ``model``; None if it is stock's own rule.
 
-    Args:
-        model: A dsx.PipelineModule.
-        base: dsx's class, whose own method is stock's rule.
-        name: One of :data:`TAKEN`.
+    ``base`` is dsx's class, whose own method is stock's rule; ``name`` is one of :data:`TAKEN`.
     """
     if not _is_own(getattr(type(model), name), base):
         bound: Callable[..., Any] = getattr(model, name)

@@ -129,9 +129,7 @@ class Guard:
     def follow(self, engine: PipelineEngine, state: Mapping[str, Any]) -> None:
         """Guard the steps of ``engine``.
 
-        Args:
-            engine: The engine, already resumed if it is to be.
-            state: ``client_state`` of the checkpoint that the run continues from; empty for a fresh start.
+        ``state`` is the ``client_state`` of the checkpoint from which ``engine`` has been resumed, or empty.
         """
         self._engine = engine
         groups = self._groups

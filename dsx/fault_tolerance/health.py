@@ -77,10 +77,8 @@ class Health:
     def judge(self, loss: float, grad_norm: float | None, *, spikes: frozenset[str]) -> StepFinding | None:
         """What is wrong with a step of these figures; None for a healthy one.
 
-        Args:
-            loss: Mean loss of the step.
-            grad_norm: Before clipping; None if unknown.
-            spikes: Of ``loss`` and ``grad_norm``, those whose spikes are looked for.
+        ``grad_norm`` is that before clipping, None if unknown. ``spikes`` are those of ``loss`` and
+        ``grad_norm`` whose spikes are looked for.
         """
         known = {"loss": loss} if grad_norm is None else {"loss": loss, "grad_norm": grad_norm}
         for name, value in known.items():

@@ -49,7 +49,6 @@ class Peer:
         rank: Global rank.
         machine: The running kernel and its process table; empty if unknown.
         pid: Process id there.
-        host: The machine's name.
         addresses: Where other processes may reach this one, the likeliest first.
         port: Where it listens there; 0 if it does not.
         secret: What others greet it with there.

@@ -38,7 +38,6 @@ class RankState:
         idle_seconds: How long it has been there.
         step_seconds: Times of its last steps.
         saw: Ranks on its machine that cannot speak for themselves, and what has become of them.
-        host: Its machine.
         runs: How many schedules it has begun since the start; ranks of a pipeline run the same ones.
         awaits: The action whose result it waits to receive, e.g. ``0F5``; empty if there is none.
         sent: Actions of the schedule under way whose results it has sent.
@@ -144,9 +143,7 @@ def diagnose(states: Mapping[int, RankState], hosts: Sequence[str]) -> Diagnosis
     in a collective waits for those of its members that are not in it. One that waits for a message that its
     sender has sent waits for the network, not for the sender.
 
-    Args:
-        states: Rank -> what it says of itself, of those that could.
-        hosts: Machine of each rank of the run.
+    ``states`` is of the ranks that could say something, ``hosts`` has the machine of each rank of the run.
     """
     missing = tuple(rank for rank in range(len(hosts)) if rank not in states)
     if missing:
@@ -341,7 +338,6 @@ class Notice:
     """The notice that a rank is lost to the run.
 
     Attributes:
-        rank: The lost rank.
         by: The rank that says so; ``rank`` itself if it could still speak.
         since: When it was noticed, by this machine's clock, in seconds since the epoch.
         text: What the rank says of itself, or what was seen of it; empty if its process ended without a word.

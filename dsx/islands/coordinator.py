@@ -74,7 +74,6 @@ class IslandNode:
         launcher: Host and port at which ranks of one launch have met.
 
     Attributes:
-        islands: The same.
         address: Where this rank listens, if it is one of the first island.
         server: On ranks of the first island, what serves the others.
         client: On first ranks of the others, the conversation with the first island.
@@ -158,10 +157,8 @@ class CoordinatorServer:
     def start(self, layout: str, addresses: list[str], protocol: AtHome) -> None:
         """Begin to listen.
 
-        Args:
-            layout: What the ranks of all islands must have in common.
-            addresses: Where this island's ranks listen.
-            protocol: This rank's.
+        ``layout`` is what the ranks of all islands must have in common,
+        ``addresses`` where this island's listen.
         """
         self._layout, self._addresses, self._protocol = layout, addresses, protocol
         self._listener.start(self.serve)
@@ -298,10 +295,8 @@ class CoordinatorClient:
     def start(self, layout: str, gives_up: Callable[[], bool], news: list[str]) -> None:
         """Begin to look for the first island.
 
-        Args:
-            layout: What all islands must have in common.
-            gives_up: Whether this one is to end, and waits for the first one no more.
-            news: Gets sentences for people.
+        ``layout`` is what all islands must have in common, ``news`` gets sentences for people. Once
+        ``gives_up`` says that this one is to end, it waits for the first one no more.
         """
         self._layout, self._gives_up, self._news = layout, gives_up, news
         threading.Thread(target=self._keep, name="islands talk", daemon=True).start()

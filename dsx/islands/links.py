@@ -51,7 +51,6 @@ class Connection:
     """One connection, on which whole messages are sent and received.
 
     Args:
-        connection: The connected socket.
         patience_seconds: How long nothing may come through while a message is under way.
 
     Attributes:

@@ -48,7 +48,6 @@ class OuterState:
     """fp32 copies on the host of all masters of a rank, cut into the shares that have rounds of their own.
 
     Args:
-        engine: The DeepSpeedEngine.
         shares: Number of shares. Each has its part of every parameter.
         settings: Of the outer optimizer: lr, momentum, nesterov.
         carries_errors: Whether the wire rounds so that what it keeps back is carried on.
@@ -136,9 +135,7 @@ class OuterState:
     def step(self, share: int, gradients: Sequence[Tensor]) -> None:
         """Move the common weights of a share by the outer optimizer.
 
-        Args:
-            share: Which.
-            gradients: Weights before minus weights after, the mean over islands.
+        ``gradients`` are weights before minus weights after, the mean over islands.
         """
         parameters = self._optimizer.param_groups[share]["params"]
         for parameter, gradient in zip(parameters, gradients, strict=True):

@@ -25,7 +25,6 @@ class IslandRanks:
     They are of this alone, because a thread may use them while training uses others.
 
     Args:
-        groups: This rank's groups.
         replicated: Whether ranks of the data group hold the same masters (ZeRO-0). Each then exchanges a part
             of them with the other islands, and they share what they got.
     """

@@ -45,11 +45,8 @@ class PendingRound:
         sent: This rank's weights then, fp32 on the host, by piece.
         movement: What they have moved since the last round.
         ready: What is said of it.
-        began: When.
         stood_seconds: How long training stood still until its thread went on by itself.
-        thread: What carries it on.
         outcome: What came of it; None if this island was left out.
-        error: What went wrong in the thread.
     """
 
     step: int
@@ -96,12 +93,9 @@ class RoundProtocol:
     """Takes an island through its rounds. Every rank makes one, and calls it alike.
 
     Args:
-        node: This rank's connections.
-        ranks: The island's ranks.
         layout: Equal for islands whose ranks hold the same parts.
         shares: Number of shares of the model.
         wire: How numbers travel.
-        last_step: Number of the last inner step.
         gives_up: Whether this island is to end, and waits for the others no more.
         standing: Gives what the common weights are.
         state: Gives this rank's part of these weights and their momentum, a copy; None before there are any.
@@ -158,9 +152,7 @@ class RoundProtocol:
     def go_through(self, pending: PendingRound, share_of: Callable[[int], Share]) -> RoundOutcome | None:
         """The round; None if it was without this island. Collective.
 
-        Args:
-            pending: The round.
-            share_of: Gives what this rank brings to a round about a share.
+        ``share_of`` gives what this rank brings to a round about a share.
 
         Raises:
             RunError: The first island has another layout, or knows another launch that is this island.

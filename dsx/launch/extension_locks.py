@@ -25,7 +25,6 @@ class ExtensionLock:
     """A lock file.
 
     Attributes:
-        path: Where it is.
         age_seconds: Time since it was made.
         builder: The process of this machine that has it open, as a build has from its start to its end
             (torch/utils/file_baton.py); None if it was killed or runs on another machine.
@@ -63,9 +62,7 @@ def extensions_folder(environment: Mapping[str, str] | None = None) -> Path:
 def extension_locks(folder: Path, now_seconds: float | None = None) -> Iterator[ExtensionLock]:
     """Every lock below ``folder``, whether its build is alive or not.
 
-    Args:
-        folder: What :func:`extensions_folder` gives.
-        now_seconds: The time to reckon their age from, in seconds since the epoch; now by default.
+    ``now_seconds``, since the epoch, is the time to reckon their age from; now by default.
     """
     now = time.time() if now_seconds is None else now_seconds
     # <folder>/<name>/lock, or <folder>/py311_cu121/<name>/lock.

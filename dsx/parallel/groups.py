@@ -48,10 +48,6 @@ class Groups:
         sequence_parallel: Whether activations between tensor-parallel blocks are split along the sequence.
         island: This rank's connections with other islands; None without islands.
         silent: Whether what is done in these groups is not to be told on any console.
-        pp_rank: Coordinate on the pipeline axis.
-        dp_rank: Coordinate on the data-parallel axis.
-        cp_rank: Coordinate on the context axis.
-        tp_rank: Coordinate on the tensor-parallel axis.
         replica: Place among the ranks of ``data``.
         share: Which share of every batch this rank reads.
         speaks: Whether this rank is the first of those along axes that divide features: what all of them
@@ -189,7 +185,6 @@ class Grid:
     PipelineParallelGrid): the gradient norm is summed and checkpoints are numbered over that.
 
     Args:
-        groups: This rank's groups.
         topology: The DeepSpeed ProcessTopology that the mesh was made from, if any.
         replicas: Whether data-parallel ranks are all that hold the same parameters, as for DeepSpeed, which
             partitions over them. Else they are those that read samples of their own, as for whoever reads.

@@ -37,7 +37,6 @@ class Layout:
         stages: Layers of every virtual stage; as many pipeline ranks as the mesh.
         params: Every parameter of the model (:func:`dsx.models.params.param_specs`). A tied one is used by
             its own layer and by the last layer, the head.
-        zero_stage: ZeRO stage.
         dtype: Of the run's weights, by torch's name.
     """
 

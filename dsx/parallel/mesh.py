@@ -278,11 +278,8 @@ class Mesh:
     def copies(self, rank: int, *, cut: bool, divided: bool, experts: bool = False) -> tuple[int, int]:
         """Which of the ranks with the same elements of a parameter ``rank`` is, and how many they are.
 
-        Args:
-            rank: The rank.
-            cut: Whether axes that divide features divide the parameter.
-            divided: Whether ZeRO divides it, or its state, over replicas.
-            experts: Whether it is of experts.
+        Axes that divide features divide the parameter if it is ``cut``, and ZeRO divides it, or its state,
+        over replicas if it is ``divided``; ``experts``: it is of experts.
         """
         axes = () if cut else _dividing("features")
         index, count = self._index(rank, axes), self._count(axes)

@@ -143,7 +143,6 @@ class ChunkReduction(Generic[P, B]):
         kinds: What a parameter shares a bucket by: its data type on the wire.
         bucket_elements: A bucket is closed once it has as many elements, or fewer
             (:func:`elements_of_a_bucket`); 0 for the largest parameter's.
-        rank: The pipeline rank.
     """
 
     by_dsx = True

@@ -58,7 +58,6 @@ class ZeroPlan:
 
     Attributes:
         stage: ZeRO stage, 0 to 3.
-        dp: Data-parallel degree.
         groups: Optimizer groups; each lists (name, elements of the local tensor) in the optimizer's order.
         experts_over: Neighbours among the data-parallel ranks that hold the experts of a layer together.
         experts: Indices of the groups of experts. Each of those is cut over every ``experts_over``-th rank.

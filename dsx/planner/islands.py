@@ -69,7 +69,6 @@ class IslandTask:
     """Islands of one layout.
 
     Attributes:
-        count: How many.
         step_seconds: Of an inner step.
         elements: Trained parameters that an island sends the movement of, over all its ranks.
         ranks: Of an island.

@@ -27,7 +27,6 @@ class ModelLayers(PlannedLayers):
     """A model.
 
     Attributes:
-        model: The architecture.
         sequence_length: Tokens.
         width: Bytes of a parameter.
         vocab_multiple: To which each rank's vocabulary rows are padded.

@@ -147,7 +147,6 @@ class Candidate:
     """One way to train it.
 
     Attributes:
-        mesh: The degrees.
         schedule: The pipeline's schedule.
         chunks: Virtual stages per pipeline rank.
         micro_batch: Sequences per micro-batch.

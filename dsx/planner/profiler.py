@@ -54,7 +54,6 @@ class LayerKey:
     """Layers with equal keys cost the same.
 
     Attributes:
-        kind: Of the layer.
         inputs: Shapes and dtypes that it gets.
         is_last: Whether the loss follows.
     """
@@ -69,7 +68,6 @@ class LayerBench:
     """Measures layers, each kind once.
 
     Args:
-        device: Where.
         split: What the layers were built with; None for layers that do not divide their backward.
         micro_batches: How many count.
         loss: Called with the last layer and its input, gives a scalar.
@@ -350,9 +348,7 @@ def measure_compute(run: RunConfig, cluster: Cluster) -> Calibration:
     measured: one process has none. On CPUs the product and the copy replace the cluster's nominal rates,
     which are those of no machine in particular.
 
-    Args:
-        run: Resolved for one rank; its model, precision and sequence length count.
-        cluster: What is planned for.
+    ``run`` is resolved for one rank; its model, precision and sequence length count.
     """
     device = torch.device(get_accelerator().current_device_name())
     dtype, kind = DTYPES[run.precision], device.type

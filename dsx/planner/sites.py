@@ -156,14 +156,8 @@ def compare(
 ) -> SiteComparison:
     """One job beside islands.
 
-    Args:
-        joined: What one job over all sites would train.
-        inputs: What an island trains (:func:`~dsx.planner.inputs.site_inputs`).
-        cluster: With its sites.
-        pinned: What is not to be chosen.
-        measured: Rates of the GPUs in place of the cluster's usual ones.
-        top: Meshes to find for each.
-        looked: Told how far each search is.
+    ``joined`` is what one job over all sites would train, ``inputs`` what an island trains
+    (:func:`~dsx.planner.inputs.site_inputs`). ``top`` meshes are looked for in each search.
 
     Raises:
         ConfigError: As :func:`~dsx.planner.inputs.plan_search`.

@@ -62,7 +62,6 @@ class Fitting:
     Attributes:
         saving: What is changed.
         items: ``key=value`` as ``--set`` takes them.
-        run: The run, then.
         seconds: Time of a step; None where offloading adds what is not predicted.
         peak_bytes: Peak of the fullest rank; 0 before it is estimated.
     """
@@ -84,11 +83,7 @@ def what_would_fit(
 ) -> tuple[Fitting, ...]:
     """The cheapest changes with which ``config`` fits: single ones, and pairs if too few single ones do.
 
-    Args:
-        source: The config from which ``config`` was resolved.
-        overrides: The overrides with which it was.
-        config: A run that does not fit.
-        scorer: Its memory and its steps' time are by these.
+    ``config`` was resolved from ``source`` and ``overrides``.
 
     Returns:
         At most three, fastest step first and offloading last; fewer, or none, if no more fit.

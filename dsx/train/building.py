@@ -30,12 +30,9 @@ def build_layers(
     Fresh weights depend on the seed alone, not on the layout. At ZeRO-3 each layer is partitioned as soon as
     it has its weights.
 
-    Args:
-        config: The resolved config.
-        groups: This rank's process groups.
-        load_layer: Gives layers their weights, as for :class:`~dsx.PipelineModule`; by default those of the
-            config's folder are read, if it has any.
-        dynamic_shape: Whether lengths may differ from micro-batch to micro-batch.
+    ``load_layer`` gives layers their weights, as for :class:`~dsx.PipelineModule`; by default those of the
+    config's folder are read, if it has any. ``dynamic_shape``: lengths may differ from micro-batch to
+    micro-batch.
 
     Raises:
         CheckpointError: The folder's weights do not fit the model.

@@ -44,7 +44,6 @@ class Monitor:
     """Follows a run. Every rank makes one and calls it alike; rank 0 writes and prints.
 
     Args:
-        config: The resolved config.
         engine: The engine, already resumed if it is to be.
         corpus: The data, for its sizes and the bits per byte: the text of ``dsx.data``, or a data set of
             one's own (:class:`dsx.OwnCorpus`).
@@ -268,11 +267,8 @@ class Monitor:
     def saved(self, checkpoint: Path, *, seconds: float, background: bool) -> None:
         """Tell W&B of the checkpoint of this step.
 
-        Args:
-            checkpoint: Its folder.
-            seconds: For which training stood still, told with the next step.
-            background: Whether it is still being written: W&B then hears of it at the next save, which waits
-                for it, or at the end.
+        Training stood still ``seconds`` for it, which is told with the next step. Of one that is still being
+        written, in the ``background``, W&B hears at the next save, which waits for it, or at the end.
         """
         self._refer_to_saved()
         self._saved, self._save_seconds = (checkpoint, int(self._engine.global_steps)), seconds

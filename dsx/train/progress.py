@@ -63,7 +63,6 @@ class StepReport:
     """The figures of one optimizer step.
 
     Args:
-        rates: The run's constants.
         step: Steps done, from 1.
         loss: Mean cross-entropy per token of the step's global batch, in nats.
         grad_norm: Global gradient norm before clipping; None if unknown.
@@ -348,16 +347,8 @@ def end_rows(
 ) -> list[tuple[str, str]]:
     """Rows about what came of a run.
 
-    Args:
-        steps: Optimizer steps done in all.
-        tokens: Tokens trained on in all.
-        elapsed_seconds: Wall time of this process's training.
-        resumed_after: Steps that were done before.
-        evaluation: The last evaluation, if there was one.
-        unigram_bits_per_byte: Entropy of the held-out bytes' own frequencies, the bar to clear.
-        memory: Peak beside its estimate, if known.
-        islands: What came of the rounds between islands, if there are islands.
-        written: Label -> path of everything that was written.
+    ``unigram_bits_per_byte`` is the entropy of the held-out bytes' own frequencies, the bar to clear;
+    ``memory`` the peak beside its estimate; ``written`` has the paths of all that was written, by label.
     """
     took = seconds(elapsed_seconds)
     if resumed_after:

@@ -50,7 +50,6 @@ class Probe:
         no_sequence: Why sequence parallelism would be wrong; None if it is right.
         no_documents: Why documents of a pack cannot be kept apart; None if they can.
         blocks: Blocks of the small model.
-        parameters: Its parameters.
     """
 
     differs: str | None

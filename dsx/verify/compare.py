@@ -45,13 +45,6 @@ def steepness(
     A few models are so steep that sums in another order move gradients by more than any tolerance. How steep
     a model is shows when all its weights move by one rounding. It excuses nothing above a tenth of the
     smallest mistake.
-
-    Args:
-        reference: One process.
-        weights: What it computes with.
-        batches: Its micro-batches.
-        expected: What it gives.
-        names: The tensors that are asked for.
     """
     generator = torch.Generator().manual_seed(19)
     near = {
@@ -76,9 +69,7 @@ def _square(tensor: Tensor) -> float:
 def not_finite(places: Mapping[str, Mapping[str, Tensor]], number: int) -> diagnosis.ParityFinding | None:
     """The finding for the first tensors with an infinity or NaN, which nothing can be compared with.
 
-    Args:
-        places: Tensors by name, by what and where they are.
-        number: The step.
+    ``places`` has tensors by name, by what and where they are; ``number`` is the step's.
     """
     for place, tensors in places.items():
         bad = [name for name, values in tensors.items() if not values.isfinite().all()]

@@ -88,9 +88,7 @@ class GradientFacts:
     """One tensor's gradient in the layout against the reference's.
 
     Attributes:
-        name: Logical tensor.
         error: Largest difference, relative to the reference's largest element.
-        max_abs: Largest difference.
         stage: Pipeline rank that holds it first.
         replicated: Whether every tensor-parallel rank holds all of it.
         holders: Pipeline ranks that hold a copy (more than one for a tied weight).

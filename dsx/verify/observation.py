@@ -81,7 +81,6 @@ class RankObservation:
     """Everything that one rank has observed.
 
     Attributes:
-        rank: Its number in the mesh.
         known: Its parameters by logical name.
         built: Weights as the model was built, before anything was put into them.
         weights: Weights before each step, and after the last; empty on data-parallel ranks but the first.
@@ -156,7 +155,6 @@ class ObservedStep:
     """One step of a layout in whole tensors.
 
     Attributes:
-        losses: The losses by rank.
         norms: The norms by rank; None where none is reported.
         weights: The weights before the step, as the model computes with them.
         gradients: What the optimizer was given; tensors that got none are left out.

@@ -308,11 +308,8 @@ def user_job(
 def family_plan(job: VerifyJob, config: RunConfig, *, layers: bool = False) -> VerifyPlan:
     """The bench for the small model of a config.
 
-    Args:
-        job: The ranks' job.
-        config: Its config.
-        layers: Whether to make dsx's layers in one process too: they tell which layer's output differs
-            first, and whether the weights are those that the layout should have been built with.
+    With ``layers`` dsx's layers are made in one process too: they tell which layer's output differs first,
+    and whether the weights are those that the layout should have been built with.
     """
     reference, own = Transformers(config), family_layers(config) if layers else None
     mesh, m = config.mesh, config.accumulation

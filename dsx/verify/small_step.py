@@ -55,8 +55,6 @@ class _Way:
     """A setting that does less in parallel.
 
     Attributes:
-        key: Its key.
-        value: Its value.
         block: The keys of the ``dsx`` block that say it.
         why: What is wrong where this trains right.
     """
@@ -103,10 +101,7 @@ def prove(config: RunConfig, groups: Groups, *, quiet: bool) -> Proof:
     What was proved is kept in the user's cache, by config, degrees and versions. Random generators and
     what DeepSpeed counts are afterwards as they were.
 
-    Args:
-        config: The run's resolved config.
-        groups: Its process groups.
-        quiet: Whether this rank is not to say that it takes long.
+    ``quiet``: this rank is not to say that it takes long.
 
     Raises:
         LayoutError: The small model does not train as one process does; names the tensor, the likely mistake

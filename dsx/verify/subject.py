@@ -51,7 +51,6 @@ class Subject:
 
     Attributes:
         engine: With ``train_batch`` and ``get_global_grad_norm``: dsx's, or stock DeepSpeed's.
-        inner: The DeepSpeedEngine.
         module: This rank's layers; children with a number for a name are layers.
         parameters: This rank's parameters by logical name.
         data: Ranks that hold the same parameters.

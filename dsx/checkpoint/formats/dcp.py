@@ -75,12 +75,7 @@ def looks_dcp(root: Path) -> bool:
 
 
 def catalog_of(root: Path, *, objects: bool = True) -> Catalog:
-    """What a DCP checkpoint holds.
-
-    Args:
-        root: Its folder.
-        objects: Read what is no tensor too.
-    """
+    """What the DCP checkpoint in ``root`` holds; what is no tensor only with ``objects``."""
     index = _Index.read(root)
     shapes = {_name_of(index.paths[flat]): about[0] for flat, about in index.tensors.items()}
     found = _Found({name: shape for (name, state), shape in shapes.items() if state == "weight"})
@@ -337,11 +332,8 @@ Key = tuple[str | int, ...]
 def target_of(source: Catalog, root: Path, *, files: int, precision: str | None = None) -> Target:
     """A DCP folder with everything that ``source`` has, under its names.
 
-    Args:
-        source: What to write.
-        root: Folder to make.
-        files: How many files of tensors to make.
-        precision: ``fp32``, ``bf16`` or ``fp16``: dtype of the weights; the source's by default.
+    ``files`` is how many files of tensors there are, ``precision`` the weights' dtype (``fp32``, ``bf16`` or
+    ``fp16``), by default the source's.
     """
     writer = _Writer([_File(f"__{number}_0.distcp") for number in range(files)])
     entries = [writer.tensor(entry) for entry in _entries(source, precision)]

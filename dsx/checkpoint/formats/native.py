@@ -331,11 +331,7 @@ def target_of(
 ) -> Target:
     """A dsx checkpoint in ``layout`` with everything that ``source`` has.
 
-    Args:
-        source: Where the states come from; which states there are, their dtypes and the facts.
-        root: Folder to make.
-        layout: Whose ranks' files to write.
-        precision: ``fp32``, ``bf16`` or ``fp16``: dtype of the weights; the source's by default.
+    ``precision`` (``fp32``, ``bf16`` or ``fp16``) is the weights' dtype; the source's by default.
     """
     held = source.by_name
     default = PRECISIONS.get(precision or str(source.facts.get("precision")), "float32")

@@ -21,10 +21,7 @@ def part_of(spec: ParamSpec, whole: Tensor, at: Coordinates) -> Tensor:
 def merge(spec: ParamSpec, shards: Sequence[Tensor], places: Sequence[Coordinates] | None = None) -> Tensor:
     """The logical tensor from local ones that together hold all of it; padding is dropped.
 
-    Args:
-        spec: The parameter.
-        shards: Those of every tensor-parallel rank in rank order, or of ranks at ``places``.
-        places: Where the ranks stand.
+    ``shards`` are those of every tensor-parallel rank in rank order, or of ranks at ``places``.
     """
     places = places or [Mesh.of(tp=len(shards)).at(rank) for rank in range(len(shards))]
     if not spec.cuts(places[0]):

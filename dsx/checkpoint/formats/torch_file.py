@@ -72,7 +72,6 @@ class TensorRef:
 
     Attributes:
         dtype: As torch names it.
-        shape: Extents.
         strides: Strides in elements.
         storage: Key of the storage in the file.
         start: Element of the storage at which it begins.
@@ -422,7 +421,6 @@ class TorchFile:
     """What a file of ``torch.save`` holds.
 
     Attributes:
-        path: The file.
         name: Its path relative to the checkpoint's folder, as pieces have it.
         content: Plain values, with a :class:`~dsx.checkpoint.formats.torch_file.TensorRef` for every tensor.
         storages: Where each storage lies.

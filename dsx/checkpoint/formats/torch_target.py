@@ -75,10 +75,8 @@ def number(value: float) -> Hole:
 def torch_skeleton(file: str, content: Any) -> Skeleton:
     """A file that ``torch.load`` reads as ``content`` once its tensors are in it.
 
-    Args:
-        file: Path relative to the checkpoint's folder.
-        content: None, bools, numbers, strings, bytes, lists, tuples, dicts, and the classes of this module
-            and :class:`~dsx.checkpoint.formats.torch_file.PickledObject`. Holes in it learn their offsets.
+    ``content`` has None, bools, numbers, strings, bytes, lists, tuples, dicts, and the classes of this module
+    and :class:`~dsx.checkpoint.formats.torch_file.PickledObject`. Holes in it learn their offsets.
     """
     pickler = _Pickler()
     program = pickler.program(content)

@@ -233,11 +233,8 @@ _INFO = {"universal_checkpoint_version": 0.4}  # deepspeed/checkpoint/constants.
 def target_of(source: Catalog, root: Path, layout: StockLayout) -> Target:
     """A universal checkpoint with everything that ``source`` has.
 
-    Args:
-        source: Under the names of the model that will load it.
-        root: Folder to make.
-        layout: The engine that will load it; of a pipeline only its names matter, and its data-parallel
-            degree not at all.
+    ``source`` is under the names of the model that will load it. Of a pipeline's ``layout`` only its names
+    matter, and the data-parallel degree not at all.
     """
     if layout.zero_stage == 0:
         raise CheckpointError(

@@ -22,8 +22,6 @@ class ZeroAdapter:
     step, when they are final and have not been used yet.
 
     Args:
-        engine: The DeepSpeedEngine.
-        scope: Computes the norm.
         ties: Tied weights with copies on other pipeline ranks.
         loss_scale: What the loss is multiplied by, and what has become of the last step.
         clipping: Largest gradient norm where DeepSpeed does not clip; 0 leaves gradients as they are.

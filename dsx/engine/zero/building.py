@@ -41,7 +41,6 @@ class LayerPartitioner:
 
     Args:
         init: DeepSpeed's ``zero.Init``, set up for those ranks and never entered.
-        groups: This rank's process groups.
     """
 
     def __init__(self, init: Any, groups: Groups) -> None:

@@ -259,11 +259,7 @@ class PlainCalls:
 def calls(engine: Any, backwards: Backwards, loss_scale: LossScale, *, reduced_here: bool) -> Calls:
     """The cheapest calls that are right for an engine.
 
-    Args:
-        engine: The DeepSpeedEngine.
-        backwards: Told of each backward.
-        loss_scale: What the loss is multiplied by.
-        reduced_here: DeepSpeed takes gradients only when a step begins, all at once.
+    ``reduced_here``: DeepSpeed takes gradients only when a step begins, all at once.
     """
     needed = (
         engine.zero_optimization_partition_weights(),

@@ -26,7 +26,6 @@ class NormScope:
     rank takes part in exactly one all-reduce.
 
     Args:
-        groups: This rank's process groups.
         replicas: Parameters of layers that are not dsx's families and that every tensor-parallel rank holds
             whole, with their names. Their gradients are compared from time to time: a layer that sees only
             its rank's part of the sequence, or other data, would train each replica on its own.

@@ -59,10 +59,7 @@ class Scale:
     def of(cls, engine: Any, size: int, *, always_before: bool) -> Scale:
         """The factors of DeepSpeed (runtime/engine.py, allreduce_bucket; stage_1_and_2.py, average_tensor).
 
-        Args:
-            engine: The DeepSpeedEngine.
-            size: Data-parallel degree.
-            always_before: Whether to multiply before, as ZeRO-1 and 2 with ``reduce_scatter`` always do.
+        ZeRO-1 and 2 with ``reduce_scatter`` always multiply before the sum.
         """
         if not engine.gradient_average:
             return cls(1.0, 1.0)

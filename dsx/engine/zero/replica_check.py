@@ -33,7 +33,6 @@ class GradientPart(NamedTuple):
     """A parameter's gradient, or this rank's part of it.
 
     Attributes:
-        parameter: The parameter.
         gradient: The elements of the flattened gradient from ``start`` on.
         start: 0 where the gradient is whole.
     """
@@ -56,7 +55,6 @@ class ReplicaGradients:
     ZeRO in other ways still have the same sum.
 
     Args:
-        groups: This rank's process groups.
         replicas: The parameters with their names, in the same order on all tensor-parallel ranks.
     """
 

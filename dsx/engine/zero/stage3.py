@@ -73,7 +73,6 @@ class FetchOrder:
     Args:
         coordinator: DeepSpeed's, of ZeRO-3.
         module: What it gathers for.
-        groups: This rank's process groups.
         varies: Whether layers may run other modules from step to step, as no layer of dsx's families does.
             A thread then looks at replicas that do not go on. Making it is a collective call over them.
     """
@@ -198,9 +197,7 @@ class StepGathers(LeftToDeepSpeed):
     """Controls what DeepSpeed's coordinator of ZeRO-3 gathers and frees in the steps of schedules.
 
     Args:
-        optimizer: DeepSpeed's ZeRO-3 optimizer.
         uses: Virtual stage of this rank -> parameters that its layers use.
-        groups: This rank's process groups.
         varies: As of :class:`FetchOrder`.
         budget_bytes: Memory for parameters that stay gathered between actions of their chunk. 0 leaves the
             choice to ``stage3_max_reuse_distance``.

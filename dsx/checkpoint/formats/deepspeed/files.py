@@ -42,13 +42,11 @@ class StockFiles:
     """The files of one checkpoint, read but for their tensors.
 
     Attributes:
-        root: The folder.
         models: By (model-parallel rank, data-parallel rank); below ZeRO-3 only data-parallel rank 0.
         optimizers: By the same; none without ZeRO.
         layers: By (global layer, tensor-parallel rank).
         experts: By (layer, expert), the weights of one expert each; none but of AutoEP below ZeRO-3.
         mesh: Over how many ranks of which axes the model was.
-        zero_stage: ZeRO stage.
     """
 
     root: Path
@@ -106,11 +104,9 @@ def looks_stock(root: Path) -> bool:
 
 
 def open_stock(root: Path, *, universal: bool = False) -> StockFiles:
-    """Read the structure of every file of a stock checkpoint.
+    """Read the structure of every file of a stock checkpoint, the folder of one tag.
 
-    Args:
-        root: The folder of one tag.
-        universal: It is of the universal format, which has neither optimizers' nor layers' files.
+    One of the ``universal`` format has neither optimizers' nor layers' files.
     """
     names = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
     mixed = [name for name in names if _ANY_EXPERT.fullmatch(name)]

@@ -36,13 +36,7 @@ from dsx.parallel.zero import part_numel, part_of
 
 
 def numbers_of(state: Mapping[str, Any], group: Mapping[str, Any], file: TorchFile) -> dict[str, float]:
-    """The states of one parameter that are one number for all of it.
-
-    Args:
-        state: Of the parameter.
-        group: Its optimizer group, where FusedAdam has the ``step``.
-        file: What both were read from.
-    """
+    """The states of one parameter that are one number for all of it; FusedAdam has ``step`` in its group."""
     found = {"step": group.get("step")}
     found |= {str(key): value for key, value in state.items() if _is_number(value)}
     return {key: number for key, value in found.items() if (number := number_of(value, file)) is not None}
@@ -120,9 +114,7 @@ class Fragment:
         state: master, exp_avg, ...
         shape: Of the local tensor.
         dtype: As torch names it.
-        start: First element.
         stop: The element after the last.
-        file: Name of the file.
         offset: Byte of the first element.
         strides: Of the local tensor in the file, where it is whole and not row-major; else None.
         over_all: Every rank has a part of it, those of other tensor-parallel ranks too.
@@ -147,7 +139,6 @@ class OptimizerGroup:
     Attributes:
         names: DeepSpeed's names, in the optimizer's order.
         settings: Hyperparameters as the file has them.
-        file: That file.
         numbers: States that are one number for all of a parameter, by state and name; ``step`` is one.
     """
 
@@ -168,10 +159,7 @@ class OptimizerState:
 def sharded_state(files: StockFiles, rank: int, weights: Mapping[str, tuple[int, ...]]) -> OptimizerState:
     """The optimizer state of model-parallel ``rank`` under ZeRO or BF16_Optimizer.
 
-    Args:
-        files: The checkpoint.
-        rank: Model-parallel rank.
-        weights: Local shape of every weight that is stored: BF16_Optimizer at stage 0 writes no others.
+    ``weights`` has the local shape of every one that is stored: BF16_Optimizer at stage 0 writes no others.
     """
     model = files.models[rank, 0]
     states = [_Saved.of(files.optimizers[rank, replica]) for replica in files.replicas]

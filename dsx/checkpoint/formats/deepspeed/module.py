@@ -149,7 +149,6 @@ class Module:
         weights: Whole tensors, and ZeRO-3's parts of frozen ones.
         names: Of all its tensors, in the model's order, those included that it does not store.
         order: Names of all parameters in the model's order, with local shapes; none at ZeRO-3.
-        buffers: Names of buffers.
         ties: Names that stand for the same tensor, the model's first name first.
     """
 

@@ -23,13 +23,11 @@ class StockLayout:
     """The engine that will load the checkpoint.
 
     Attributes:
-        dp: Data-parallel degree.
         zero_stage: 0 to 3.
         precision: fp32, bf16 or fp16.
         groups: Names in each optimizer group, in the optimizer's order; the source's if empty.
         bounds: Of a PipelineModule: first layer of every stage, then the number of layers; else empty.
         tied: Of a PipelineModule: (key, layers that use it) of every TiedLayerSpec.
-        tp: Tensor-parallel degree.
         specs: How tensor parallelism cuts each tensor and pads vocabularies, where that is known; of all
             tensors if ``tp`` is above 1.
     """
@@ -49,8 +47,6 @@ class StockPlan:
     """Everything that the files say.
 
     Attributes:
-        layout: The engine.
-        facts: The source's.
         blanks: Every entry to be written, without pieces.
         modules: Names in the model's order.
         groups: Names in each optimizer group.

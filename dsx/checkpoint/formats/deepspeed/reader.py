@@ -231,11 +231,9 @@ def _precision(config: Mapping[str, Any]) -> str:
 
 
 def catalog_of(root: Path, rules: Rules | None = None) -> Catalog:
-    """What a stock DeepSpeed checkpoint holds.
+    """What a stock DeepSpeed checkpoint, the folder of one tag, holds.
 
-    Args:
-        root: The folder of one tag.
-        rules: The user's; they come before what the checkpoint says itself.
+    The user's ``rules`` come before what the checkpoint says itself.
     """
     files = open_stock(root)
     if files.experts:
@@ -322,9 +320,6 @@ class _Names:
 
     Attributes:
         held: (name, state) -> who has what of it.
-        roles: Of every name.
-        aliases: Other names of it.
-        canonical: Canonical name of every name.
     """
 
     held: Mapping[tuple[str, str], _Copies]

@@ -66,9 +66,7 @@ def files_of(root: Path) -> tuple[str, Path] | None:
 def catalog_of(root: Path, only: str | None = None) -> Catalog:
     """What a model folder's safetensors hold, or its ``pytorch_model.bin``, under their own names.
 
-    Args:
-        root: The folder.
-        only: The one file of safetensors that counts; None for those of the model.
+    ``only`` names the one file of safetensors that counts; None for those of the model.
     """
     files = files_of(root) if only is None else (only, root / f"{only}.index.json")
     if files is None:
@@ -265,11 +263,8 @@ def as_hf(source: Catalog, specs: Sequence[ParamSpec], *, in_files: bool = True)
     That order is also the optimizer groups', so that a stock engine of the model finds its own by position.
     What is not the model's keeps its name and comes last; files have no place for its buffers.
 
-    Args:
-        source: A checkpoint under dsx's names.
-        specs: Every tensor of the model.
-        in_files: Whether the names are those in Hugging Face's files, or those of transformers' own module,
-            which a stock engine has.
+    The names are those in Hugging Face's files or, without ``in_files``, those of transformers' own module,
+    which a stock engine has.
     """
     in_order = all(spec.hf_whole or spec.hf_transposed for spec in specs)
     specs = specs if in_files else [in_memory(spec) for spec in specs]
@@ -310,12 +305,9 @@ def under_model_names(source: Catalog, homes: Mapping[str, str | None]) -> Catal
 
 
 def with_names(source: Catalog, patterns: Sequence[tuple[str, str]], where: str) -> Catalog:
-    """The same checkpoint under names that the user gives.
+    """The same checkpoint under names that the user gives, by the first of ``patterns`` that matches.
 
-    Args:
-        source: The checkpoint.
-        patterns: (regular expression that matches the whole name, new name), the first that matches counts.
-        where: Who says so, for messages.
+    Each is a regular expression for the whole name, and the new name. Messages say ``where`` they are from.
     """
 
     def new_name(name: str) -> str:

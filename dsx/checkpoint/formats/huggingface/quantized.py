@@ -30,12 +30,7 @@ _ACTIVATIONS = ("activation_scale", "input_scale")
 
 
 def plain_entries(root: Path, entries: Sequence[Entry], how: FolderQuantization) -> list[Entry]:
-    """The tensors of the plain model, in the order of their numbers in the files.
-
-    Args:
-        root: The folder.
-        entries: Its tensors under their own names.
-        how: What its config.json says.
+    """The tensors of the plain model of a folder, in the order of their numbers in the files.
 
     Raises:
         CheckpointError: Tensors that belong together are missing or do not fit.

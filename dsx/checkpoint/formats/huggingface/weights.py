@@ -48,7 +48,6 @@ class HfWeights:
     """Weights of a model folder, read one rank's slices at a time. A context manager that closes its files.
 
     Args:
-        folder: The folder.
         names_of: The model's names of the files' tensors, by the names that they have there, where these may
             differ: :meth:`dsx.hub.disk_names.FolderNames.of`.
         file: The one file that counts, an adapter's for example; None for those of the model.
@@ -89,8 +88,7 @@ class HfWeights:
     def read(self, spec: ParamSpec, at: Coordinates = ALONE) -> Tensor:
         """One rank's local tensor, in the file's dtype, on CPU; reads only that rank's bytes.
 
-        Returns:
-            Shape ``spec.local_shape(at)``; padding is zero.
+        It has the shape ``spec.local_shape(at)``; padding is zero.
         """
         entry, shape = self._weight(spec), spec.local_shape(at)
         local = torch.zeros(shape, dtype=getattr(torch, entry.dtype))
