@@ -43,14 +43,7 @@ from dsx.planner.step_time import Predictor
 class PinnedChoices:
     """What a user has already decided; None is open.
 
-    Attributes:
-        tensor: Tensor-parallel degree.
-        pipeline: Pipeline degree.
-        context: Context-parallel degree.
-        expert: Expert-parallel degree.
-        zero: ZeRO stage.
-        micro_batch: Sequences.
-        gpu_memory: All GiB of a GPU, its reserve included.
+    ``micro_batch`` is in sequences, and ``gpu_memory`` all GiB of a GPU, its reserve included.
     """
 
     tensor: int | None = None
@@ -582,8 +575,6 @@ class LayoutMemory:
     """Peak memory of layouts, by the ledger.
 
     Attributes:
-        inputs: What is trained.
-        predictor: Cuts it into stages.
         cap_bytes: Bytes above which the exact peak does not matter.
     """
 

@@ -21,7 +21,6 @@ class MemoryFloor:
     """Bounds for the layouts of one task.
 
     Attributes:
-        predictor: Of the task.
         update_bytes: What the optimizer keeps per parameter, the fp32 copy of a bf16 parameter included.
     """
 
@@ -105,8 +104,6 @@ class Ranked:
     """A layout with its predicted step.
 
     Attributes:
-        layout: Which.
-        time: Its step.
         peak_bytes: Memory of its fullest rank, or a bound of it.
         fits: Whether that stays within the cap.
         is_bound: Whether ``peak_bytes`` is a bound.
@@ -149,11 +146,9 @@ class _Node:
 
     Attributes:
         seconds: Its step, less the slack of the search, or a bound that no step which comes of it is below.
-        layout: Which.
         place: Of its variant among all.
         is_priced: Whether the bound is by its own records.
         is_scheduled: Whether its schedule is chosen.
-        time: Its step.
     """
 
     seconds: float
@@ -184,8 +179,6 @@ class Search:
     """A search for the best layouts of one task.
 
     Args:
-        task: What is trained.
-        space: What may be chosen.
         memory: Peak bytes of a layout.
         within: The same up to so many bytes, and beyond them any bound that is above them, which is sooner
             known; None if nothing is. Where nobody is to read by how much a layout is too large, the cap is
@@ -281,7 +274,7 @@ class Search:
         if not self._can_run(layout):
             return None
         ranked = self._judge(layout, self._time(layout))
-        return self._in_full(ranked) if ranked is not None and self._is_open(ranked) else ranked
+        return self._walked(ranked, inf) if ranked is not None and self._is_open(ranked) else ranked
 
     def _open(self, mesh: Candidate) -> Iterator[_Node]:
         """A mesh's variants whose memory can fit, with a bound that is soon known."""
@@ -359,12 +352,8 @@ class Search:
         self._large[layout] = ranked
         return ranked
 
-    def _in_full(self, ranked: Ranked) -> Ranked | None:
-        """With its memory estimated; None if it cannot be run."""
-        return self._walked(ranked, inf)
-
     def _walked(self, ranked: Ranked, most_bytes: float) -> Ranked | None:
-        """The same, but that beyond ``most_bytes`` a bound will do."""
+        """With its memory estimated, beyond ``most_bytes`` by a bound; None if it cannot be run."""
         layout, again = ranked.layout, ranked.layout in self._above and most_bytes > self.cap
         if layout not in self._peaks and self._above.get(layout, 0) <= most_bytes:
             self._look_closer()
@@ -428,7 +417,9 @@ class Search:
         for other in variants(self.task, wide, layout):
             names = [name for name in _KNOBS if getattr(layout, name) != getattr(other, name)]
             if len(names) == 1:
-                changed.setdefault(names[0] + _value(other, names[0]), []).append(
+                # Of micro-batches only the best one is listed.
+                value = "" if names[0] == "micro_batch" else getattr(other, names[0])
+                changed.setdefault(f"{names[0]}{value}", []).append(
                     replace(other, schedule=layout.schedule, chunks=layout.chunks)
                 )
         for other in scheduled(self.task, wide, layout):
@@ -483,7 +474,7 @@ class Search:
             kind = ranked.layout.mesh, ranked.layout.recompute
             if ranked.time.seconds >= first.time.seconds or kind in kinds:
                 continue
-            known = self._in_full(ranked) if self._is_open(ranked) else ranked
+            known = self._walked(ranked, inf) if self._is_open(ranked) else ranked
             if known is not None and self._is_offered(known.layout):
                 kinds.add(kind)
                 yield known
@@ -501,11 +492,6 @@ class Search:
         found = next(best_first(starts, cost=lambda each: each[0].of(each[1]), grow=grow), None)
         return None if found is None else found[1]
 
-    @property
-    def _may_share(self) -> bool:
-        """Whether ranks might share sequences, and none were tried."""
-        return self.space.context == (1,) and self.task.layers.unshared is None
-
     def _nothing_fits(self) -> DsxError:
         nearest = self._nearest(list(self._large.values()))
         if nearest is None and self._refusals:
@@ -519,7 +505,9 @@ class Search:
         else:
             least = f"{amount(nearest.peak_bytes)} ({nearest.layout.label})"
         name = self.task.machine.network.cluster.name
-        open_axis = " (or ranks that share them: dsx.parallel.context)" if self._may_share else ""
+        # Whether ranks might share sequences, and none were tried.
+        may_share = self.space.context == (1,) and self.task.layers.unshared is None
+        open_axis = " (or ranks that share them: dsx.parallel.context)" if may_share else ""
         return LayoutError(
             f"{self.space.gpus} x {name}, {amount(self.cap)} usable of each",
             f"no layout of the model fits; the nearest takes {least}",
@@ -529,8 +517,3 @@ class Search:
 
 
 _KNOBS = ("micro_batch", "recompute", "zero_stage", "sequence_parallel", "context_method")
-
-
-def _value(layout: Candidate, name: str) -> str:
-    """A setting's value in words; empty for the micro-batch, of which only the best value is listed."""
-    return "" if name == "micro_batch" else str(getattr(layout, name))

@@ -88,16 +88,17 @@ NO_MATTER: Mapping[str, str] = {
 
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
 _SAMPLING = ("random", "sequential", "group_by_length")
+_RECOMPUTED = Refusal(
+    "blocks are computed again by dsx, all of them and in one way",
+    "leave it out; dsx.recompute has the kinds there are",
+    (None, {}, {"use_reentrant": False}, {"use_reentrant": True}),
+)
 
 REFUSED: Mapping[str, Refusal] = {
     "accelerator_config": Refusal(
         "batches are dealt to data-parallel ranks by dsx, in one order for every layout", "leave it out"
     ),
-    "activation_checkpointing_kwargs": Refusal(
-        "blocks are computed again by dsx, all of them and in one way",
-        "leave it out; dsx.recompute has the kinds there are",
-        (None, {}, {"use_reentrant": False}, {"use_reentrant": True}),
-    ),
+    "activation_checkpointing_kwargs": _RECOMPUTED,
     "auto_find_batch_size": Refusal(
         "a layout's memory is estimated before the run",
         "ask `dsx estimate`, and set per_device_train_batch_size",
@@ -112,11 +113,7 @@ REFUSED: Mapping[str, Refusal] = {
     "fsdp": Refusal(
         "ZeRO is what partitions here", "use ZeRO-3 in the DeepSpeed JSON", (None, "", [], False)
     ),
-    "gradient_checkpointing_kwargs": Refusal(
-        "blocks are computed again by dsx, all of them and in one way",
-        "leave it out; dsx.recompute has the kinds there are",
-        (None, {}, {"use_reentrant": False}, {"use_reentrant": True}),
-    ),
+    "gradient_checkpointing_kwargs": _RECOMPUTED,
     "label_smoothing_factor": Refusal("the loss is the plain cross entropy", "set it to 0", (0,)),
     "lr_scheduler_type": Refusal(
         "it waits for a metric, and the engine moves the learning rate at every step",

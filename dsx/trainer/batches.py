@@ -223,24 +223,15 @@ class Length:
 
 def default_collator(processing_class: Any) -> Callable[[list[Any]], Any]:
     """The collator of a Trainer that is given none."""
-    if isinstance(processing_class, PreTrainedTokenizerBase):
-        padded: Callable[[list[Any]], Any] = DataCollatorWithPadding(processing_class)
-        return padded
     plain: Callable[[list[Any]], Any] = default_data_collator
-    return plain
+    is_tokenizer = isinstance(processing_class, PreTrainedTokenizerBase)
+    return DataCollatorWithPadding(processing_class) if is_tokenizer else plain
 
 
 def epoch(
     loader: DataLoader[Any], loading: Loading, number: int, *, skip: int = 0
 ) -> Iterator[Mapping[str, Any]]:
-    """This rank's batches of an epoch.
-
-    Args:
-        loader: Of :meth:`Loading.training` or :meth:`Loading.evaluation`.
-        loading: Who made it.
-        number: The epoch.
-        skip: Batches, over all ranks, that it leaves out.
-    """
+    """This rank's batches of epoch ``number``, without the first ``skip`` of those of all ranks."""
     batches, seed, place = loader.batch_sampler, loading.args.seed + number, skip + loading.index
     ordered = batches.sampler if isinstance(batches, ShareOfBatches) else loader.dataset
     if hasattr(ordered, "set_epoch"):

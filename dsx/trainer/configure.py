@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -475,10 +475,6 @@ def _with_block(args: Any) -> dict[str, Any]:
     return content
 
 
-class _Arguments(SimpleNamespace):
-    """TrainingArguments as HfTrainerDeepSpeedConfig reads them, with another number of processes."""
-
-
 def _fill(content: dict[str, Any], args: Any, given: GivenModel, steps: int, shares: int | None) -> None:
     """Replace every "auto", and add what the Trainer says outside of the JSON."""
     for key in (MICRO, ACCUMULATION, "gradient_clipping"):
@@ -494,8 +490,8 @@ def _fill(content: dict[str, Any], args: Any, given: GivenModel, steps: int, sha
     if shares is None:  # the product of the others, once their number is known
         content.pop(TRAIN, None)
     values = {each.name: getattr(args, each.name) for each in fields(args)}
-    view = _Arguments(**values, get_warmup_steps=args.get_warmup_steps)
-    view.world_size = shares or 1
+    # TrainingArguments as HfTrainerDeepSpeedConfig reads them, with another number of processes.
+    view = SimpleNamespace(**values, get_warmup_steps=args.get_warmup_steps, world_size=shares or 1)
     try:
         filled = HfTrainerDeepSpeedConfig(content)
         filled.trainer_config_process(view)
@@ -554,18 +550,13 @@ def parameter_groups(pipeline: nn.Module, given: GivenModel, weight_decay: float
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for parameter in pipeline.parameters():
         if parameter.requires_grad:
-            name = _name_in(there, spec_of(parameter))
+            spec = spec_of(parameter)
+            name = _found(there, spec, names.in_memory(spec).hf[0])
             groups[name in decayed or name not in there].append(parameter)  # the others are an adapter's
     return [
         {"params": groups[True], "weight_decay": weight_decay},
         {"params": groups[False], "weight_decay": 0.0},
     ]
-
-
-def _name_in(held: Mapping[str, Any], spec: ParamSpec) -> str:
-    """The name under which transformers' module has a tensor, or the first of its parts."""
-    own = names.in_memory(spec).hf[0]
-    return next((name for name in names.stored_names(spec, own) if name in held), own)
 
 
 def weights_of(whole: PreTrainedModel, model: Model, groups: Groups) -> Callable[[int, nn.Module], None]:
@@ -593,13 +584,19 @@ def weights_of(whole: PreTrainedModel, model: Model, groups: Groups) -> Callable
 
 
 def _found(held: Mapping[str, Any], spec: ParamSpec, name: str) -> str:
+    """The name under which transformers' module has a tensor; ``name`` itself if it has none."""
     return next((other for other in names.stored_names(spec, name) if other in held), name)
 
 
-def _require_all(held: Mapping[str, Any], specs: Any) -> None:
+def _require_all(held: Mapping[str, Any], specs: Iterable[ParamSpec]) -> None:
     used: set[str] = set()
     for spec in specs:
-        used |= set(_all_names(held, spec))
+        for name in spec.hf:
+            if _found(held, spec, name) not in held:
+                raise ModelError(
+                    "Trainer(model=)", f"it has no tensor {name}", "give a model as its class makes it"
+                )
+            used.update(names.stored_names(spec, name))
     lost = sorted(name for name in held.keys() - used if not names.is_buffer(name))
     if lost:
         raise ModelError(
@@ -607,12 +604,3 @@ def _require_all(held: Mapping[str, Any], specs: Any) -> None:
             f"it has tensors that its config does not tell of: {', '.join(lost[:4])}",
             "give a model as its class makes it",
         )
-
-
-def _all_names(held: Mapping[str, Any], spec: ParamSpec) -> Iterator[str]:
-    for name in spec.hf:
-        if _found(held, spec, name) not in held:
-            raise ModelError(
-                "Trainer(model=)", f"it has no tensor {name}", "give a model as its class makes it"
-            )
-        yield from names.stored_names(spec, name)

@@ -47,12 +47,9 @@ class Pass:
     """One pass over a data set without training. Every rank makes the same and runs it alike.
 
     Attributes:
-        engine: The engine.
-        loading: How data are read.
         multiple: Lengths are rounded up to a multiple of this.
         vocabulary: Columns of the whole logits.
         with_outputs: Whether logits are wanted.
-        with_inputs: Whether ids are.
         reduce: ``reduce(logits, labels)`` is kept instead of the logits.
     """
 
@@ -102,7 +99,8 @@ class Pass:
             if logits is not None and self.reduce is not None:
                 logits = self.reduce(logits, labels)
             if groups.speaks and groups.cp_rank == 0:
-                place, size = (first + number) * shares + self.loading.index, self._batch_size
+                place = (first + number) * shares + self.loading.index
+                size = int(self.loading.args.per_device_eval_batch_size)
                 found.append(
                     Scored(
                         place=place,
@@ -115,10 +113,6 @@ class Pass:
                     )
                 )
         return found
-
-    @property
-    def _batch_size(self) -> int:
-        return int(self.loading.args.per_device_eval_batch_size)
 
     def _whole(self, columns: Tensor, length: int) -> Tensor:
         """All columns of the logits, from the ranks that have some. Collective over them."""

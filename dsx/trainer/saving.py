@@ -40,10 +40,7 @@ def save(engine: PipelineEngine, folder: Path, state: TrainerState, *, global_ba
 def load(engine: PipelineEngine, folder: Path, *, global_batch: int | None) -> TrainerState:
     """Continue from a checkpoint of :func:`save`, whatever layout it was saved in. Collective.
 
-    Args:
-        engine: The engine.
-        folder: The checkpoint.
-        global_batch: Samples of a step, by which the data position is counted; None to take any.
+    ``global_batch`` is the samples of a step, by which the data position is counted; None takes any.
 
     Raises:
         CheckpointError: It is none, or was trained on batches of another size.

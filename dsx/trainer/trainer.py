@@ -726,9 +726,7 @@ class Trainer:
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Keep figures in the state's history, and give them to the callbacks.
 
-        Args:
-            logs: Figures by name; the epoch is added.
-            start_time: When training began, for tokens a second.
+        The epoch is added to them. ``start_time`` is when training began, for tokens a second.
         """
         if self.state.epoch is not None:
             logs["epoch"] = self.state.epoch
