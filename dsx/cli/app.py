@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import sys
+from collections.abc import Callable, Mapping
 from typing import Annotated, Final
 
 import typer
@@ -33,7 +34,7 @@ from dsx.launch.entry import say_loading
 from dsx.terminal import no_room, open_streams
 
 # Command, in the order of the help -> lines that show its use, after `dsx init run` and in that folder.
-COMMANDS: Final = {
+COMMANDS: Final[Mapping[Callable[..., None], tuple[str, ...]]] = {
     init: ("dsx init run --model gpt2 --gpus 4", "dsx init run --from ds_config.json --model my_model/"),
     check: ("dsx check train.json --gpus 8", "dsx check ds_config.json --for trainer --diff"),
     data: ("dsx data show train.json --samples 2",),

@@ -398,13 +398,11 @@ class Source:
 
     def is_put(self, path: Path) -> bool:
         """Whether the value at ``path``, or the nearest one around it, is not the text's own."""
-        return bool(path) and (self._is_within(path) or (self._is_around(path) and not self.written(path)))
+        is_around = any(put[: len(path)] == path for put in self.put)
+        return bool(path) and (self._is_within(path) or (is_around and not self.written(path)))
 
     def _is_within(self, path: Path) -> bool:
         return any(path[: len(put)] == put for put in self.put)
-
-    def _is_around(self, path: Path) -> bool:
-        return any(put[: len(path)] == path for put in self.put)
 
     def line_column(self, offset: int) -> tuple[int, int]:
         """Line and column of ``offset``, both from 1."""

@@ -10,7 +10,6 @@ from typing import Any, Final
 from dsx.config.batch import ACCUMULATION, MICRO, TRAIN, resolve_batch
 from dsx.config.refusals import (
     ABSENT,
-    UNKNOWN,
     Context,
     Edit,
     Finding,
@@ -80,7 +79,7 @@ def _grid(context: Context, world: int) -> Iterator[Finding]:
 def check_batch_triple(context: Context) -> Iterator[Finding]:
     """Check that micro-batch x accumulation x data-parallel ranks is the batch."""
     given = {name: context.value(name) for name in (TRAIN, MICRO, ACCUMULATION)}
-    if any(value is UNKNOWN or (value is not None and not _is_count(value)) for value in given.values()):
+    if any(value is not None and (_whole(value) or 0) < 1 for value in given.values()):  # or UNKNOWN
         return
     if given[TRAIN] is None and given[MICRO] is None:
         return
@@ -114,10 +113,6 @@ def _with_ranks(context: Context, given: dict[str, int | None], dp: int) -> Iter
         name = next(name for name in (TRAIN, MICRO) if given[name] is not None)
         why = error.what if error.path else f"{error.what} ({error.where})"  # several keys
         yield context.find("batch-triple", "error", name, why, error.fix)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def check_schedule_length(context: Context) -> Iterator[Finding]:

@@ -497,7 +497,8 @@ def place(thread: int) -> Place:
             collective, members = code.co_name, _members(frame.f_locals.get("group")) or members
         if not where and module.partition(".")[0] not in ("torch", "deepspeed"):
             where = f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}"
-            if not collective and module not in _POINT_TO_POINT and _waits(frame):
+            line = linecache.getline(code.co_filename, frame.f_lineno)
+            if not collective and module not in _POINT_TO_POINT and ".wait(" in line:
                 collective = "the wait for a collective"
                 members = _members(getattr(frame.f_locals.get("self"), "_group", None))
         reads = reads or (module, code.co_name) == _DATA
@@ -509,10 +510,6 @@ def _frames(thread: int) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-def _waits(frame: FrameType) -> bool:
-    return ".wait(" in linecache.getline(frame.f_code.co_filename, frame.f_lineno)
 
 
 def _members(group: object) -> tuple[int, ...]:

@@ -548,7 +548,8 @@ def encode(pieces: Sequence[Tensor], wire: Wire) -> bytearray:
     Scales of int8, one for every :data:`~dsx.parallel.islands.BLOCK`, begin anew with every piece, so that a
     parameter that several ranks hold is rounded alike by each of them, whatever else they hold.
     """
-    return bytearray(b"".join(_bytes_of(part) for piece in pieces for part in _parts(piece, wire)))
+    parts = (part.contiguous() for piece in pieces for part in _parts(piece, wire))
+    return bytearray(b"".join(part.view(torch.uint8).numpy().tobytes() for part in parts))
 
 
 def decode(data: bytearray, segment: Segment, wire: Wire) -> list[Tensor]:
@@ -598,7 +599,3 @@ def _blocks(flat: Tensor) -> Tensor:
     if size <= BLOCK:
         return flat.view(1, -1)
     return torch.nn.functional.pad(flat, (0, -size % BLOCK)).view(-1, BLOCK)
-
-
-def _bytes_of(tensor: Tensor) -> bytes:
-    return tensor.contiguous().view(torch.uint8).numpy().tobytes()

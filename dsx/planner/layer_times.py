@@ -322,7 +322,9 @@ def _layer_time(
     anew, anew_wait = max(0.0, again.computing - whole.computing), max(0.0, again.waiting - whole.waiting)
     inputs = anew + anew_wait + first.computing
     once = pricing.price((untiled or plain).operators("backward"))
-    weights = second.computing + machine.traffic(_added(plain))
+    # Every parameter's gradient is added to the one so far: two are read, and one is written.
+    added = 3.0 * sum(prod(each.shape) * each.width for each in plain.parameters if each.trains)
+    weights = second.computing + machine.traffic(added)
     rows = max(whole.expert, again.expert)
     return LayerCost(
         forward_seconds=forward.computing + forward.waiting,
@@ -367,8 +369,3 @@ def _delivered(record: LayerRecord) -> Iterable[Event]:
     for place, use in enumerate(uses):
         following: Sequence[Event] = uses[place + 1].begin if place + 1 < len(uses) else ()
         yield from chain(use.begin if not place else (), following, use.finish)
-
-
-def _added(record: LayerRecord) -> float:
-    """Bytes of adding every parameter's gradient to the one so far: read twice, written once."""
-    return 3.0 * sum(prod(each.shape) * each.width for each in record.parameters if each.trains)

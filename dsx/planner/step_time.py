@@ -496,17 +496,12 @@ class Predictor:
         count = layout.micro_batches(self.task.global_batch)
         pipeline, stages = self._pipeline(layout, count), self.stages(layout)
         ran = self._run(layout, pipeline)
-        mean = _Mean.of(self, layout, ran, pipeline)
         backwards = self.costs(layout).by_op(stages.num_stages)[Op.BACKWARD]
         ends = [self._end(layout, stages, ran, backwards, rank) for rank in range(layout.pipeline)]
         gradients = max(end[0] for end in ends)
         update, parameters = max((end[1:] for end in ends), key=sum)
         return StepTime(
-            compute=mean.compute,
-            recompute=mean.recompute,
-            tensor=mean.tensor,
-            transfers=mean.transfers,
-            gathers=mean.gathers,
+            **_busy_parts(self, layout, ran, pipeline),
             bubble=ran.seconds
             - sum(ran.busy_seconds) / layout.pipeline
             + self._jam(layout, stages, ran, count),
@@ -514,10 +509,6 @@ class Predictor:
             update=update,
             parameters=parameters,
             bubble_over_ideal=ran.bubble,
-            context=mean.context,
-            expert=mean.expert,
-            hidden=mean.hidden,
-            host=mean.host,
         )
 
     def _jam(self, layout: Candidate, stages: StageMap, ran: PipelineTime, count: int) -> float:
@@ -621,48 +612,36 @@ def _reduces(layout: Candidate) -> Kind:
     return "reduce_scatter" if layout.zero_stage and not layout.reduces_micro_batches else "all_reduce"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Mean:
-    """What the ranks' busy time consists of, per step and mean over ranks."""
-
-    compute: float
-    recompute: float
-    tensor: float
-    context: float
-    expert: float
-    hidden: float
-    host: float
-    transfers: float
-    gathers: float
-
-    @classmethod
-    def of(cls, predictor: Predictor, layout: Candidate, ran: PipelineTime, pipeline: PipelineStep) -> _Mean:
-        every, ranks = LayerCost.total(predictor.times(layout)), layout.pipeline
-        divided, stages = pipeline.divided_share, predictor.stages(layout)
-        waits = every.forward_wait + every.again_wait + (1 - divided) * every.backward_wait
-        waits += divided * (every.input_wait + every.weight_wait)
-        each = pipeline.num_micro_batches / ranks
-        compute = each * every.computing_seconds
-        recompute, context = each * every.again_seconds, each * every.context_wait
-        expert, host = each * every.expert_wait, each * every.host_wait
-        tensor = each * waits - context - expert - host
-        behind = each * sum(seconds for seconds, _ in predictor.hides(layout))
-        expert -= behind
-        wire = Wire(predictor.task, layout)
-        crossings = sum(a != b for a, b in pairwise(map(stages.rank_of, range(stages.num_stages))))
-        transfers = each * 2 * crossings * wire.action
-        told = compute + recompute + tensor + context + expert + host + transfers
-        rest = sum(ran.busy_seconds) / ranks - told
-        # What is left are gathers, or Python where actions are too short to hide it.
-        gathers = rest if layout.zero_stage >= 2 else 0.0
-        return cls(
-            compute=compute + rest - gathers,
-            recompute=recompute,
-            tensor=tensor,
-            context=context,
-            expert=expert,
-            hidden=behind,
-            host=host,
-            transfers=transfers,
-            gathers=gathers,
-        )
+def _busy_parts(
+    predictor: Predictor, layout: Candidate, ran: PipelineTime, pipeline: PipelineStep
+) -> dict[str, float]:
+    """What the ranks' busy time consists of, as fields of :class:`StepTime`: means over ranks."""
+    every, ranks = LayerCost.total(predictor.times(layout)), layout.pipeline
+    divided, stages = pipeline.divided_share, predictor.stages(layout)
+    waits = every.forward_wait + every.again_wait + (1 - divided) * every.backward_wait
+    waits += divided * (every.input_wait + every.weight_wait)
+    each = pipeline.num_micro_batches / ranks
+    compute = each * every.computing_seconds
+    recompute, context = each * every.again_seconds, each * every.context_wait
+    expert, host = each * every.expert_wait, each * every.host_wait
+    tensor = each * waits - context - expert - host
+    behind = each * sum(seconds for seconds, _ in predictor.hides(layout))
+    expert -= behind
+    wire = Wire(predictor.task, layout)
+    crossings = sum(a != b for a, b in pairwise(map(stages.rank_of, range(stages.num_stages))))
+    transfers = each * 2 * crossings * wire.action
+    told = compute + recompute + tensor + context + expert + host + transfers
+    rest = sum(ran.busy_seconds) / ranks - told
+    # What is left are gathers, or Python where actions are too short to hide it.
+    gathers = rest if layout.zero_stage >= 2 else 0.0
+    return {
+        "compute": compute + rest - gathers,
+        "recompute": recompute,
+        "tensor": tensor,
+        "context": context,
+        "expert": expert,
+        "hidden": behind,
+        "host": host,
+        "transfers": transfers,
+        "gathers": gathers,
+    }

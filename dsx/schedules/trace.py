@@ -231,7 +231,10 @@ def computation(schedule: Schedule) -> Schedule:
 
 def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of :class:`Trace`; KeyError, TypeError or ValueError for a damaged file."""
-    spans = tuple(tuple(_spans(rank["actions"])) for rank in data["ranks"]) or ((),)
+    spans = tuple(
+        tuple((Action.parse(name), float(start), float(end)) for name, start, end in rank["actions"])
+        for rank in data["ranks"]
+    ) or ((),)
     if data["placement"] not in ("loop", "v") or not all(spans):
         raise ValueError("its placement or a row of actions")
     # Each virtual stage runs each micro-batch at least once.
@@ -252,11 +255,6 @@ def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
         "clock_error_seconds": tuple(float(rank["clock_error_seconds"]) for rank in data["ranks"]),
         "device": str(data["device"]),
     }
-
-
-def _spans(actions: Sequence[Any]) -> Iterator[Span]:
-    for name, start, end in actions:
-        yield Action.parse(name), float(start), float(end)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
