@@ -16,13 +16,13 @@ from dsx.config.deepspeed import deepspeed_problems, mesh_problems, optimizer_no
 from dsx.config.load import load, raise_all, told_of_set
 from dsx.config.run import PENDING, RunConfig, cut_layers
 from dsx.config.schema import MEASURE, DsxConfig, OuterConfig, ZeroConfig
-from dsx.config.sources import FIX_OF_RETIRED, read_model
+from dsx.config.sources import read_model
 from dsx.config.wording import at, suggest
 from dsx.errors import ConfigError, ScheduleError
-from dsx.hub.allowed import has_tiles, no_moe, unshared
+from dsx.hub.allowed import has_tiles, no_moe, unselected, unshared
 from dsx.models.flops import WIDTHS
 from dsx.models.params import frozen_names, in_float32, layer_kinds, param_specs, vocabulary_rows
-from dsx.models.spec import RETIRED, ContextMethod, HubModel, Model, ModelSpec
+from dsx.models.spec import ContextMethod, HubModel, Model, ModelSpec
 from dsx.parallel.islands import Islands
 from dsx.parallel.limits import LayoutRequest, possible, violations
 from dsx.parallel.mesh import AXES, Mesh
@@ -203,14 +203,9 @@ def check_profile(facts: Facts) -> Iterator[ConfigError]:
 
 def check_own_modules(facts: Facts) -> Iterator[ConfigError]:
     """Check that nothing is asked of transformers' modules that only dsx's have."""
-    if isinstance(facts.model, HubModel) and facts.dsx.recompute == "selective":
-        was = facts.model.family in RETIRED
-        yield ConfigError(
-            at("dsx.recompute", "selective"),
-            "transformers' modules, of which the model is made, have no such part of their own"
-            + (", and those of the family that an earlier dsx had are gone" if was else ""),
-            'use "full" or "none"' + (f", or {FIX_OF_RETIRED}" if was else ""),
-        )
+    why = unselected(facts.model) if facts.dsx.recompute == "selective" else None
+    if why is not None:
+        yield ConfigError(at("dsx.recompute", "selective"), f"{facts.model.family}: {why}", 'use "full" or "none"')
     if facts.dsx.mlp_tiles != 1 and not has_tiles(facts.model):
         yield ConfigError(
             at("dsx.mlp_tiles", facts.dsx.mlp_tiles),

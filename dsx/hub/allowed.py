@@ -28,6 +28,15 @@ def unshared(model: Model | None, ranks: int = 2, method: ContextMethod = "all_g
     return no_context(model, ranks, method)
 
 
+def unselected(model: Model | None) -> str | None:
+    """Why blocks of a model may not compute attention alone again; None if they may."""
+    if not isinstance(model, HubModel):
+        return None
+    from dsx.hub.context_probe import no_selective  # here: as above
+
+    return no_selective(model.config)
+
+
 def no_moe(key: str, model: Model, precision: Precision) -> str | None:
     """Why a model's routers cannot have what a key of ``dsx.moe`` asks for; None if they can."""
     if not isinstance(model, HubModel) or not model.experts:

@@ -224,6 +224,39 @@ class ContextAttention:
         return collectives.rows_for_heads(y, self.cp, heads=2, dim=1)
 
 
+class RecomputedAttention(ContextAttention):
+    """Of which backward keeps what it is given, and computes the rest again ("selective").
+
+    So scores and probabilities go (Korthikanti et al. 2022, arXiv:2205.05198, section 5), and on a context
+    axis keys and values of other ranks, which come once more. Queries and keys are kept as they are given,
+    rotated and with their norms. Without a context axis the family's own function gets the family's own mask.
+    """
+
+    def mask(self, *, q_length: int, mask_function: Callable[..., Tensor], **asked: Any) -> Tensor | None:
+        if self.cp.size > 1:
+            return super().mask(q_length=q_length, mask_function=mask_function, **asked)
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+        make: Any = ALL_MASK_ATTENTION_FUNCTIONS[self.kernel]
+        found: Tensor | None = make(q_length=q_length, mask_function=mask_function, **asked)
+        return found
+
+    def attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, named: Any
+    ) -> tuple[Tensor, None]:
+        def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            if self.cp.size > 1:
+                return super(RecomputedAttention, self).attend(module, query, key, value, mask, named)[0]
+            y: Tensor = kernel_of(module, self.kernel)(module, query, key, value, mask, **named)[0]
+            return y
+
+        if not torch.is_grad_enabled():
+            return run(query, key, value), None
+        draws = (named.get("dropout") or 0.0) > 0.0
+        y = checkpoint(run, query, key, value, use_reentrant=False, preserve_rng_state=draws)
+        return y, None
+
+
 class ShapesAlone(ContextAttention):
     """Of a forward whose masks nobody looks at: they have the shapes of whole ones and take no memory."""
 
@@ -254,18 +287,26 @@ def put_context(
     Raises:
         ModelError: As :func:`check_kernels`.
     """
+    if cp.size > 1:
+        put_attention(root, partial(made, cp))
+
+
+def put_attention(root: nn.Module, made: Callable[[str], ContextAttention]) -> None:
+    """Have the modules below ``root`` attend by what ``made`` gives, told the name of their own function.
+
+    Raises:
+        ModelError: As :func:`check_kernels`.
+    """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    if cp.size == 1:
-        return
     ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, _mask)
     ALL_ATTENTION_FUNCTIONS.register(_NAME, _attention)
     check_kernels(root)
     for config in _configs(root):
         kernel = config._attn_implementation  # noqa: SLF001 - transformers' own modules read it
         config._attn_implementation = _NAME  # noqa: SLF001 - as above
-        vars(config)[_NAME] = made(cp, kernel)
+        vars(config)[_NAME] = made(kernel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,8 +375,8 @@ def check_kernels(root: nn.Module) -> None:
         if (kernel := config._attn_implementation) not in _KERNELS:  # noqa: SLF001 - as above
             raise ModelError(
                 at("attn_implementation", kernel),
-                f"a context axis is known to be right with {' and '.join(_KERNELS)} alone",
-                "use one of these, or dsx.parallel.context = 1",
+                f"a context axis and selective recompute are known to be right with {' and '.join(_KERNELS)}",
+                'use one of these, or dsx.parallel.context = 1 and dsx.recompute = "full"',
             )
 
 

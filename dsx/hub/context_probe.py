@@ -38,6 +38,7 @@ from dsx.hub.context import (
     check_kernels,
     gather_around,
     kernel_of,
+    put_attention,
     put_context,
 )
 from dsx.hub.late_mask import LateMask
@@ -46,7 +47,7 @@ from dsx.hub.shrunk import kinds_of, random_model, shrunk
 from dsx.hub.state_passing import Neighbours, StateRelay, What, parts_of
 from dsx.models.spec import ContextMethod, HubModel
 from dsx.models.transformers_settings import first_line, torch_forms
-from dsx.nn.context import ContextParallel, DetachedContextParallel
+from dsx.nn.context import WHOLE, ContextParallel, DetachedContextParallel
 from dsx.nn.documents import hidden_of
 from dsx.nn.ring import Held, Ring
 
@@ -66,6 +67,34 @@ def no_context(model: HubModel, size: int, method: ContextMethod) -> str | None:
     return _found(model.config)[0] or (
         _found(model.config, ranks, method)[0] if method != "all_gather" else None
     )
+
+
+@lru_cache(maxsize=8)
+def no_selective(config: str) -> str | None:
+    """Why blocks of a model may not compute their attention alone again; None if they may.
+
+    A small model shows whether one of them attends by transformers' registry, and computes the same by the
+    name of another function there.
+    """
+    uses = list[Use]()
+    try:
+        check_kernels(structure_of(config).model)
+        with torch_forms(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            small = shrunk(json.loads(config))
+            blocks = structure_of(json.dumps(small, sort_keys=True)).blocks
+            for number, (block, call) in enumerate(block_calls(random_model(small).eval(), blocks, 1)):
+                noted, own = (_Watched(copy.deepcopy(block)) for _ in range(2))
+                put_attention(noted.module, partial(Noted, uses, WHOLE))
+                for each in (noted, own):
+                    each.run(call, call.hidden)
+                if (path := noted.differs(own)) is not None:
+                    return f"block {number}.{path} chooses by the name of its attention function"
+    except ModelError as error:
+        return f"{error.where}: {error.what}"
+    except Exception as error:  # noqa: BLE001 - whatever the family's code does on this machine
+        return f"a small model of it does not run ({first_line(error)})"
+    return None if uses else "no block of it attends by transformers' registry of attention functions"
 
 
 def mixers(config: str, ranks: int) -> list[Gathered]:

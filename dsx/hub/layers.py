@@ -16,7 +16,15 @@ from torch import Tensor, nn
 from dsx.hub import values
 from dsx.hub.balance import Routers, fresh_sums, sums_of
 from dsx.hub.block_arguments import BlockArguments
-from dsx.hub.context import ContextAttention, Gathered, ShapesAlone, gather_around, put_context
+from dsx.hub.context import (
+    ContextAttention,
+    Gathered,
+    RecomputedAttention,
+    ShapesAlone,
+    gather_around,
+    put_attention,
+    put_context,
+)
 from dsx.hub.context_probe import mixers
 from dsx.hub.experts import share_experts, tallies_of
 from dsx.hub.feed_forward import feed_forwards
@@ -28,7 +36,7 @@ from dsx.hub.tensor_plan import apply_plan, set_dropouts, sum_gradients
 from dsx.models.spec import HubModel, Recompute
 from dsx.nn import collectives
 from dsx.nn.block import again
-from dsx.nn.context import ContextParallel
+from dsx.nn.context import WHOLE, ContextParallel
 from dsx.nn.documents import Given, Places, Stream, carried, hidden_of
 from dsx.nn.embedding import looked_up, own_rows
 from dsx.nn.linear import column_linear
@@ -174,7 +182,10 @@ class HubBlock(nn.Module):
         self.host = weights.host
         self._times = (weights.tp.size if weights.tp.sequence else 1) * weights.cp.size
         self._alone = around.alone
-        if not self._alone:
+        if recompute == "selective":
+            own = WHOLE if self._alone else weights.cp
+            put_attention(self.block, partial(RecomputedAttention, own))
+        elif not self._alone:
             put_context(self.block, weights.cp, ContextAttention)
         plan = block_plan(model, structure, number)
         summed = apply_plan(self.block, plan, weights.tp, weights.split, around.paths)

@@ -22,7 +22,7 @@ from dsx.config.schema_parallel import ParallelConfig
 from dsx.config.sources import find_model
 from dsx.config.wording import at, either, item_without_secrets
 from dsx.errors import ConfigError, DsxError
-from dsx.hub.allowed import has_tiles, unshared
+from dsx.hub.allowed import has_tiles, unselected, unshared
 from dsx.memory.estimate import Job, estimate
 from dsx.memory.islands import IslandSettings
 from dsx.memory.job import job_of
@@ -227,10 +227,10 @@ class ModelInputs(PlanInputs):
             found["methods"] = tuple(methods) or ("all_gather",)
         long = self.run.sequence_length >= LONG and not self.cluster.is_host
         found["recompute"] = modes = get_args(Recompute) if long else RECOMPUTE
-        if isinstance(model, HubModel):
+        if unselected(model) is not None:
             found["recompute"] = tuple(each for each in modes if each != "selective")
-            if model.no_gathering is not None:
-                found["zero_stages"] = tuple(stage for stage in found["zero_stages"] if stage < 3)
+        if isinstance(model, HubModel) and model.no_gathering is not None:
+            found["zero_stages"] = tuple(stage for stage in found["zero_stages"] if stage < 3)
         return found
 
     @property

@@ -12,6 +12,7 @@ from dsx.config.run import PENDING, RunConfig, cut_layers
 from dsx.config.schema import MEASURE, DsxConfig, PartitionConfig
 from dsx.config.wording import at
 from dsx.errors import ConfigError, LayoutError, ScheduleError
+from dsx.hub.allowed import unselected
 from dsx.models.spec import Recompute
 from dsx.planner.choose import Ranking, choose
 from dsx.planner.layout import Bounds, Space
@@ -25,11 +26,12 @@ _MOST_OTHERS = 6
 _GIB = 1 << 30
 
 
-def recompute_modes(dsx: DsxConfig) -> tuple[Recompute, ...]:
+def recompute_modes(run: RunConfig) -> tuple[Recompute, ...]:
     """Modes to measure, without recomputation among them, which tells what recomputation holds at once."""
-    if dsx.recompute == "auto":
-        return RECOMPUTE
-    return ("none",) if dsx.recompute == "none" else ("none", dsx.recompute)
+    mode = run.dsx.recompute
+    if mode == "auto":
+        return RECOMPUTE if unselected(run.model) is None else ("none", "full")
+    return ("none",) if mode == "none" else ("none", mode)
 
 
 def conditions_of(run: RunConfig, *, device: str = "", version: str = "") -> Conditions:
@@ -71,7 +73,7 @@ def check_saved(run: RunConfig) -> None:
     assert run.dsx.profile is not None
     profile, name = read_saved(Path(run.dsx.profile), "dsx.profile"), at("dsx.profile", run.dsx.profile)
     profile.require(conditions_of(run), name=name, ignore=NOT_SHAPES)
-    for mode in recompute_modes(run.dsx):
+    for mode in recompute_modes(run):
         profile.require_mode(mode, name=name)
 
 
@@ -114,7 +116,7 @@ def _space(run: RunConfig) -> Space:
         warmup_per_rank=block.warmup if many else None,
         most_live=block.most_live if many else None,
         rows=run.program if by_hand else None,
-        recompute=RECOMPUTE if dsx.recompute == "auto" else (dsx.recompute,),
+        recompute=recompute_modes(run) if dsx.recompute == "auto" else (dsx.recompute,),
         cut=None if method == "time" else partial(_cut, run),
         most_bytes=None if cap is None else int(cap * _GIB),
     )

@@ -499,7 +499,7 @@ def measure_model(config: RunConfig, groups: Groups) -> Profile:
             loss=lambda layer, x: loss_of(loss, layer, x, ids),
             wire_share=1 if tp.sequence else tp.size,
         )
-        for mode in recompute_modes(settings):
+        for mode in recompute_modes(config):
             specs = families.layers(
                 config.model,
                 tp,

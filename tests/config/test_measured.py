@@ -251,7 +251,7 @@ class TestSavedProfile:
 
 def test_modes_to_measure():
     def modes(edits: dict) -> tuple[str, ...]:
-        return measured.recompute_modes(run_of(MEASURE | edits).dsx)
+        return measured.recompute_modes(run_of(MEASURE | edits))
 
     assert modes({}) == ("none",)
     assert modes({"dsx.recompute": "full"}) == ("none", "full")

@@ -62,9 +62,13 @@ WRONG = {
         {"dsx.model.family": "gpt2", "dsx.model.implementation": "dsx"},
         ["that an earlier dsx had are gone", "remove the key"],
     ),
-    "recompute of modules that are gone": (
-        {"dsx.model.family": "gpt2", "dsx.recompute": "selective"},
-        ["that an earlier dsx had are gone", "remove the key"],
+    "recompute of attention past the registry": (
+        {"dsx.model": {"config": {"model_type": "bloom"}}, "dsx.recompute": "selective"},
+        ['dsx.recompute = "selective"', "bloom: no block", "registry of attention", '"full"'],
+    ),
+    "recompute of attention that goes by its function's name": (
+        {"dsx.model": {"config": {"model_type": "falcon"}}, "dsx.recompute": "selective"},
+        ["falcon: block 0.self_attention chooses by the name"],
     ),
     "unknown preset": ({"dsx.model.preset": "tinny"}, ['dsx.model.preset = "tinny"', '"tiny"']),
     "ambiguous preset": (
