@@ -6,8 +6,10 @@
     python tools/families.py --options --layout tp2    # every option of every family
     python tools/families.py --table                   # write both tables into docs/guides/models.md
 
-Composite families, whose language model is trained inside a folder with a frozen tower, are run if they are
-named: --family qwen2_5_vl gemma3.
+    python tools/families.py --composite               # composite families, their text beside a frozen tower
+
+Composite families, whose language model is trained inside a folder with a tower, have a table of their own, in
+fewer layouts. One whose text model is a family too takes that one's kernels and plan: its row tells of folders.
 
 A tiny random model of each family of the installed transformers is trained three AdamW steps with
 clipping by one process of transformers, and by dsx on gloo ranks in seven layouts; losses, gradient
@@ -90,6 +92,7 @@ def _arguments() -> argparse.Namespace:
         choices=[*parity.LAYOUTS, *crew.LAYOUTS],
         help=f"these layouts alone (default all); of options {', '.join(crew.LAYOUTS)}",
     )
+    parser.add_argument("--composite", action="store_true", help="the composite families")
     parser.add_argument("--options", action="store_true", help="the options of families")
     parser.add_argument(
         "--option-results",
@@ -182,16 +185,18 @@ def _versions() -> Json:
 def _work(arguments: argparse.Namespace, results: Json) -> dict[str, list[str]]:
     """Family -> layouts to run."""
     wanted: dict[str, list[str]] = {}
-    for family in arguments.family or tiny.all_families():
+    every = tiny.composite_families() if arguments.composite else tiny.all_families()
+    for family in arguments.family or every:
         known = results["families"].get(family, {})
         layouts = [
             layout
-            for layout in arguments.layout or parity.LAYOUTS
+            for layout in arguments.layout or table.layouts_of(family)
             if arguments.again == "all"
             or (case := known.get("layouts", {}).get(layout)) is None
             or (arguments.again == "bad" and case["result"] != "ok")
         ]
-        if layouts and (arguments.again or not known.get("alone")):
+        alone = known.get("alone") and not tiny.is_composite(family)
+        if layouts and (arguments.again or not alone):
             wanted[family] = layouts
     return wanted
 

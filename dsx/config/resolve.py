@@ -205,7 +205,9 @@ def check_own_modules(facts: Facts) -> Iterator[ConfigError]:
     """Check that nothing is asked of transformers' modules that only dsx's have."""
     why = unselected(facts.model) if facts.dsx.recompute == "selective" else None
     if why is not None:
-        yield ConfigError(at("dsx.recompute", "selective"), f"{facts.model.family}: {why}", 'use "full" or "none"')
+        yield ConfigError(
+            at("dsx.recompute", "selective"), f"{facts.model.family}: {why}", 'use "full" or "none"'
+        )
     if facts.dsx.mlp_tiles != 1 and not has_tiles(facts.model):
         yield ConfigError(
             at("dsx.mlp_tiles", facts.dsx.mlp_tiles),

@@ -25,7 +25,7 @@ import dsx
 import ranks
 from dsx.errors import ConfigError, DsxError, ModelError
 from dsx.hub.context import check_kernels
-from dsx.hub.context_probe import mixers, no_context, passes_states
+from dsx.hub.context_probe import mixers, no_context, no_selective, passes_states
 from dsx.hub.late_mask import LateMask
 from dsx.hub.read import hub_model
 from dsx.hub.state_passing import pass_states
@@ -186,7 +186,9 @@ def roundings(family: str, sizes: dict[str, Any], cuts: tuple[int, ...]) -> dict
     return by_transformers(model, cuts, mixing=True)[1]
 
 
-def differences(rank: int, world_size: int, cases: Sequence[Case]) -> list[tuple[float, float, str]]:
+def differences(
+    rank: int, world_size: int, cases: Sequence[Case], *how: Any
+) -> list[tuple[float, float, str]]:
     """For each case how far the loss and a gradient are off, relative, and which gradient is furthest."""
     found = []
     for family, sizes, method, cuts in cases:
@@ -194,7 +196,7 @@ def differences(rank: int, world_size: int, cases: Sequence[Case]) -> list[tuple
         cp = ContextParallel(world_size, rank, method=method)
         mixing = has_mixers(described(model), world_size)
         loss, gradients = by_transformers(model, cuts, mixing=mixing)
-        own, ours = by_dsx(model, cp, cuts)
+        own, ours = by_dsx(model, cp, cuts, *how)
         least = 1e-2 * max(
             float(each.abs().max()) for each in gradients.values()
         )  # some are 0 but for roundings
@@ -216,8 +218,8 @@ def differences(rank: int, world_size: int, cases: Sequence[Case]) -> list[tuple
     return found
 
 
-def require_equal(world_size: int, cases: Sequence[Case]) -> None:
-    for each in ranks.run(differences, world_size, cases):
+def require_equal(world_size: int, cases: Sequence[Case], *how: Any) -> None:
+    for each in ranks.run(differences, world_size, cases, *how):
         wrong = [
             (case, told) for case, told in zip(cases, each, strict=True) if not max(told[:2]) < TOLERANCE
         ]
@@ -485,3 +487,65 @@ def test_other_kernels_are_refused_by_name() -> None:
     model.config._attn_implementation = "flex_attention"
     with pytest.raises(ModelError, match=r"flex_attention.*right with sdpa and eager alone"):
         check_kernels(model)
+
+
+RECOMPUTED = (
+    "gpt_oss",  # sinks, which are parameters
+    "gemma2",
+    "nemotron_h",  # mixers, of which nothing is recomputed
+    "deepseek_v3",
+    "llama4_text",
+    "deepseek_v4",
+)
+
+
+@pytest.mark.parametrize("names", often([list(RECOMPUTED[at::3]) for at in range(3)], 3))
+def test_attention_alone_is_recomputed(names: Sequence[str]) -> None:
+    require_equal(1, [(family, {}, "all_gather", CUTS[0]) for family in names], "selective")
+
+
+@pytest.mark.parametrize("names", often([["gpt_oss"], list(RECOMPUTED[1:3])], 2))
+def test_so_it_is_where_ranks_share_sequences(names: Sequence[str]) -> None:
+    require_equal(2, cases_of(names), "selective")
+
+
+def test_so_it_is_in_compiled_blocks() -> None:
+    require_equal(1, [("gpt_oss", {}, "all_gather", CUTS[0])], "selective", True)
+
+
+def kept(_rank: int, _world_size: int, recompute: Any, dropout: float) -> tuple[int, float, dict[str, Any]]:
+    """Bytes that backward keeps of a model with sinks, its loss, and its gradients."""
+    found: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    model = random_model(tiny.tiny_config("gpt_oss", attention_dropout=dropout))
+    torch.manual_seed(7)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        loss, gradients = by_dsx(model, ContextParallel(), CUTS[0], recompute)
+    return sum(found.values()), loss, gradients
+
+
+def test_scores_go_and_come_again_with_what_was_dropped() -> None:
+    (bytes_of_all, wanted, gradients), (left, loss, ours) = (
+        ranks.run(kept, 1, each, 0.2)[0] for each in ("none", "selective")
+    )
+    config = tiny.tiny_config("gpt_oss")
+    probabilities = 4 * ROWS * config.num_attention_heads * LENGTH**2 * config.num_hidden_layers
+    assert bytes_of_all - left > probabilities
+    assert loss == wanted
+    assert loss != ranks.run(kept, 1, "selective", 0.0)[0][1]
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=0, atol=0)
+
+
+def test_what_cannot_recompute_its_attention_alone_is_told() -> None:
+    assert "chooses by the name" in str(
+        no_selective(hub_model(content("minimax_m3_vl_text", **SPARSE)).config)
+    )
+    assert "no block of it attends" in str(no_selective(hub_model(content("rwkv")).config))
+    assert "flash" in str(
+        no_selective(hub_model(content("olmo2") | {"attn_implementation": "flash_attention_2"}).config)
+    )

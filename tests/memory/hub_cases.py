@@ -78,6 +78,7 @@ def config(drawn: dict[str, Any]) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": drawn["zero"], "reduce_bucket_size": 100_000}
     if drawn["offload"]:
         zero["offload_optimizer"] = {"device": "cpu"}
+    eager = {"attn_implementation": "eager"} if drawn.get("eager") else {}
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2 * drawn["pipeline"],
@@ -87,7 +88,10 @@ def config(drawn: dict[str, Any]) -> dict[str, Any]:
         "zero_optimization": zero,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
         "dsx": {
-            "model": {"config": {**_SIZES, **MODELS[drawn["model"]]}, "implementation": "transformers"},
+            "model": {
+                "config": {**_SIZES, **MODELS[drawn["model"]], **eager},
+                "implementation": "transformers",
+            },
             "parallel": {
                 "tensor": drawn["tensor"],
                 "pipeline": drawn["pipeline"],

@@ -38,6 +38,12 @@ def test_so_is_that_of_feed_forwards_in_tiles(number):
     require_alike({**case(number), "tiles": 3})
 
 
+@pytest.mark.parametrize("number", often((0, 3, 1, 2, 4), 3))
+def test_so_is_that_of_attention_that_alone_is_recomputed(number):
+    """By the function that stores scores, in even cases; the others have what torch fuses."""
+    require_alike({**case(number), "recompute": "selective", "eager": number % 2 == 0})
+
+
 def require_alike(drawn):
     context = drawn.get("context", 1)
     world = drawn["tensor"] * drawn["pipeline"] * drawn["data"] * context

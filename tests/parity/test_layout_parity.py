@@ -67,7 +67,7 @@ SCHEDULES = [
         ("zbv", "gpt2", 2, 0, 3, {}),
         ("zbv", "llama", 2, 1, 4, {"tp": 2}),
         ("zbv", "gpt2", 2, 2, 5, {"dp": 2}),
-        ("zbv", "gpt2", 2, 3, 4, {"recompute": "full"}),
+        ("zbv", "gpt2", 2, 3, 4, {"recompute": "selective"}),
         ("v_half", "llama", 2, 0, 5, {"dp": 2}),
         ("v_half", "llama", 2, 3, 4, {"recompute": "selective"}),
         ("v_min", "gpt2", 2, 1, 4, {"tp": 2}),
@@ -90,7 +90,7 @@ FAMILIES = [
     Case(family="qwen3", tp=2, pp=2, zero=0, sequence_parallel=False, schedule="zb_h1", accumulation=4),
     Case(family="qwen3", tp=2, dp=2, zero=3, recompute="selective", accumulation=2),
     Case(family="gemma2", tp=2, pp=2, chunks=2, zero=2, schedule="interleaved_zb", recompute="full"),
-    Case(family="gemma2", tp=2, dp=2, zero=3, sequence_parallel=False, accumulation=2),
+    Case(family="gemma2", tp=2, dp=2, zero=3, sequence_parallel=False, accumulation=2, recompute="selective"),
     Case(family="gpt_neox", tp=2, pp=2, chunks=2, zero=1, accumulation=4, recompute="full"),
 ]
 SHARED_HEADS = [

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from all_families.crew import LAYOUTS as OPTION_LAYOUTS
 from all_families.crew import settled
 from all_families.parity import LAYOUTS
-from all_families.tiny import all_families
+from all_families.tiny import all_families, composite_families, is_composite
 
 from dsx.checkpoint.store import write_atomically
 
@@ -21,9 +21,17 @@ OPTIONS_END = "<!-- options: end -->"
 _WITHOUT_REASON = {"ok": "ok", "none": ""}
 HEAD, SEQUENCE = "`model_type`", "sequence parallelism"
 
+COMPOSITE_LAYOUTS = ("pp", "tp-pp")
+"""Of composite families, which differ from their text models in folders and names alone."""
+
 OPTION_RESULTS = ("ok", "same", "refused", "different", "traceback", "none")
 
 Json = dict[str, Any]
+
+
+def layouts_of(family: str) -> tuple[str, ...]:
+    """In which layouts a family's row is."""
+    return COMPOSITE_LAYOUTS if is_composite(family) else tuple(LAYOUTS)
 
 
 def summary(results: Json) -> str:
@@ -36,7 +44,7 @@ def summary(results: Json) -> str:
         )
         told = ", ".join(f"{counts[result]} {result}" for result in ("ok", "refused", "failed"))
         lines.append(f"{layout!s:32} {told}")
-    everywhere = [name for name, entry in families.items() if _results(entry) <= _WITHOUT_REASON.keys()]
+    everywhere = [name for name, entry in families.items() if _results(name, entry) <= _WITHOUT_REASON.keys()]
     lines.append(f"{'in all':32} {len(everywhere)} of {len(families)}")
     return "\n".join(lines)
 
@@ -121,26 +129,46 @@ def section(page: str) -> str:
 
 
 def read(page: str) -> dict[str, dict[str, str]]:
-    """Each family of a page's table, and what it says of every layout."""
+    """Each family of a page's table but the composite ones, and what it says of every layout."""
     lines = [line for line in section(page).splitlines() if line.startswith("| `")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     names = [*LAYOUTS, SEQUENCE]
-    return {row[0].strip("`"): dict(zip(names, row[2:], strict=False)) for row in rows if row[0] != HEAD}
+    found = {row[0].strip("`"): dict(zip(names, row[2:], strict=False)) for row in rows if row[0] != HEAD}
+    return {name: row for name, row in found.items() if not is_composite(name)}
 
 
 def markdown(results: Json) -> str:
-    """The families that train, a row each; the others by why not."""
-    families = {name: results["families"].get(name, {"layouts": {}}) for name in all_families()}
-    trained = {name: entry for name, entry in families.items() if _is_trained(entry)}
+    """The families that train, a row each; the others by why not; and the same of composite ones."""
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    entries = [each for each in all_families() if not is_composite(each)]
+    own = [each for each in all_families() if is_composite(each)]
+    return "\n".join(
+        [
+            *_part(results, entries, f"families with causal language models of their own ({versions})"),
+            "",
+            f"Composite families, {len(own)} of which are causal language models by transformers' list too: text is "
+            "trained, beside a tower that no rank reads.",
+            "",
+            *_part(results, composite_families(), "composite families"),
+        ]
+    )
+
+
+def _part(results: Json, names: Sequence[str], what: str) -> list[str]:
+    """Lines about some families, which are all composite or none."""
+    families = {name: results["families"].get(name, {"layouts": {}}) for name in names}
+    columns = layouts_of(names[0])
+    trained = {name: entry for name, entry in families.items() if _is_trained(name, entry)}
     notes: dict[str, int] = {}
-    head = (HEAD, "kind", *map(str, LAYOUTS.values()), SEQUENCE, "left whole by tp")
+    last = (SEQUENCE, "left whole by tp") if "zb" in columns else ()
+    head = (HEAD, "kind", *(str(LAYOUTS[each]) for each in columns), *last)
     rows = [head, ("---",) * len(head)]
     rows += [_row(name, entry, notes) for name, entry in trained.items()]
     lines = [f"| {' | '.join(row)} |" for row in rows]
     waiting = [
         f"`{name}`"
         for name, entry in families.items()
-        if "missing" in _results(entry) and not entry.keys() & {"alone", "failed"}
+        if "missing" in _results(name, entry) and not entry.keys() & {"alone", "failed"}
     ]
     if waiting:
         lines += ["", f"Not run in every layout yet: {', '.join(waiting)}."]
@@ -153,18 +181,17 @@ def markdown(results: Json) -> str:
     if others:
         lines += ["", "Not trained:", ""]
         lines += [f"- {', '.join(names)}: {reason}" for reason, names in sorted(others.items())]
-    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    return "\n".join([f"{len(trained)} of {len(families)} families ({versions}).", "", *lines])
+    return [f"{len(trained)} of {len(families)} {what}.", "", *lines]
 
 
-def _is_trained(entry: Json) -> bool:
+def _is_trained(name: str, entry: Json) -> bool:
     """Whether every layout was run, and one came out right."""
-    return "ok" in _results(entry) and "missing" not in _results(entry)
+    return "ok" in _results(name, entry) and "missing" not in _results(name, entry)
 
 
-def _results(entry: Json) -> set[str]:
+def _results(name: str, entry: Json) -> set[str]:
     found = {case["result"] for case in entry["layouts"].values()}
-    return found if len(entry["layouts"]) == len(LAYOUTS) else found | {"missing"}
+    return found if entry["layouts"].keys() >= {*layouts_of(name)} else found | {"missing"}
 
 
 def _row(name: str, entry: Json, notes: dict[str, int]) -> tuple[str, ...]:
@@ -173,7 +200,9 @@ def _row(name: str, entry: Json, notes: dict[str, int]) -> tuple[str, ...]:
             return _WITHOUT_REASON[case["result"]]
         return f"{case['result']} ({notes.setdefault(_plain(name, case['reason']), len(notes) + 1)})"
 
-    cells = {layout: entry["layouts"][layout] for layout in LAYOUTS}
+    cells = {layout: entry["layouts"][layout] for layout in layouts_of(name)}
+    if "zb" not in cells:
+        return (f"`{name}`", entry["kind"], *map(noted, cells.values()))
     sequence = noted(cells["zb"])
     cells["zb"] = cells["zb"].get("without_sequence_parallelism", cells["zb"])
     whole = ""
@@ -188,7 +217,8 @@ def _why_none(name: str, entry: Json) -> str:
         return str(entry["alone"])
     if "failed" in entry:
         return _plain(name, f"transformers itself fails: {entry['failed']}")
-    return _plain(name, entry["layouts"]["dp"]["reason"])  # that cuts no layer and sends nothing
+    plainest = "dp" if "dp" in layouts_of(name) else "pp"  # dp cuts no layer and sends nothing
+    return _plain(name, entry["layouts"][plainest]["reason"])
 
 
 def _plain(name: str, reason: str) -> str:

@@ -153,6 +153,13 @@ def all_families() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
+def composite_families() -> list[str]:
+    """Every ``model_type`` that :func:`is_composite`."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+
+    return sorted(filter(is_composite, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES))
+
+
 def modules(families: Iterable[str]) -> list[str]:
     """The modules that define the models of families."""
     found = {_config_class(family.partition("+")[0]).__module__ for family in families}
