@@ -74,6 +74,9 @@ def put_plain_modules(model: nn.Module) -> None:
             linear: Any = nn.Linear(module.nx, module.nf, device="meta", dtype=module.weight.dtype)
             linear.turned = True
             model.set_submodule(path, linear)
+        elif type(module).__name__ == "FalconLinear":  # rounds once more in low precision, before its bias
+            plain = nn.Linear(module.in_features, module.out_features, module.bias is not None, "meta")
+            model.set_submodule(path, plain.to(module.weight.dtype))
         elif isinstance(module, NewGELUActivation | FastGELUActivation):  # torch has it in one operator
             model.set_submodule(path, nn.GELU(approximate="tanh"))
 

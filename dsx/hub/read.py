@@ -16,6 +16,7 @@ from dsx.config.wording import suggest
 from dsx.errors import ModelError
 from dsx.hub.balance import balance_of
 from dsx.hub.cut_regions import completed
+from dsx.hub.derived_plan import DerivedPlan, derived_plan
 from dsx.hub.disk_names import DiskForm, FolderNames, disk_forms, is_turned
 from dsx.hub.experts import experts_in
 from dsx.hub.model_structure import ModelStructure, settings_of, structure_of
@@ -69,7 +70,8 @@ def _hub_model(text: str, changes: tuple[tuple[str, str | None], ...]) -> HubMod
                 "give the size of the config that makes it at least 1, or leave the part out (null)",
             )
     _check_places(structure, changes)
-    reader = _Reader(structure, plan_of(structure, changes), float32_beside(text))
+    plan, derived = plan_of(structure, changes, text)
+    reader = _Reader(structure, plan, derived, float32_beside(text))
     settings = structure.model.config
     kinds = ("WordEmbedding", *(("Positions",) if structure.shifts else ()))
     first, blocks = len(kinds), len(structure.list_of_blocks)
@@ -101,7 +103,7 @@ def _hub_model(text: str, changes: tuple[tuple[str, str | None], ...]) -> HubMod
         routed=_routed(settings),
         balance=balance_of(structure.model),
         whole=tuple(reader.whole()),
-        no_sequence=known.get("no_sequence"),
+        no_sequence=known.get("no_sequence") or derived.no_sequence,
         no_gathering=known.get("no_gathering"),
     )
 
@@ -127,8 +129,22 @@ def folder_names(model: HubModel) -> FolderNames:
     return FolderNames(empty, disk_forms(empty))
 
 
-def plan_of(structure: ModelStructure, changes: tuple[tuple[str, str | None], ...]) -> dict[str, str | None]:
-    """The tensor plan: the family's, mended by dsx's table, and the user's changes."""
+def plan_of(
+    structure: ModelStructure, changes: tuple[tuple[str, str | None], ...], config: str
+) -> tuple[dict[str, str | None], DerivedPlan]:
+    """The tensor plan: the family's, mended by dsx's table, and the user's changes; and what was derived.
+
+    Where the first two cut nothing in any block, the plan is derived from what a small model computes.
+    """
+    if ("plan", changes) not in structure.plans:
+        structure.plans["plan", changes] = _plan_of(structure, changes, config)
+    found: tuple[dict[str, str | None], DerivedPlan] = structure.plans["plan", changes]
+    return found
+
+
+def _plan_of(
+    structure: ModelStructure, changes: tuple[tuple[str, str | None], ...], config: str
+) -> tuple[dict[str, str | None], DerivedPlan]:
     model = structure.model
     plan: dict[str, str | None] = dict(getattr(model, "tp_plan", None) or {})
     # Some classes name their modules without the prefix of the causal model.
@@ -138,22 +154,36 @@ def plan_of(structure: ModelStructure, changes: tuple[tuple[str, str | None], ..
     for name in known.get("cuts", ()):
         own = _overrides()["plan"][name] | own
     plan |= {f"{structure.blocks}.*.{path}": style for path, style in own.items()}
+    derived = DerivedPlan()
+    inside = {*map(generic, _names(structure))}
+    if not any(style and pattern in inside for pattern, style in plan.items()):
+        derived = derived_plan(config)
+        plan |= derived.patterns(structure.blocks)
     plan = {key: style or None for key, style in plan.items()}
-    return plan | dict(changes)
+    return plan | dict(changes), derived
+
+
+def _names(structure: ModelStructure) -> Iterator[str]:
+    """Names of modules and parameters in blocks."""
+    prefix = f"{structure.blocks}."
+    named = (structure.model.named_modules(), structure.model.named_parameters(remove_duplicate=False))
+    yield from (name for names in named for name, _ in names if name.startswith(prefix))
 
 
 def block_plan(model: HubModel, structure: ModelStructure, number: int) -> BlockPlan:
     """The plan of a block."""
-    return _plan_of_block(structure, plan_of(structure, model.tensor_plan), number)
+    return _plan_of_block(structure, *plan_of(structure, model.tensor_plan, model.config), number)
 
 
-def _plan_of_block(structure: ModelStructure, plan: Mapping[str, str | None], number: int) -> BlockPlan:
+def _plan_of_block(
+    structure: ModelStructure, plan: Mapping[str, str | None], derived: DerivedPlan, number: int
+) -> BlockPlan:
     settings, prefix = structure.model.config, f"{structure.blocks}.{number}"
     block = structure.list_of_blocks[number]
     pairs = _heads_of(block) or _number(settings, "num_key_value_heads")
     pairs = pairs or _number(settings, "num_attention_heads") or 0
     rotary = _number(settings, "qk_rope_head_dim") or 0
-    counts = tuple(known_of(settings.model_type).get("heads", ()))
+    counts = (*known_of(settings.model_type).get("heads", ()), *derived.counts)
     kind = (
         pairs,
         tuple(plan.get(generic(f"{prefix}.{path}")) for path, _ in block.named_modules()),
@@ -161,8 +191,10 @@ def _plan_of_block(structure: ModelStructure, plan: Mapping[str, str | None], nu
         tuple((path, tuple(parameter.shape)) for path, parameter in block.named_parameters()),
     )
     if kind not in structure.plans:
-        said = BlockPlan.of(block, prefix, plan, pairs=pairs, rotary=rotary, counts=counts)
-        structure.plans[kind] = completed(block, said, structure.calls[number])
+        facts = {"pairs": pairs, "rotary": rotary, "counts": counts, "by_head": derived.by_head}
+        said = BlockPlan.of(block, prefix, plan, **facts)
+        proved = derived.styles and plan.items() >= derived.patterns(structure.blocks).items()
+        structure.plans[kind] = said if proved else completed(block, said, structure.calls[number])
     found: BlockPlan = structure.plans[kind]
     return found
 
@@ -221,15 +253,17 @@ class _Reader:
         self,
         structure: ModelStructure,
         plan: Mapping[str, str | None],
+        derived: DerivedPlan,
         float32: Mapping[str, tuple[str, ...]],
     ) -> None:
-        self.structure, self.plan, self.float32 = structure, plan, float32
+        self.structure, self.plan, self.derived, self.float32 = structure, plan, derived, float32
         self.model = structure.model
         self.forms: dict[str, DiskForm] = disk_forms(self.model)
         self.laws = laws_of(self.model)
         table = self.model.get_submodule(structure.embedding).weight
         self.tied = self.model.get_submodule(structure.head).weight is table
-        self.plans = [_plan_of_block(structure, plan, n) for n in range(len(structure.list_of_blocks))]
+        blocks = range(len(structure.list_of_blocks))
+        self.plans = [_plan_of_block(structure, plan, derived, number) for number in blocks]
         self.memory: dict[str, str] = {}
         """Name in transformers' model by dsx's name."""
 
@@ -356,8 +390,22 @@ class _Reader:
             for plan in self.plans
             for path, style in plan.styles.items()
         )
+        if counted := self._counted_heads():
+            return (counted, counted)
         queries, pairs = self.query_heads, min((plan.pairs for plan in self.plans), default=0)
         return (queries, pairs) if cut and queries and pairs else None
+
+    def _counted_heads(self) -> int:
+        """What all numbers of heads that a derived plan divides have in common; 0 if it divides none."""
+        places = (path.rpartition(".") for path in self.derived.head_counts)
+        found = [
+            vars(module).get(name, 0)
+            for owner, _, name in places
+            for block in self.structure.list_of_blocks
+            for path, module in block.named_modules()
+            if generic(path) == owner
+        ]
+        return math.gcd(*found)
 
     def whole(self) -> Iterator[tuple[str, float]]:
         """Matrices of blocks that the plan leaves whole, with their share of all blocks' elements."""

@@ -15,6 +15,7 @@ A plan names modules and parameters and gives each a style, in transformers' wor
 | ``mla_kv_a_proj`` | a linear | nothing: the gradient of its rotary outputs is summed |
 | ``replicated_with_grad_allreduce`` | a module | nothing: its parameters' gradients are summed |
 | ``all_reduce`` | a module | nothing: its outputs are partial sums |
+| ``summand`` | a parameter | nothing: each rank adds its share of it to partial sums (dsx's own word) |
 | ``moe_identity_expert`` | a module | nothing: its input is divided by the number of ranks |
 | ``local_params``, ``replicate`` | a module | nothing |
 
@@ -28,7 +29,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -47,11 +48,12 @@ LOCAL_COLUMN = frozenset(("colwise", "packed_colwise", "qkv_colwise"))
 COLUMN = LOCAL_COLUMN | {"colwise_gather_output", "colwise_rep"}
 ROW = frozenset(("rowwise", "packed_rowwise", "rowwise_split_input", "rowwise_rep"))
 SUMMED = "replicated_with_grad_allreduce"
+SUMMAND = "summand"
 GATHERS = frozenset(("colwise_gather_output", "colwise_rep"))
 SPLITS = frozenset(("rowwise_split_input", "rowwise_rep"))
 _PARTS = {"packed_colwise": 2, "packed_rowwise": 2, "qkv_colwise": 3}
 _WRAPPED = frozenset(("moe_tp_experts", "mla_kv_a_proj", "all_reduce", "moe_identity_expert"))
-STYLES = COLUMN | ROW | _WRAPPED | {SUMMED, "local_params", "replicate"}
+STYLES = COLUMN | ROW | _WRAPPED | {SUMMED, SUMMAND, "local_params", "replicate"}
 """Every style that dsx knows inside blocks."""
 
 
@@ -94,7 +96,8 @@ class BlockPlan:
         styles: Style by path in the block, of modules and of parameters.
         pairs: Key/value heads, if key and value projections may be kept whole for want of heads; else 0.
         rotary: Outputs of an ``mla_kv_a_proj`` that are rotated.
-        counts: Attributes that count heads, of modules with cut projections.
+        counts: Attributes that count heads, of modules with cut projections; of one module with its path.
+        by_head: Arguments, by name, whose first dim has something for each head, by the module's path.
         silent: Paths that the plan leaves alone by name.
     """
 
@@ -102,6 +105,7 @@ class BlockPlan:
     pairs: int = 0
     rotary: int = 0
     counts: tuple[str, ...] = ()
+    by_head: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     silent: frozenset[str] = frozenset()
 
     @classmethod
@@ -132,12 +136,37 @@ class BlockPlan:
             return Cut(dim, _parts(style, parameter.shape[dim]))
         return UNCUT
 
+    def give_own_heads(self, block: nn.Module, ranks: int, rank: int) -> None:
+        """Have modules whose heads are divided take what arguments have for a rank's heads."""
+        for path, module in block.named_modules():
+            if names := self.by_head.get(generic(path), ()):
+                counted = (n for key, n in vars(module).items() if "head" in key and key.endswith(_ALL_RANKS))
+                if heads := max(counted, default=0):
+                    own = slice(rank * heads // ranks, (rank + 1) * heads // ranks)
+                    hook = partial(_own_heads, names=names, heads=heads, own=own)
+                    module.register_forward_pre_hook(hook, with_kwargs=True)
+
     def keeps(self, path: str, heads: int) -> bool:
         """Whether a key or value projection is kept whole with ``heads`` ranks."""
         last = path.rpartition(".")[2]
         return (
             bool(self.pairs % heads) and last in ("k_proj", "v_proj") and self.styles.get(path) == "colwise"
         )
+
+
+_ALL_RANKS = " of all ranks"
+
+
+def _own_heads(
+    _module: nn.Module, given: Any, named: Any, *, names: tuple[str, ...], heads: int, own: slice
+) -> tuple[Any, Any]:
+    """Of [heads, ...] or [samples x heads, ...] a rank's heads."""
+    mine = {
+        name: named[name].unflatten(0, (-1, heads))[:, own].flatten(0, 1)
+        for name in names
+        if isinstance(named.get(name), Tensor)
+    }
+    return given, {**named, **mine}
 
 
 def _parts(style: str | None, size: int) -> tuple[int, ...]:
@@ -190,6 +219,7 @@ def apply_plan(
             child.register_forward_pre_hook(partial(_sharded, dropouts=dropouts, sharded=True))
             row = next(inner for inner in child.modules() if isinstance(inner, RowParallelLinear))
             row.register_forward_hook(partial(_sharded, dropouts=dropouts, sharded=tp.sequence))
+    plan.give_own_heads(block, tp.size, tp.rank)
     set_dropouts(block, tp, sharded=bool(tp.sequence))
     outside = [path for path, _ in block.named_parameters() if path not in inside]
     if tp.size > 1:  # what stands between linears of the block itself has parts of its gradient
@@ -323,10 +353,11 @@ def divide(owner: Any, name: str, plan: BlockPlan, ranks: int) -> None:
             )
         owner.num_key_value_groups = groups * plan.pairs // ranks
     if plan.styles.get(name) in ("colwise", "qkv_colwise"):
-        for count in plan.counts:
+        for place, _, count in (each.rpartition(".") for each in plan.counts):
             heads = vars(owner).get(count)
-            if isinstance(heads, int) and f"{count} of all ranks" not in vars(owner):
-                vars(owner)[f"{count} of all ranks"] = heads
+            here = not place or place == generic(name.rpartition(".")[0])
+            if here and isinstance(heads, int) and f"{count}{_ALL_RANKS}" not in vars(owner):
+                vars(owner)[f"{count}{_ALL_RANKS}"] = heads
                 setattr(owner, count, max(heads // ranks, 1))  # one is shared where there are fewer
 
 
@@ -349,10 +380,24 @@ def _wrap(child: nn.Module, path: str, plan: BlockPlan, tp: TensorParallel) -> s
             inner.register_forward_hook(partial(_rotary_copied, rotary=plan.rotary, tp=whole))
         elif style == "moe_identity_expert":
             inner.register_forward_pre_hook(lambda _, given: (given[0] / tp.size, *given[1:]))
-    for own, _ in child.named_parameters(prefix=path):
-        if plan.styles.get(own) == SUMMED:
-            summed.add(own)
-    return summed
+    named = {own: plan.styles.get(own) for own, _ in child.named_parameters(prefix=path)}
+    for own in (own for own, style in named.items() if style == SUMMAND):
+        inside, _, name = own.removeprefix(path).removeprefix(".").rpartition(".")
+        owner = child.get_submodule(inside)
+        owner.forward = partial(_with_share, owner, owner.forward, name, tp.size)
+    return summed | {own for own, style in named.items() if style in (SUMMED, SUMMAND)}
+
+
+def _with_share(
+    module: nn.Module, forward: Callable[..., Any], name: str, ranks: int, /, *given: Any, **named: Any
+) -> Any:
+    """A module's forward with a share of one of its parameters in its place."""
+    held = vars(module)
+    held[name] = getattr(module, name) / ranks  # found before the parameter of this name
+    try:
+        return forward(*given, **named)
+    finally:
+        del held[name]
 
 
 def _copied(_module: nn.Module, given: Any, named: Any, *, tp: TensorParallel) -> tuple[Any, Any]:

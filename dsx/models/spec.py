@@ -311,8 +311,8 @@ class HubModel:
             return None
         if all(spec.split is None or spec.pad_multiple is not None for spec in self.params):
             return (
-                f"transformers has no tensor plan for {self.family}, so that nothing but the vocabulary "
-                "would be cut; dsx.parallel.tensor_plan takes one"
+                f"transformers has no tensor plan for {self.family}, and a small model of it shows none, so "
+                "that nothing but the vocabulary would be cut; dsx.parallel.tensor_plan takes one"
             )
         if self.heads is not None:
             queries, pairs = self.heads

@@ -1,0 +1,408 @@
+"""A tensor plan of a family of which transformers gives none, found by trying a small model of it.
+
+Every kind of block runs with real numbers, and candidates of styles are tried on it one after another:
+linears cut by outputs that end in one cut by inputs, stacks of experts, and attributes that count heads. Each
+simulated rank runs the whole block with its slices; where its part ends, it hands on what one process had
+there. The first candidate counts whose parts sum up to what one process computes there, and which gives no
+gradient to anything that the ranks would not sum. As values are random, what is equal there is equal
+anywhere, and so are gradients. Linears that belong to no such region are cut by outputs, which every rank then gets: a
+rank holds and multiplies by its part of the matrix, and what stands between linears it computes whole.
+
+No family is known by name. The proof at start compares real ranks of the run's own layout beside this.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsx.hub.context_probe import FAR, block_calls
+from dsx.hub.cut_regions import RANKS
+from dsx.hub.model_structure import BlockCall, structure_of
+from dsx.hub.shrunk import kinds_of, random_model, shrunk
+from dsx.hub.tensor_plan import COLUMN, SUMMAND, SUMMED, BlockPlan, children, divide, generic, is_region
+from dsx.models.transformers_settings import torch_forms
+
+_COLUMNS = ("colwise", "qkv_colwise", "packed_colwise")
+_STACKED = ("colwise", "rowwise", "packed_colwise", "packed_rowwise")
+_BESIDE = ("rowwise", SUMMAND, "packed_rowwise")
+_GATHERED = "colwise_gather_output"
+_STACK = 3  # experts, and the two dims of each one's matrix
+_SEQUENCES = 3  # samples, tokens, features
+
+
+@dataclass(frozen=True)
+class DerivedPlan:
+    """What was found.
+
+    Attributes:
+        styles: Style by path in a block, with ``*`` for numbers.
+        counts: As of :class:`~dsx.hub.tensor_plan.BlockPlan`.
+        by_head: Likewise.
+        no_sequence: Why sequence parallelism is refused; None if nothing of it is known yet.
+    """
+
+    styles: Mapping[str, str] = field(default_factory=dict)
+    counts: tuple[str, ...] = ()
+    by_head: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    no_sequence: str | None = None
+
+    @property
+    def head_counts(self) -> tuple[str, ...]:
+        """Those of the counts that are numbers of heads."""
+        return tuple(path for path in self.counts if _counts_heads(path))
+
+    def patterns(self, blocks: str) -> dict[str, str | None]:
+        """The styles as ``dsx.parallel.tensor_plan`` has them, of a list of blocks at ``blocks``."""
+        return {f"{blocks}.*.{path}": style for path, style in self.styles.items()}
+
+
+@lru_cache(maxsize=8)
+def derived_plan(config: str) -> DerivedPlan:
+    """The plan of a model; an empty one where no small one of it runs, or nothing can be cut.
+
+    Args:
+        config: JSON of the config.json of a causal language model.
+    """
+    try:
+        with torch_forms(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            return _tried(config)
+    except Exception:  # noqa: BLE001 - whatever the family's code does on this machine
+        return DerivedPlan()
+
+
+@dataclass(frozen=True)
+class _Region:
+    """Modules of a block that ranks share, up to one that sums their parts.
+
+    Attributes:
+        path: Of the child of the block, or of its experts; empty for linears of the block itself.
+        plan: Styles, counts and arguments by head.
+    """
+
+    path: str
+    plan: BlockPlan
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A block's forward in one process.
+
+    Attributes:
+        block: The block.
+        call: What it is called with.
+        uses: Of each module that ran, by path: arguments, named ones, result; in the order of their ends.
+        read: Linears whose matrices the block's own code multiplies by.
+    """
+
+    block: nn.Module
+    call: BlockCall
+    uses: Mapping[str, list[tuple[Any, Any, Any]]]
+    read: Collection[str]
+
+    @classmethod
+    def of(cls, block: nn.Module, call: BlockCall, read: Collection[str]) -> _Run:
+        uses = defaultdict[str, list[tuple[Any, Any, Any]]](list)
+        handles = [
+            inner.register_forward_hook(
+                lambda _, given, named, gave, path=path: uses[path].append((given, named, gave)),
+                with_kwargs=True,
+            )
+            for path, inner in block.named_modules()
+            if path
+        ]
+        with torch.no_grad():
+            call.make(block, call.hidden)
+        for handle in handles:
+            handle.remove()
+        return cls(block, call, uses, read)
+
+    def linears(self, within: str) -> list[str]:
+        """Linears below a path, or the block's own, which ran once, in their order."""
+        return [
+            path
+            for path, each in self.uses.items()
+            if type(self.block.get_submodule(path)) is nn.Linear
+            and len(each) == 1
+            and path not in self.read
+            and (path.startswith(f"{within}.") if within else path in dict(children(self.block)))
+        ]
+
+
+def _tried(config: str) -> DerivedPlan:
+    small = shrunk(json.loads(config), tensor=2)
+    structure, model = structure_of(json.dumps(small, sort_keys=True)), random_model(small).eval()
+    kinds, found = kinds_of(structure), dict[Any, tuple[_Run, list[_Region]]]()
+    for number, (block, call) in enumerate(block_calls(model, structure.blocks, 1)):
+        if kinds[number] not in found:
+            run = _Run.of(block, call, structure.read[number])
+            found[kinds[number]] = run, list(_regions(run, structure.width))
+    return _agreed(found.values())
+
+
+def _agreed(found: Collection[tuple[_Run, list[_Region]]]) -> DerivedPlan:
+    """The plan of all kinds of blocks: the regions of which no kind says something else."""
+    said = defaultdict[str, list[BlockPlan]](list)
+    for _, regions in found:
+        for region in regions:
+            said[generic(region.path)].append(region.plan)
+    styles, counts, by_head = dict[str, str](), dict[str, None](), dict[str, tuple[str, ...]]()
+    flat = False
+    for path, plans in said.items():
+        every = [{generic(name): style for name, style in plan.styles.items()} for plan in plans]
+        has = sum(_has(run, path, every[0]) for run, _ in found)
+        if any(each != every[0] for each in every) or len(plans) < has:
+            continue
+        styles |= every[0]
+        counts |= dict.fromkeys(name for plan in plans for name in plan.counts)
+        by_head |= {generic(name): names for plan in plans for name, names in plan.by_head.items()}
+        if not path:
+            flat = flat or any(_is_flat(run, name) for run, _ in found for name in every[0])
+    told = "its own linears work on a flat list of tokens" if flat else None
+    return DerivedPlan(styles, tuple(counts), by_head, told)
+
+
+def _has(run: _Run, path: str, styles: Mapping[str, str]) -> bool:
+    """Whether a block runs the modules of a region."""
+    ran = {generic(each) for each in run.uses}
+    return path in ran if path else any(name in ran for name in styles)
+
+
+def _is_flat(run: _Run, name: str) -> bool:
+    return any(given[0].ndim != _SEQUENCES for given, *_ in run.uses.get(name, ()) if given)
+
+
+def _regions(run: _Run, width: int) -> Iterator[_Region]:
+    """What of a block ranks can share."""
+    for path, child in [*children(run.block), ("", run.block)]:
+        if isinstance(child, nn.Linear) or (path and path not in run.uses):
+            continue
+        styles = dict[str, str]()
+        for region in _inside(run, path, child):
+            yield region
+            styles |= region.plan.styles
+        for name, inner in child.named_modules(prefix=path) if path else ():
+            if (experts := _experts(run, name, inner)) is not None:
+                yield experts
+        rest = [name for name in run.linears(path) if name not in styles and _is_large(run, name, width)]
+        if gathered := [name for name in rest if not _is_used_otherwise(run, name)]:
+            yield _Region(path, BlockPlan(dict.fromkeys(gathered, _GATHERED)))
+
+
+def _inside(run: _Run, path: str, module: nn.Module) -> Iterator[_Region]:
+    """The outermost regions of linears in a child of the block, or of the block's own linears."""
+    region = _linears(run, path)
+    if region is not None:
+        yield region
+    elif path:
+        for name, inner in module.named_children():
+            yield from _inside(run, f"{path}.{name}", inner)
+
+
+def _is_large(run: _Run, path: str, width: int) -> bool:
+    return 2 * min(run.block.get_parameter(f"{path}.weight").shape) >= width
+
+
+def _is_used_otherwise(run: _Run, path: str) -> bool:
+    """Whether the code of the module that owns a linear reads its matrix, on whatever path."""
+    owner, _, name = path.rpartition(".")
+    source = inspect.getsource(type(run.block.get_submodule(owner)))
+    return re.search(rf"self\.{re.escape(name)}\.(weight|bias)\b", source) is not None
+
+
+def _linears(run: _Run, path: str) -> _Region | None:
+    """A region of linears below ``path`` of which the last one to run sums the parts."""
+    names = run.linears(path)
+    if len(names) < 2:
+        return None
+    *columns, row = names
+    owners = {name.rpartition(".")[0] for name in columns}
+    parts = _COLUMNS if len(columns) == 1 else _COLUMNS[:1]
+    parameters = [
+        f"{owner}.{name}" if owner else name
+        for owner in owners
+        for name, each in run.block.get_submodule(owner).named_parameters(recurse=False)
+        if each.ndim == 1
+    ]
+    for style, last in product(parts, ("rowwise", "packed_rowwise")):
+        for counts in _counts(run, owners, columns):
+            for more in ((), parameters) if parameters else ((),):
+                for by_head in _by_head(run, owners) if counts else ({},):
+                    styles = {**dict.fromkeys(columns, style), row: last, **dict.fromkeys(more, "colwise")}
+                    plan = BlockPlan(styles, pairs=_pairs(run, owners), counts=counts, by_head=by_head)
+                    for ranks in RANKS:
+                        if (proved := _proved(run, plan, path, row, ranks)) is not None:
+                            return _Region(path, replace(proved, pairs=0))
+    return None
+
+
+def _pairs(run: _Run, owners: Collection[str]) -> int:
+    """Key/value heads of attention that says their size; 0 otherwise."""
+    for owner in owners:
+        module = run.block.get_submodule(owner)
+        linear, size = getattr(module, "k_proj", None), getattr(module, "head_dim", None)
+        if isinstance(linear, nn.Linear) and isinstance(size, int) and linear.out_features % size == 0:
+            return linear.out_features // size
+    return 0
+
+
+def _counts(run: _Run, owners: Collection[str], columns: Collection[str]) -> Iterator[tuple[str, ...]]:
+    """Attributes that may count a rank's heads and features, the likeliest first."""
+    held = {
+        f"{generic(owner)}.{name}" if owner else name: value
+        for owner in owners
+        for name, value in vars(run.block.get_submodule(owner)).items()
+        if type(value) is int and value > 1
+    }
+    heads = tuple(name for name in held if _counts_heads(name))
+    sizes = {run.block.get_submodule(name).out_features for name in columns}
+    sizes |= {run.block.get_submodule(name).in_features for name in columns}
+    wide = tuple(name for name, value in held.items() if value in sizes and name not in heads)
+    yield ()
+    if heads:
+        yield heads
+        yield from ((*heads, name) for name in wide)
+        yield (*heads, *wide)
+
+
+def _counts_heads(path: str) -> bool:
+    name = path.rpartition(".")[2]
+    return "head" in name and re.search("dim|size|group", name) is None
+
+
+def _by_head(run: _Run, owners: Collection[str]) -> Iterator[Mapping[str, tuple[str, ...]]]:
+    """Arguments of a module that may have something for every head along their first dim."""
+    yield {}
+    for owner in owners:
+        for _, named, _ in run.uses.get(owner, ()):
+            floating = [key for key, each in named.items() if isinstance(each, Tensor) and each.ndim > 1]
+            yield from ({owner: (key,)} for key in floating if named[key].is_floating_point())
+
+
+def _proved(run: _Run, plan: BlockPlan, path: str, row: str, ranks: int) -> BlockPlan | None:
+    """The plan, with what is summed, if the parts of simulated ranks are one process's; else None."""
+    ((_, _, wanted),) = run.uses[row]
+    bias = getattr(run.block.get_submodule(row), "bias", None)
+    wanted = wanted if bias is None else wanted - bias
+    total, used = torch.zeros_like(wanted), dict[str, bool]()
+    try:
+        for rank in range(ranks):
+            part, grown = _part(run, plan, row, ranks, rank)
+            total += part
+            used |= {name: used.get(name, False) or grows for name, grows in grown.items()}
+    except Exception:  # noqa: BLE001 - whatever the family's code does with these sizes
+        return None
+    if not _near(total, wanted):
+        return None
+    summed = {name for name, grows in used.items() if grows and name}
+    owners = {name.rpartition(".")[0] for name in summed}
+    whole = {
+        owner
+        for owner in owners
+        if owner
+        and summed >= {f"{owner}.{own}" for own, _ in run.block.get_submodule(owner).named_parameters()}
+    }
+    single = {name for name in summed if name.rpartition(".")[0] not in whole}
+    plan = replace(plan, styles={**plan.styles, **dict.fromkeys((*whole, *single), SUMMED)})
+    # What a region is given is summed where it begins, if it has nothing but cut linears.
+    outer = (each for each in children(run.block) if path and f"{path}.".startswith(f"{each[0]}."))
+    begins = any(is_region(child, name, plan, ranks) for name, child in outer)
+    return plan if begins or not used[""] else None
+
+
+def _near(own: Tensor, wanted: Tensor) -> bool:
+    return bool((own - wanted).abs().max() <= FAR * wanted.abs().max())
+
+
+def _part(run: _Run, plan: BlockPlan, row: str, ranks: int, rank: int) -> tuple[Tensor, dict[str, bool]]:
+    """A rank's part of a row-parallel linear's outputs, and which whole parameters have a gradient of it.
+
+    The key "" is what the block is given. What column-parallel linears are given is left out: ranks sum the
+    gradient of that.
+    """
+    block = cut_for(run.block, plan, ranks, rank)
+    whole = {
+        name: each
+        for name, each in block.named_parameters()
+        if plan.cut(block, name, each).split is None and not name.startswith(f"{row}.")
+    }
+    found: list[Tensor] = []
+    recorded: Tensor = run.uses[row][0][2]
+
+    def ends(module: Any, _given: Any, gave: Tensor) -> Tensor:
+        found.append(gave if module.bias is None else gave - module.bias)
+        return recorded
+
+    block.get_submodule(row).register_forward_hook(ends)
+    for name, style in plan.styles.items():
+        if style in COLUMN and name in run.uses:
+            linear = block.get_submodule(name)
+            linear.register_forward_pre_hook(lambda _, given: (given[0].detach(), *given[1:]))
+    hidden = run.call.hidden.detach().clone().requires_grad_()
+    with torch.enable_grad():
+        run.call.make(block, hidden)
+        (part,) = found
+        of = {"": hidden, **whole}
+        grown = torch.autograd.grad((part * torch.randn_like(part)).sum(), [*of.values()], allow_unused=True)
+    told = {name: each is not None and bool(each.any()) for name, each in zip(of, grown, strict=True)}
+    return part.detach(), told
+
+
+def cut_for(block: nn.Module, plan: BlockPlan, ranks: int, rank: int) -> nn.Module:
+    """A copy of a block as one rank has it, its linears and parameters cut by a plan.
+
+    Raises:
+        ValueError: The sizes do not divide.
+    """
+    made = copy.deepcopy(block)
+    for path, module in list(made.named_modules()):
+        for own, parameter in list(module.named_parameters(recurse=False)):
+            name = f"{path}.{own}" if path else own
+            value, cut = parameter.detach(), plan.cut(block, name, parameter)
+            if plan.styles.get(name) == SUMMAND:
+                value = value / ranks
+            elif plan.keeps(path, ranks) and isinstance(module, nn.Linear):
+                value = value.unflatten(0, (plan.pairs, -1))[rank * plan.pairs // ranks]
+            elif cut.split is not None:
+                pieces = value.split(cut.parts or (value.shape[cut.split],), cut.split)
+                if any(piece.shape[cut.split] % ranks for piece in pieces):
+                    raise ValueError(f"{name}: {tuple(value.shape)}")
+                value = torch.cat([piece.chunk(ranks, cut.split)[rank] for piece in pieces], cut.split)
+            setattr(module, own, nn.Parameter(value.clone()))
+        if isinstance(module, nn.Linear):
+            module.out_features, module.in_features = module.weight.shape
+            divide(made.get_submodule(path.rpartition(".")[0]), path, plan, ranks)
+    plan.give_own_heads(made, ranks, rank)
+    return made
+
+
+def _experts(run: _Run, path: str, module: nn.Module) -> _Region | None:
+    """Stacks of experts of which every rank has a part of each."""
+    own = dict(module.named_parameters(recurse=False))
+    stacks = [name for name, each in own.items() if each.ndim == _STACK]
+    uses = run.uses.get(path, ())
+    if len(stacks) < 2 or len(uses) != 1 or not isinstance(uses[0][2], Tensor):
+        return None
+    others = [name for name in own if name not in stacks]
+    ((given, named, wanted),) = uses
+    for styles in product(*(_STACKED,) * len(stacks), *(_BESIDE,) * len(others)):
+        plan = BlockPlan(dict(zip([*stacks, *others], styles, strict=True)))
+        with suppress(Exception), torch.no_grad():  # whatever the family's code does with these sizes
+            parts = [cut_for(module, plan, 2, rank)(*given, **named) for rank in range(2)]
+            if _near(torch.stack(parts).sum(0), wanted):
+                named_so = {f"{path}.{name}": style for name, style in plan.styles.items()}
+                return _Region(path, BlockPlan({**named_so, path: "moe_tp_experts"}))
+    return None
