@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -72,13 +73,19 @@ def _list(*, probed: bool, style: str) -> None:
         return
     lines = [("family", "modules of", "tensor plan", "why not")]
     for row in rows:
-        plan = "yes" if row.tensor_plan else "no"
+        plan = "yes" if row.tensor_plan else "no" if row.refused else "derived"
         notes = row.refused or (f"no sequence parallelism: {row.no_sequence}" if row.no_sequence else "")
         lines.append((row.family, row.implementation or "refused", plan, notes))
     counts = Counter(row.implementation or "refused" for row in rows)
     told = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
     seen = "as small models of them show" if probed else "by their configs alone; --probe tries each"
     say(one_a_line([*aligned(lines, left=range(4), width=columns()), "", f"{told}: {seen}"]))
+
+
+def _plan(derived: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    if derived:
+        yield "plan", "derived from what a small model computes; this keeps it, as dsx.parallel.tensor_plan:"
+        yield from (("", line) for line in json.dumps(derived, indent=2).splitlines())
 
 
 def _lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -94,6 +101,7 @@ def _lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "tensor", ", ".join(map(str, found["tensor"]))
     if found["not_cut"]:
         yield "", f"not 2: {found['not_cut']}"
+    yield from _plan(found["derived_plan"])
     if experts := found["experts"]:
         of_a_layer, legal = (", ".join(map(str, experts[key])) for key in ("of_a_layer", "ranks"))
         yield "experts", f"{of_a_layer} of a layer; ranks that may hold them together: {legal}"

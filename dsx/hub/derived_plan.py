@@ -5,8 +5,9 @@ linears cut by outputs that end in one cut by inputs, stacks of experts, and att
 simulated rank runs the whole block with its slices; where its part ends, it hands on what one process had
 there. The first candidate counts whose parts sum up to what one process computes there, and which gives no
 gradient to anything that the ranks would not sum. As values are random, what is equal there is equal
-anywhere, and so are gradients. Linears that belong to no such region are cut by outputs, which every rank then gets: a
-rank holds and multiplies by its part of the matrix, and what stands between linears it computes whole.
+anywhere, and so are gradients. Linears that belong to no such region are cut by outputs, which every rank
+then gets: a rank holds and multiplies by its part of the matrix, and what stands between linears it computes
+whole.
 
 No family is known by name. The proof at start compares real ranks of the run's own layout beside this.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
@@ -23,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +34,7 @@ from dsx.hub.context_probe import FAR, block_calls
 from dsx.hub.cut_regions import RANKS
 from dsx.hub.model_structure import BlockCall, structure_of
 from dsx.hub.shrunk import kinds_of, random_model, shrunk
-from dsx.hub.tensor_plan import COLUMN, SUMMAND, SUMMED, BlockPlan, children, divide, generic, is_region
+from dsx.hub.tensor_plan import SUMMAND, SUMMED, BlockPlan, children, divide, generic, heads_of, is_region
 from dsx.models.transformers_settings import torch_forms
 
 _COLUMNS = ("colwise", "qkv_colwise", "packed_colwise")
@@ -84,17 +86,8 @@ def derived_plan(config: str) -> DerivedPlan:
         return DerivedPlan()
 
 
-@dataclass(frozen=True)
-class _Region:
-    """Modules of a block that ranks share, up to one that sums their parts.
-
-    Attributes:
-        path: Of the child of the block, or of its experts; empty for linears of the block itself.
-        plan: Styles, counts and arguments by head.
-    """
-
-    path: str
-    plan: BlockPlan
+_Region: TypeAlias = tuple[str, BlockPlan]
+"""Modules of a block that ranks share: below which path, empty for linears of the block itself, and how."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +111,7 @@ class _Run:
         uses = defaultdict[str, list[tuple[Any, Any, Any]]](list)
         handles = [
             inner.register_forward_hook(
-                lambda _, given, named, gave, path=path: uses[path].append((given, named, gave)),
+                lambda _, given, named, gave, path=path: uses[path].append((given, named, _kept(gave))),
                 with_kwargs=True,
             )
             for path, inner in block.named_modules()
@@ -142,9 +135,17 @@ class _Run:
         ]
 
 
+def _kept(gave: Any) -> Any:
+    """A result as it is now: a block may add to it in place."""
+    return gave.clone() if isinstance(gave, Tensor) else gave
+
+
 def _tried(config: str) -> DerivedPlan:
     small = shrunk(json.loads(config), tensor=2)
     structure, model = structure_of(json.dumps(small, sort_keys=True)), random_model(small).eval()
+    for path, module in structure.model.named_modules():
+        if type(module) is nn.Linear and isinstance(made := model.get_submodule(path), nn.Linear):
+            made.__class__ = nn.Linear  # a family's own that does the same, which blocks have plain
     kinds, found = kinds_of(structure), dict[Any, tuple[_Run, list[_Region]]]()
     for number, (block, call) in enumerate(block_calls(model, structure.blocks, 1)):
         if kinds[number] not in found:
@@ -156,33 +157,22 @@ def _tried(config: str) -> DerivedPlan:
 def _agreed(found: Collection[tuple[_Run, list[_Region]]]) -> DerivedPlan:
     """The plan of all kinds of blocks: the regions of which no kind says something else."""
     said = defaultdict[str, list[BlockPlan]](list)
-    for _, regions in found:
-        for region in regions:
-            said[generic(region.path)].append(region.plan)
+    for region, plan in (each for _, regions in found for each in regions):
+        said[generic(region)].append(plan)
     styles, counts, by_head = dict[str, str](), dict[str, None](), dict[str, tuple[str, ...]]()
-    flat = False
+    ran, flat = [{generic(each) for each in run.uses} for run, _ in found], False
     for path, plans in said.items():
         every = [{generic(name): style for name, style in plan.styles.items()} for plan in plans]
-        has = sum(_has(run, path, every[0]) for run, _ in found)
-        if any(each != every[0] for each in every) or len(plans) < has:
+        having = sum(not names.isdisjoint((path,) if path else every[0]) for names in ran)
+        if any(each != every[0] for each in every) or len(plans) < having:
             continue
         styles |= every[0]
         counts |= dict.fromkeys(name for plan in plans for name in plan.counts)
         by_head |= {generic(name): names for plan in plans for name, names in plan.by_head.items()}
-        if not path:
-            flat = flat or any(_is_flat(run, name) for run, _ in found for name in every[0])
+        uses = (use for run, _ in found for name in every[0] for use in run.uses.get(name, ()))
+        flat |= not path and any(given[0].ndim != _SEQUENCES for given, *_ in uses)
     told = "its own linears work on a flat list of tokens" if flat else None
     return DerivedPlan(styles, tuple(counts), by_head, told)
-
-
-def _has(run: _Run, path: str, styles: Mapping[str, str]) -> bool:
-    """Whether a block runs the modules of a region."""
-    ran = {generic(each) for each in run.uses}
-    return path in ran if path else any(name in ran for name in styles)
-
-
-def _is_flat(run: _Run, name: str) -> bool:
-    return any(given[0].ndim != _SEQUENCES for given, *_ in run.uses.get(name, ()) if given)
 
 
 def _regions(run: _Run, width: int) -> Iterator[_Region]:
@@ -190,16 +180,14 @@ def _regions(run: _Run, width: int) -> Iterator[_Region]:
     for path, child in [*children(run.block), ("", run.block)]:
         if isinstance(child, nn.Linear) or (path and path not in run.uses):
             continue
-        styles = dict[str, str]()
-        for region in _inside(run, path, child):
-            yield region
-            styles |= region.plan.styles
+        found = [*_inside(run, path, child)]
+        yield from found
         for name, inner in child.named_modules(prefix=path) if path else ():
             if (experts := _experts(run, name, inner)) is not None:
                 yield experts
-        rest = [name for name in run.linears(path) if name not in styles and _is_large(run, name, width)]
-        if gathered := [name for name in rest if not _is_used_otherwise(run, name)]:
-            yield _Region(path, BlockPlan(dict.fromkeys(gathered, _GATHERED)))
+        rest = [name for name in run.linears(path) if not any(name in plan.styles for _, plan in found)]
+        if gathered := [name for name in rest if _can_be_gathered(run, name, width)]:
+            yield path, BlockPlan(dict.fromkeys(gathered, _GATHERED))
 
 
 def _inside(run: _Run, path: str, module: nn.Module) -> Iterator[_Region]:
@@ -212,23 +200,19 @@ def _inside(run: _Run, path: str, module: nn.Module) -> Iterator[_Region]:
             yield from _inside(run, f"{path}.{name}", inner)
 
 
-def _is_large(run: _Run, path: str, width: int) -> bool:
-    return 2 * min(run.block.get_parameter(f"{path}.weight").shape) >= width
-
-
-def _is_used_otherwise(run: _Run, path: str) -> bool:
-    """Whether the code of the module that owns a linear reads its matrix, on whatever path."""
+def _can_be_gathered(run: _Run, path: str, width: int) -> bool:
+    """Whether a linear is worth it, and the code of its owner reads its matrix on no path, as kernels do."""
     owner, _, name = path.rpartition(".")
     source = inspect.getsource(type(run.block.get_submodule(owner)))
-    return re.search(rf"self\.{re.escape(name)}\.(weight|bias)\b", source) is not None
+    read = re.search(rf"self\.{re.escape(name)}\.(weight|bias)\b", source)
+    return read is None and 2 * min(run.block.get_parameter(f"{path}.weight").shape) >= width
 
 
 def _linears(run: _Run, path: str) -> _Region | None:
     """A region of linears below ``path`` of which the last one to run sums the parts."""
-    names = run.linears(path)
-    if len(names) < 2:
+    *columns, row = run.linears(path) or [""]
+    if not columns:
         return None
-    *columns, row = names
     owners = {name.rpartition(".")[0] for name in columns}
     parts = _COLUMNS if len(columns) == 1 else _COLUMNS[:1]
     parameters = [
@@ -237,26 +221,27 @@ def _linears(run: _Run, path: str) -> _Region | None:
         for name, each in run.block.get_submodule(owner).named_parameters(recurse=False)
         if each.ndim == 1
     ]
+    ranks = _ranks(run, owners, columns)
     for style, last in product(parts, ("rowwise", "packed_rowwise")):
         for counts in _counts(run, owners, columns):
             for more in ((), parameters) if parameters else ((),):
                 for by_head in _by_head(run, owners) if counts else ({},):
                     styles = {**dict.fromkeys(columns, style), row: last, **dict.fromkeys(more, "colwise")}
-                    plan = BlockPlan(styles, pairs=_pairs(run, owners), counts=counts, by_head=by_head)
-                    for ranks in RANKS:
-                        if (proved := _proved(run, plan, path, row, ranks)) is not None:
-                            return _Region(path, replace(proved, pairs=0))
+                    plan = BlockPlan(styles, pairs=heads_of(run.block), counts=counts, by_head=by_head)
+                    if (proved := _proved(run, plan, path, row, ranks)) is not None:
+                        return path, proved
     return None
 
 
-def _pairs(run: _Run, owners: Collection[str]) -> int:
-    """Key/value heads of attention that says their size; 0 otherwise."""
-    for owner in owners:
-        module = run.block.get_submodule(owner)
-        linear, size = getattr(module, "k_proj", None), getattr(module, "head_dim", None)
-        if isinstance(linear, nn.Linear) and isinstance(size, int) and linear.out_features % size == 0:
-            return linear.out_features // size
-    return 0
+def _ranks(run: _Run, owners: Collection[str], columns: Collection[str]) -> int:
+    """The first number of simulated ranks that can share heads; features, where nothing counts heads."""
+    modules = [run.block.get_submodule(owner) for owner in owners]
+    heads = [each for module in modules for each in _heads_in(module)]
+    widths = [len(run.block.get_parameter(f"{name}.weight")) for name in columns]
+    sizes = [vars(module).get("head_dim") for module in modules]
+    heads = heads or [width // size for width in widths for size in sizes if size and width > size]
+    shared = math.gcd(*(heads or widths))
+    return next((ranks for ranks in RANKS if shared % ranks == 0), RANKS[0])
 
 
 def _counts(run: _Run, owners: Collection[str], columns: Collection[str]) -> Iterator[tuple[str, ...]]:
@@ -268,8 +253,7 @@ def _counts(run: _Run, owners: Collection[str], columns: Collection[str]) -> Ite
         if type(value) is int and value > 1
     }
     heads = tuple(name for name in held if _counts_heads(name))
-    sizes = {run.block.get_submodule(name).out_features for name in columns}
-    sizes |= {run.block.get_submodule(name).in_features for name in columns}
+    sizes = {size for name in columns for size in run.block.get_parameter(f"{name}.weight").shape}
     wide = tuple(name for name, value in held.items() if value in sizes and name not in heads)
     yield ()
     if heads:
@@ -283,13 +267,20 @@ def _counts_heads(path: str) -> bool:
     return "head" in name and re.search("dim|size|group", name) is None
 
 
+def _heads_in(module: nn.Module) -> list[int]:
+    held = vars(module).items()
+    return [each for name, each in held if type(each) is int and each > 1 and _counts_heads(name)]
+
+
 def _by_head(run: _Run, owners: Collection[str]) -> Iterator[Mapping[str, tuple[str, ...]]]:
-    """Arguments of a module that may have something for every head along their first dim."""
+    """Arguments of a module that may have something for every head, as ALiBi's slopes and masks with them."""
     yield {}
     for owner in owners:
         for _, named, _ in run.uses.get(owner, ()):
-            floating = [key for key, each in named.items() if isinstance(each, Tensor) and each.ndim > 1]
-            yield from ({owner: (key,)} for key in floating if named[key].is_floating_point())
+            tensors = [key for key, each in named.items() if isinstance(each, Tensor) and each.ndim > 1]
+            heads = max(_heads_in(run.block.get_submodule(owner)), default=1)
+            likely = [key for key in tensors if named[key].shape[1] == heads or not len(named[key]) % heads]
+            yield from ({owner: tuple(keys)} for keys in (likely, *([key] for key in tensors)))
 
 
 def _proved(run: _Run, plan: BlockPlan, path: str, row: str, ranks: int) -> BlockPlan | None:
@@ -307,16 +298,12 @@ def _proved(run: _Run, plan: BlockPlan, path: str, row: str, ranks: int) -> Bloc
         return None
     if not _near(total, wanted):
         return None
-    summed = {name for name, grows in used.items() if grows and name}
-    owners = {name.rpartition(".")[0] for name in summed}
-    whole = {
-        owner
-        for owner in owners
-        if owner
-        and summed >= {f"{owner}.{own}" for own, _ in run.block.get_submodule(owner).named_parameters()}
-    }
-    single = {name for name in summed if name.rpartition(".")[0] not in whole}
-    plan = replace(plan, styles={**plan.styles, **dict.fromkeys((*whole, *single), SUMMED)})
+    summed = [name for name, grows in used.items() if grows and name]
+    for owner in {name.rpartition(".")[0] for name in summed} - {""}:
+        held = {f"{owner}.{own}" for own, _ in run.block.get_submodule(owner).named_parameters()}
+        if held <= {*summed}:
+            summed = [*(name for name in summed if name not in held), owner]
+    plan = replace(plan, styles={**plan.styles, **dict.fromkeys(summed, SUMMED)})
     # What a region is given is summed where it begins, if it has nothing but cut linears.
     outer = (each for each in children(run.block) if path and f"{path}.".startswith(f"{each[0]}."))
     begins = any(is_region(child, name, plan, ranks) for name, child in outer)
@@ -324,7 +311,7 @@ def _proved(run: _Run, plan: BlockPlan, path: str, row: str, ranks: int) -> Bloc
 
 
 def _near(own: Tensor, wanted: Tensor) -> bool:
-    return bool((own - wanted).abs().max() <= FAR * wanted.abs().max())
+    return bool((own - wanted).abs().max() < FAR * wanted.abs().max())
 
 
 def _part(run: _Run, plan: BlockPlan, row: str, ranks: int, rank: int) -> tuple[Tensor, dict[str, bool]]:
@@ -340,17 +327,16 @@ def _part(run: _Run, plan: BlockPlan, row: str, ranks: int, rank: int) -> tuple[
         if plan.cut(block, name, each).split is None and not name.startswith(f"{row}.")
     }
     found: list[Tensor] = []
-    recorded: Tensor = run.uses[row][0][2]
+    recorded: Tensor = run.uses[row][0][2].clone()
 
     def ends(module: Any, _given: Any, gave: Tensor) -> Tensor:
         found.append(gave if module.bias is None else gave - module.bias)
         return recorded
 
     block.get_submodule(row).register_forward_hook(ends)
-    for name, style in plan.styles.items():
-        if style in COLUMN and name in run.uses:
-            linear = block.get_submodule(name)
-            linear.register_forward_pre_hook(lambda _, given: (given[0].detach(), *given[1:]))
+    for name in plan.styles.keys() & run.uses.keys() - {row}:
+        linear = block.get_submodule(name)
+        linear.register_forward_pre_hook(lambda _, given: (given[0].detach(), *given[1:]))
     hidden = run.call.hidden.detach().clone().requires_grad_()
     with torch.enable_grad():
         run.call.make(block, hidden)
@@ -404,5 +390,5 @@ def _experts(run: _Run, path: str, module: nn.Module) -> _Region | None:
             parts = [cut_for(module, plan, 2, rank)(*given, **named) for rank in range(2)]
             if _near(torch.stack(parts).sum(0), wanted):
                 named_so = {f"{path}.{name}": style for name, style in plan.styles.items()}
-                return _Region(path, BlockPlan({**named_so, path: "moe_tp_experts"}))
+                return path, BlockPlan({**named_so, path: "moe_tp_experts"})
     return None

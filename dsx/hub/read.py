@@ -20,7 +20,7 @@ from dsx.hub.derived_plan import DerivedPlan, derived_plan
 from dsx.hub.disk_names import DiskForm, FolderNames, disk_forms, is_turned
 from dsx.hub.experts import experts_in
 from dsx.hub.model_structure import ModelStructure, settings_of, structure_of
-from dsx.hub.tensor_plan import COLUMN, ROW, BlockPlan, check_plan, generic
+from dsx.hub.tensor_plan import COLUMN, ROW, BlockPlan, check_plan, generic, heads_of
 from dsx.hub.values import float32_beside, laws_of
 from dsx.models.config_values import at
 from dsx.models.family import TIE
@@ -110,9 +110,7 @@ def _hub_model(text: str, changes: tuple[tuple[str, str | None], ...]) -> HubMod
 
 def _check_places(structure: ModelStructure, changes: tuple[tuple[str, str | None], ...]) -> None:
     """Refuse an entry of the user's plan that would cut nothing."""
-    named: dict[str, object] = dict(structure.model.named_modules())
-    named |= dict(structure.model.named_parameters(remove_duplicate=False))
-    inside = {generic(name): each for name, each in named.items() if name.startswith(f"{structure.blocks}.")}
+    inside = _inside(structure) if changes else {}
     for pattern, style in changes:
         where = at(f"dsx.parallel.tensor_plan.{pattern}", style)
         if pattern not in inside:
@@ -155,7 +153,7 @@ def _plan_of(
         own = _overrides()["plan"][name] | own
     plan |= {f"{structure.blocks}.*.{path}": style for path, style in own.items()}
     derived = DerivedPlan()
-    inside = {*map(generic, _names(structure))}
+    inside = _inside(structure)
     if not any(style and pattern in inside for pattern, style in plan.items()):
         derived = derived_plan(config)
         plan |= derived.patterns(structure.blocks)
@@ -163,11 +161,11 @@ def _plan_of(
     return plan | dict(changes), derived
 
 
-def _names(structure: ModelStructure) -> Iterator[str]:
-    """Names of modules and parameters in blocks."""
-    prefix = f"{structure.blocks}."
-    named = (structure.model.named_modules(), structure.model.named_parameters(remove_duplicate=False))
-    yield from (name for names in named for name, _ in names if name.startswith(prefix))
+def _inside(structure: ModelStructure) -> dict[str, object]:
+    """Modules and parameters in blocks, by name with ``*`` for numbers."""
+    named: dict[str, object] = dict(structure.model.named_modules())
+    named |= dict(structure.model.named_parameters(remove_duplicate=False))
+    return {generic(name): each for name, each in named.items() if name.startswith(f"{structure.blocks}.")}
 
 
 def block_plan(model: HubModel, structure: ModelStructure, number: int) -> BlockPlan:
@@ -175,12 +173,18 @@ def block_plan(model: HubModel, structure: ModelStructure, number: int) -> Block
     return _plan_of_block(structure, *plan_of(structure, model.tensor_plan, model.config), number)
 
 
+def derived_patterns(model: HubModel) -> dict[str, str | None]:
+    """The derived part of a model's tensor plan, in the form of ``dsx.parallel.tensor_plan``."""
+    structure = structure_of(model.config)
+    return plan_of(structure, model.tensor_plan, model.config)[1].patterns(structure.blocks)
+
+
 def _plan_of_block(
     structure: ModelStructure, plan: Mapping[str, str | None], derived: DerivedPlan, number: int
 ) -> BlockPlan:
     settings, prefix = structure.model.config, f"{structure.blocks}.{number}"
     block = structure.list_of_blocks[number]
-    pairs = _heads_of(block) or _number(settings, "num_key_value_heads")
+    pairs = heads_of(block) or _number(settings, "num_key_value_heads")
     pairs = pairs or _number(settings, "num_attention_heads") or 0
     rotary = _number(settings, "qk_rope_head_dim") or 0
     counts = (*known_of(settings.model_type).get("heads", ()), *derived.counts)
@@ -197,15 +201,6 @@ def _plan_of_block(
         structure.plans[kind] = said if proved else completed(block, said, structure.calls[number])
     found: BlockPlan = structure.plans[kind]
     return found
-
-
-def _heads_of(block: nn.Module, projection: str = "k_proj") -> int:
-    """Heads of a block's attention by its own sizes; 0 where they do not say it."""
-    for module in block.modules():
-        linear, size = getattr(module, projection, None), getattr(module, "head_dim", None)
-        if isinstance(linear, nn.Linear) and isinstance(size, int) and linear.out_features % size == 0:
-            return linear.out_features // size
-    return 0
 
 
 def _number(settings: Any, name: str) -> int | None:
@@ -378,7 +373,7 @@ class _Reader:
     def query_heads(self) -> int:
         """Attention heads that all blocks share out alike; 0 if nothing says how many there are."""
         # Each block's own, where a config says one number for all, or none.
-        own = (_heads_of(block, "q_proj") for block in self.structure.list_of_blocks)
+        own = (heads_of(block, "q_proj") for block in self.structure.list_of_blocks)
         return math.gcd(_number(self.model.config, "num_attention_heads") or 0, *own)
 
     @property

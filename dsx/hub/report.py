@@ -10,7 +10,7 @@ from typing import Any, get_args
 from dsx.errors import DsxError
 from dsx.hub.composite import language_config
 from dsx.hub.model_structure import check_one_stack
-from dsx.hub.read import hub_model, known_of
+from dsx.hub.read import derived_patterns, hub_model, known_of
 from dsx.models.flops import multiplied
 from dsx.models.hf_config import FAMILIES
 from dsx.models.spec import ContextMethod, HubModel
@@ -25,7 +25,7 @@ class FamilyRow:
 
     Attributes:
         implementation: Whose modules ``"implementation": "auto"`` takes; None if dsx refuses the family.
-        tensor_plan: Whether transformers has a tensor plan for it.
+        tensor_plan: Whether transformers or dsx's table has a tensor plan for it; one is derived otherwise.
         refused: Why dsx refuses it; None if it does not, as far as has been looked.
         no_sequence: Why sequence parallelism is refused; None if it is not.
     """
@@ -91,6 +91,7 @@ def report(config: Mapping[str, Any], tensor_plan: Mapping[str, str | None] | No
 
     config = language_config(config)
     model = hub_model(config, tensor_plan)
+    derived = derived_patterns(model)
     try:
         tried: dict[str, Any] = asdict(probe(config, tensor_plan))
     except DsxError as error:
@@ -110,6 +111,7 @@ def report(config: Mapping[str, Any], tensor_plan: Mapping[str, str | None] | No
         "key_value_heads": pairs,
         "tensor": legal,
         "not_cut": model.uncut(2),
+        "derived_plan": derived,
         "experts": _experts(model),
         "no_context": {method: no_context(model, 2, method) for method in get_args(ContextMethod)},
         "mixing": _mixing(model),

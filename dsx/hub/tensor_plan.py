@@ -97,7 +97,7 @@ class BlockPlan:
         pairs: Key/value heads, if key and value projections may be kept whole for want of heads; else 0.
         rotary: Outputs of an ``mla_kv_a_proj`` that are rotated.
         counts: Attributes that count heads, of modules with cut projections; of one module with its path.
-        by_head: Arguments, by name, whose first dim has something for each head, by the module's path.
+        by_head: Named arguments that have something for each head, by the module's path.
         silent: Paths that the plan leaves alone by name.
     """
 
@@ -154,17 +154,26 @@ class BlockPlan:
         )
 
 
+def heads_of(block: nn.Module, projection: str = "k_proj") -> int:
+    """Heads of a block's attention by its own sizes; 0 where they do not say it."""
+    for module in block.modules():
+        linear, size = getattr(module, projection, None), getattr(module, "head_dim", None)
+        if isinstance(linear, nn.Linear) and isinstance(size, int) and linear.out_features % size == 0:
+            return linear.out_features // size
+    return 0
+
+
 _ALL_RANKS = " of all ranks"
 
 
 def _own_heads(
     _module: nn.Module, given: Any, named: Any, *, names: tuple[str, ...], heads: int, own: slice
 ) -> tuple[Any, Any]:
-    """Of [heads, ...] or [samples x heads, ...] a rank's heads."""
+    """Of [samples, heads, ...], or else [samples x heads, ...] or [heads, ...], a rank's heads."""
+    held = {name: named[name] for name in names if isinstance(named.get(name), Tensor)}
     mine = {
-        name: named[name].unflatten(0, (-1, heads))[:, own].flatten(0, 1)
-        for name in names
-        if isinstance(named.get(name), Tensor)
+        name: each[:, own] if each.shape[1] == heads else each.unflatten(0, (-1, heads))[:, own].flatten(0, 1)
+        for name, each in held.items()
     }
     return given, {**named, **mine}
 
