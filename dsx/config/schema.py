@@ -209,6 +209,12 @@ class DataConfig(TextSource):
         "completions are packed whole. joined: one stream, cut anywhere. auto is joined if all is text, else "
         "apart.",
     )
+    pictures: bool = Field(
+        default=False,
+        description="Chat: turns may hold pictures, files on this machine, which the processor in the folder "
+        "dsx.model.path prepares and the model's own tower reads: frozen, on the first stage. A chat is then "
+        "one sequence, not packed with others.",
+    )
     too_long: Literal["truncate", "drop", "refuse"] = Field(
         default="truncate",
         description="Chats and completions (apart) longer than a sequence: keep the first tokens (what "

@@ -26,7 +26,7 @@ from dsx.models.config_values import with_floats
 from dsx.models.family import BYTES_VOCABULARY
 from dsx.models.hf_config import FAMILIES, model_spec
 from dsx.models.presets import find_preset, presets
-from dsx.models.spec import RETIRED, Model
+from dsx.models.spec import RETIRED, HubModel, Model
 from dsx.terminal import shortened
 
 # Kinds of files: plain text, and what `datasets` reads by the builder of that name.
@@ -186,6 +186,9 @@ def read_model(dsx: DsxConfig) -> ModelSource:
             f'dsx.data.tokenizer "bytes" makes ids up to {BYTES_VOCABULARY - 1}',
             f"use at least {BYTES_VOCABULARY}, or the model's own tokenizer",
         )
+    if dsx.data.pictures:
+        spec = _with_pictures(spec, dsx, given, place, weights)
+        notes.append(f"{place}: pictures are read by its tower, frozen, on every rank of the first stage")
     return ModelSource(
         spec=_adapted(spec, dsx, given),
         hf_config=config,
@@ -217,6 +220,30 @@ def spec_of(hf_config: Mapping[str, Any]) -> Model:
     return model_spec(config) if own else _of_hub(config, {})[1]
 
 
+def _with_pictures(
+    spec: Model, dsx: DsxConfig, given: dict[str, Any], place: str, weights: Path | None
+) -> Model:
+    """The model with the tower of the composite one that it is in. Raises ConfigError if it has none."""
+    from dsx.hub.composite import text_key  # here: other runs need nothing of it
+
+    def refusal(what: str, fix: str) -> ConfigError:
+        return ConfigError(at("dsx.data.pictures", value=True), what, fix)
+
+    if text_key(given) is None:
+        raise refusal(f"{place} is of one model, which reads text", "name a composite model's folder")
+    if weights is None:
+        raise refusal("the tower is read from a folder with weights", 'leave dsx.model.weights at "auto"')
+    if not isinstance(spec, HubModel) or "Positions" in spec.kinds or len(spec.stream) != 1:
+        what = f"{spec.family if isinstance(spec, HubModel) else place} has other layers than transformers' "
+        raise refusal(f"{what}blocks behind its word embedding", "train it on text alone")
+    parallel = dsx.parallel
+    for key, degree in (("context", parallel.context), ("expert", parallel.expert)):
+        if degree not in (1, "auto"):
+            what = f"{at(f'dsx.parallel.{key}', degree)}: ranks would share rows that have pictures in them"
+            raise refusal(what, f"set dsx.parallel.{key} to 1")
+    return replace(spec, pictures=json.dumps(given, sort_keys=True))
+
+
 def _adapted(spec: Model, dsx: DsxConfig, given: dict[str, Any]) -> Model:
     """The model, which is in that of a config, with the adapter that the run's config asks for."""
     if dsx.adapter is None:
@@ -242,7 +269,10 @@ def _is_own(dsx: DsxConfig, family: object, place: str) -> bool:
             + f"; those of {family} that an earlier dsx had are gone" * (family in RETIRED),
             FIX_OF_RETIRED if family in RETIRED else 'use "transformers" or "auto"',
         )
-    is_own = has and wanted != "transformers"
+    if dsx.data.pictures and has and wanted == "dsx":
+        what = "the tower of pictures works with transformers' modules"
+        raise ConfigError(at("dsx.model.implementation", wanted), what, 'use "transformers" or "auto"')
+    is_own = has and wanted != "transformers" and not dsx.data.pictures
     if is_own and plan:
         raise ConfigError(
             at("dsx.parallel.tensor_plan", next(iter(plan))),

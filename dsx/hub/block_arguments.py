@@ -14,7 +14,7 @@ from dsx.hub.context import ContextAttention, ShapesAlone, put_context
 from dsx.hub.model_structure import BlockCall, ModelStructure
 from dsx.models.transformers_settings import masks_of
 from dsx.nn.context import WHOLE, ContextParallel
-from dsx.nn.documents import PerMicroBatch, Places
+from dsx.nn.documents import PerMicroBatch, Places, Told
 
 
 class BlockArguments:
@@ -77,7 +77,7 @@ class BlockArguments:
         number: int,
         hidden: Tensor,
         length: int,
-        places: Places | None,
+        places: Places | Told | None,
         *,
         training: bool,
         whole: bool = False,
@@ -88,8 +88,8 @@ class BlockArguments:
             number: Of the block.
             hidden: [B, s, ...]; the block's other arguments depend on its shape alone.
             length: Tokens of a whole sequence.
-            places: Of the tokens, if rows do not all count from 0: the family's own forward then makes masks
-                and rotary tables of the positions, once per micro-batch.
+            places: Of the tokens, if rows do not all count from 0, or what is told of pictures: the family's
+                own forward then makes masks and rotary tables of it, once per micro-batch.
             training: Whether the model is.
             whole: Whether the block is called as one that has whole sequences, of which its hidden states
                 are a part all the same.
@@ -97,8 +97,8 @@ class BlockArguments:
         key = (hidden.shape[0], length, hidden.dtype, training, whole)
         made = partial(self._run, base=self._base(None)) if whole else self._own_part
         run = partial(made, hidden, length, places, training=training)
-        if places is not None:
-            return BlockCall(hidden, *self._last.of(places.positions, key, run)[number])
+        if places:
+            return BlockCall(hidden, *self._last.of(places[0], key, run)[number])
         if key not in self.kept:
             if len(self.kept) >= _MOST_SHAPES:
                 self.kept.pop(next(iter(self.kept)))
@@ -107,7 +107,7 @@ class BlockArguments:
         return BlockCall(hidden, *self.kept[key][number])
 
     def _own_part(
-        self, hidden: Tensor, length: int, places: Places | None, *, training: bool
+        self, hidden: Tensor, length: int, places: Places | Told | None, *, training: bool
     ) -> list[tuple[Any, ...]]:
         """What every block is called with on this rank, hidden states aside."""
         whole = self._run(hidden, length, places, training=training, base=self._base(ContextAttention))
@@ -158,7 +158,7 @@ class BlockArguments:
         self,
         hidden: Tensor,
         length: int,
-        places: Places | None,
+        places: Places | Told | None,
         *,
         training: bool,
         base: nn.Module,
@@ -169,8 +169,9 @@ class BlockArguments:
         like = hidden.new_zeros(1).expand(hidden.shape[0], length, self._width)
         # Dropout of the embeddings drops nothing here; how often this is called must not move other masks.
         with torch.random.fork_rng(devices=[hidden.device] if hidden.is_cuda else []):
-            if places is None:
-                base(inputs_embeds=like, use_cache=False)
+            if not isinstance(places, Places):
+                told = {} if places is None else places.named(self._structure.kinds_of_masks)
+                base(inputs_embeds=like, use_cache=False, **told)
             else:
                 with masks_of(places.positions, base):
                     base(inputs_embeds=like, use_cache=False, position_ids=places.positions)

@@ -26,6 +26,7 @@ from dsx.hub.on_meta import parameters_on_meta
 from dsx.hub.shrunk import random_model, shrunk
 from dsx.models.adapters import placed
 from dsx.models.config_values import at
+from dsx.models.param import Init, ParamSpec
 from dsx.models.transformers_settings import first_line, quiet_transformers, torch_forms
 
 _OF_ALL = ("quantization_config", "auto_map")
@@ -162,7 +163,9 @@ class CompositeNames:
         config: Content of the folder's config.json.
 
     Attributes:
-        architecture: Name of transformers' class of the composite model.
+        whole: The composite model, without weights.
+        architecture: Name of transformers' class of it.
+        modules: As :func:`modules_in` gives them.
         names: What that stores each of the language model's tensors as, by its name in a folder of its own.
 
     Raises:
@@ -170,7 +173,8 @@ class CompositeNames:
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        whole, modules = _empty(_described(config)), modules_in(config)
+        self.whole, self.modules = _empty(_described(config)), modules_in(config)
+        whole, modules = self.whole, self.modules
         text = structure_of(json.dumps(language_config(config), sort_keys=True)).model
         here, there = disk_forms(text), disk_forms(whole)
         kept = {copy: name for name, form in there.items() for copy in form.copies}
@@ -187,7 +191,32 @@ class CompositeNames:
             self._inside |= dict(zip(other.names, form.names, strict=True))
         # What is of the tower is not read, in whatever form it is stored.
         read = {name: replace(form, exact=form.exact or name not in inside) for name, form in there.items()}
-        self._names = FolderNames(whole, read)
+        self._names, self._forms = FolderNames(whole, read), there
+
+    @property
+    def tower(self) -> tuple[ParamSpec, ...]:
+        """Every tensor that is not the language model's, by its name in the composite model."""
+        inside = set(self._inside)
+        return tuple(
+            ParamSpec(
+                name=name,
+                layer=0,
+                shape=tuple(self.whole.get_parameter_or_buffer(name).shape),
+                init=Init(kind="zeros"),
+                hf_whole=name,
+                buffer=form.buffer,
+                **form.in_spec,
+            )
+            for name, form in self._forms.items()
+            if name not in inside
+        )
+
+    def of_tower(self, held: Collection[str], folder: str | Path) -> dict[str, str | None]:
+        """As :meth:`FolderNames.of` for the tower; None for what is the language model's."""
+        inside = set(self._inside)
+        read = {name: replace(form, exact=form.exact or name in inside) for name, form in self._forms.items()}
+        found = FolderNames(self.whole, read).of(held, folder)
+        return {name: None if known in inside else known for name, known in found.items()}
 
     def of(self, held: Collection[str], folder: str | Path) -> dict[str, str | None]:
         """As :meth:`FolderNames.of` for the language model; None for what is the tower's."""

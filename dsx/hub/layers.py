@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -33,11 +33,12 @@ from dsx.hub.on_meta import copied
 from dsx.hub.read import block_plan
 from dsx.hub.state_passing import pass_states
 from dsx.hub.tensor_plan import apply_plan, set_dropouts, sum_gradients
+from dsx.hub.tower import Tower
 from dsx.models.spec import HubModel, Recompute
 from dsx.nn import collectives
 from dsx.nn.block import again
 from dsx.nn.context import WHOLE, ContextParallel
-from dsx.nn.documents import Given, Places, Stream, carried, hidden_of
+from dsx.nn.documents import Given, Places, Stream, Told, carried, hidden_of
 from dsx.nn.embedding import looked_up, own_rows
 from dsx.nn.linear import column_linear
 from dsx.nn.parameters import Weights, own_dtype
@@ -84,14 +85,32 @@ class HubEmbedding(nn.Module):
         others = {f"word.{name}" for name, _ in self.word.named_parameters() if name != "weight"}
         settled(self, model, weights, others if weights.tp.size > 1 else set())
         self.num_valid, self._balance = _vocabulary(self.word, weights), model.balance
-        self._scale = structure.scale
+        self._scale, self._tp = structure.scale, weights.tp
+        self.tower = Tower(model, weights) if model.pictures else None
 
     def forward(self, given: Given) -> Given:
         """int64 [B, S] to [B, s, H], and the sums of an auxiliary loss if there is one."""
-        ids_BS, _, places = Stream.first(given)
+        ids_BS, *read = given if isinstance(given, tuple) else (given,)
+        pictures = read.pop() if read and isinstance(read[-1], Mapping) else None
+        ids_BS, _, places = Stream.first((ids_BS, *read))
         y: Tensor = self.word(ids_BS)
         y = y if self._scale == 1.0 else y * self._scale
+        if self.tower is not None and pictures is not None:
+            y, places = self._seen(self.tower, ids_BS, y, pictures)
         return Stream(y, None if self._balance is None else fresh_sums(self._balance, y), places).flat()
+
+
+    def _seen(
+        self, tower: Tower, ids_BS: Tensor, y_BsH: Tensor, pictures: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Told]:
+        """The vectors with pictures among them, and what blocks are told."""
+        tp, cut = self._tp, self._tp.sequence
+        y = collectives.gather_from(y_BsH, tp, collectives.SEQUENCE) if cut else y_BsH
+        y, told = tower(ids_BS, y, pictures)
+        if not cut:
+            return y, told
+        y, *added = (collectives.scatter_to(each, tp, collectives.SEQUENCE) for each in (y, *told.added))
+        return y, Told((*told.of_stages, *added))
 
 
 def _vocabulary(table: Any, weights: Weights, *, linear: bool = False) -> int | None:
@@ -203,13 +222,17 @@ class HubBlock(nn.Module):
         self._parts = weights.cp.size
         self._balance, path = model.balance, f"{structure.blocks}.{number}"
         self._routers = None if self._balance is None else Routers(structure.model, self.block, path)
+        self._told = bool(model.pictures)
 
     def forward(self, given: Given) -> Given:
         """[B, s, ...] to the same, and the sums of an auxiliary loss beside it."""
-        x, sums, places = Stream.of(given, sums=self._balance is not None)
+        x, sums, places = Stream.of(given, sums=self._balance is not None, told=self._told)
+        if self._number and isinstance(places, Told) and places.added:
+            x, places = x + places.added[0], Told((*places.of_stages, *places.added[1:]))
         length, training = x.shape[1] * self._times, self.training
         told = {"training": training, "whole": self._alone}
-        call = self._arguments.call(self._number, x, length, places, **told)
+        kept = places.of_stages if isinstance(places, Told) else places
+        call = self._arguments.call(self._number, x, length, kept, **told)
         # Where the hidden states leave, whoever computes the block again must not hold them.
         once = partial(self._run, call if self.host is None else replace(call, hidden=x.new_empty(0)))
         run = again(self._recompute, self.host, once, random=training)
@@ -330,6 +353,7 @@ class Ending:
             memo[id(module)] = place  # with the module's own settings, which the family's forward may read
         self._model: Any = copied(whole, memo)
         self._base, self._head, self._sums = base, head, model.balance is not None
+        self._told = bool(model.pictures)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ending:
         """Itself, which has no weights."""
@@ -351,7 +375,7 @@ class Ending:
         self, module: HubEmbedding | HubHead, given: Given, loss: Callable[..., Tensor] | None = None
     ) -> Given:
         """[B, s, H] to :meth:`logits` by the table of a layer, or, given ``loss``, to the loss."""
-        x, sums, _ = Stream.of(given, sums=self._sums)
+        x, sums, _ = Stream.of(given, sums=self._sums, told=self._told)
         sums = None if sums is None else collectives.sum_over_context(sums, self._cp)
         if loss is None:
             y = self.logits(x, partial(module.word, as_head=True), module.num_valid)
@@ -448,6 +472,6 @@ def entries(
         elif kind == "FinalNorm":
             yield entry(HubEnd, *own)
         elif tied:
-            yield entry(HubEmbedding, *own, tied=True, use=ending.of)
+            yield entry(HubEmbedding, replace(model, pictures=""), own[1], tied=True, use=ending.of)
         else:
             yield entry(HubHead, *own, ending)

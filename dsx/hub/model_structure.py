@@ -322,6 +322,11 @@ class ModelStructure:
         base = self.model.get_submodule(self.base)
         return "position_ids" in inspect.signature(type(base).forward).parameters
 
+    @property
+    def kinds_of_masks(self) -> list[str]:
+        """What its config calls the kinds of attention of its layers, in alphabetical order."""
+        return sorted({*(getattr(self.model.config, "layer_types", None) or ())})
+
     def stripped(
         self,
         keep: tuple[str, ...],

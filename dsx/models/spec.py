@@ -236,6 +236,8 @@ class HubModel:
         block: Number of the one block that is looked at, of a model made for a record; None for all.
         adapter: What is trained in place of the whole; None for all of it.
         freeze: As :attr:`ModelSpec.freeze`.
+        pictures: Config of the composite model that it is the language model of, as JSON, if the tower of
+            that runs too (:mod:`dsx.hub.tower`); empty if it does not.
     """
 
     family: str
@@ -267,6 +269,7 @@ class HubModel:
     block: int | None = None
     adapter: Adapter | None = None
     freeze: tuple[str, ...] = ()
+    pictures: str = field(default="", repr=False)
 
     def window(self, block: int, sequence_length: int) -> int:
         """As :meth:`ModelSpec.window`."""

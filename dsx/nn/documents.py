@@ -11,7 +11,7 @@ Shapes: B micro-batch, S sequence, s = S/tp under sequence parallelism, else S; 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, NamedTuple, TypeAlias
 
@@ -40,11 +40,53 @@ class Places(NamedTuple):
         return cls(positions, (positions == 0).cumsum(dim=-1))
 
 
+class Told(tuple[Tensor, ...]):
+    """What blocks are told of a micro-batch with pictures, in the order of travel.
+
+    Positions, integers [..., B, S]; masks [B, 1, S, S], one for each kind of attention; what is added to the
+    hidden states in front of the next blocks, [B, s, H] each (:mod:`dsx.hub.tower`). Each may be missing.
+    """
+
+    __slots__ = ()
+
+    @property
+    def of_stages(self) -> Told:
+        """Positions and masks, which all blocks are told."""
+        return Told(each for each in self if not _is_added(each))
+
+    @property
+    def added(self) -> Told:
+        """What is still to be added to hidden states."""
+        return Told(each for each in self if _is_added(each))
+
+    def named(self, kinds: Sequence[str]) -> dict[str, Any]:
+        """Arguments of a family's text forward, whose masks are of these kinds."""
+        positions = [each for each in self.of_stages if not _is_mask(each)]
+        masks = [each for each in self.of_stages if _is_mask(each)]
+        found: dict[str, Any] = {"position_ids": positions[0]} if positions else {}
+        if masks:
+            several = len(masks) > 1
+            found["attention_mask"] = dict(zip(kinds, masks, strict=True)) if several else masks[0]
+        return found
+
+
+_MASK_DIMS = 4
+
+
+def _is_mask(tensor: Tensor) -> bool:
+    return tensor.dim() == _MASK_DIMS
+
+
+def _is_added(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and not _is_mask(tensor)
+
+
 class MicroBatch(NamedTuple):
     """What a pipeline reads: what its first stage is given, and what its last one compares with.
 
     Attributes:
-        inputs: For dsx's models ids, int64 [B, S], or ``(ids, positions)`` where documents are kept apart.
+        inputs: For dsx's models ids, int64 [B, S], or ``(ids, positions)`` where documents are kept apart,
+            or ids and a dict of what the family's processor made of pictures.
         labels: Likewise [B, S], shifted by one, -100 where nothing is trained.
     """
 
@@ -58,34 +100,37 @@ class Stream(NamedTuple):
     Attributes:
         hidden: Hidden states [B, s, H], ids [B, S] before the first layer, logits after the last.
         sums: What a family's auxiliary loss is computed of; None if it has none.
-        places: Of the tokens; None if every row counts from 0.
+        places: Of the tokens, or what is told of pictures; None if every row counts from 0.
     """
 
     hidden: Tensor
     sums: Tensor | None = None
-    places: Places | None = None
+    places: Places | Told | None = None
 
     @classmethod
     def first(cls, given: Given) -> Stream:
         """What the first layer is given: ids, or ids and positions, or these and documents."""
         stream = cls.of(given)
-        if stream.places is None or stream.places.documents is not None:
+        if not isinstance(stream.places, Places) or stream.places.documents is not None:
             return stream
         return stream._replace(places=Places.of_packs(stream.places.positions))
 
     @classmethod
-    def of(cls, given: Given, *, sums: bool = False) -> Stream:
-        """The inverse of :meth:`flat`; ``sums`` says whether the model has an auxiliary loss."""
+    def of(cls, given: Given, *, sums: bool = False, told: bool = False) -> Stream:
+        """The inverse of :meth:`flat`.
+
+        ``sums`` says whether the model has an auxiliary loss, ``told`` whether it reads pictures.
+        """
         if not isinstance(given, tuple):
             return cls(given)
         hidden, *rest = given
         found = rest.pop(0) if sums else None
-        return cls(hidden, found, Places(*rest) if rest else None)
+        return cls(hidden, found, (Told(rest) if told else Places(*rest)) if rest else None)
 
     def flat(self) -> Given:
         """Tensors alone, as engines, stock DeepSpeed's too, send them: hidden states, sums, places."""
         hidden, sums, places = self
-        if sums is None and places is None:
+        if sums is None and not places:
             return hidden
         return tuple(tensor for tensor in (hidden, sums, *(places or ())) if tensor is not None)
 

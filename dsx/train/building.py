@@ -82,7 +82,8 @@ def build_layers(
             split=split,
             config=config,
             load_layer=load_layer,
-            dynamic_shape=dynamic_shape,
+            # What blocks are told of pictures, chats without any lack.
+            dynamic_shape=dynamic_shape or bool(getattr(config.model, "pictures", "")),
         )
         pipeline.proof = "not: by whoever built it"
         return pipeline

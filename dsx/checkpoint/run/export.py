@@ -79,6 +79,7 @@ def layer_weights(
             base = files.enter_context(_checked(lambda: hf.HfWeights(folder, names_of), own))
             read = base.read if model.adapter is None else partial(_read_left, base, model.adapter)
             fills.append(partial(fill_base, read, buffers, at))
+            fills.append(partial(_fill_tower, folder))
         if model.adapter is not None:
             fills.append(lambda _, layer: quantize(layer))
             fills.append(lambda _, layer: begin(layer))
@@ -141,6 +142,15 @@ def fill_base(
     for spec in buffers:
         if spec.layer == index:
             layer.get_buffer(spec.name.partition(".")[2]).copy_(read(spec))
+
+
+def _fill_tower(folder: str | Path, index: int, layer: nn.Module) -> None:
+    """Give the layer that reads pictures the tower of a composite model's folder."""
+    tower = getattr(layer, "tower", None)
+    if index == 0 and tower is not None:
+        with hf.HfWeights(folder, tower.names_of) as weights:
+            for spec in tower.specs:
+                tower.fill(spec, weights.read(spec))
 
 
 def _fill_trained(weights: hf.HfWeights, at: Coordinates, index: int, layer: nn.Module) -> None:

@@ -1,0 +1,184 @@
+"""Pictures beside text: the tower of a composite model, and what its own forward hands to its language model.
+
+No family is known by name. The composite class's forward runs without its language model: what that would be
+called with is what travels to the blocks. The word vectors with pictures in them are hidden states; positions
+(Qwen-VL's three for each token) and masks (Gemma 3's, both ways within a picture) go with them, and every
+stage gives these to the family's text forward, as it gives it positions of packs. Whatever else the language
+model is called with may only be added between blocks, as Qwen3-VL's deeper features are: the text forward,
+run around blocks that give zeros, shows what.
+
+The tower is frozen, whole on every rank of the first stage, and no part of what ZeRO, checkpoints and
+exports see: an exported folder has it byte for byte from the folder that it was read from.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from dsx.errors import ModelError
+from dsx.hub.composite import CompositeNames
+from dsx.hub.model_structure import BlockCall, structure_of
+from dsx.models.config_values import at
+from dsx.models.param import ParamSpec
+from dsx.models.spec import HubModel
+from dsx.models.transformers_settings import first_line, quiet_transformers
+from dsx.nn.documents import Told
+from dsx.nn.parameters import Weights
+
+_FLAGS = (bool, int, str, type(None))
+_SAID_ELSEWHERE = ("inputs_embeds", "input_ids", "use_cache", "return_dict", "past_key_values")
+
+
+class _HandedOverError(Exception):
+    """Ends the composite forward where its language model would begin."""
+
+    def __init__(self, named: dict[str, Any]) -> None:
+        super().__init__()
+        self.named = named
+
+
+class Tower:
+    """What of a composite model is not its language model.
+
+    Args:
+        model: The language model; its ``pictures`` is the config of the composite one.
+        weights: Where and in which dtype it computes. The values come by :meth:`fill`.
+    """
+
+    def __init__(self, model: HubModel, weights: Weights) -> None:
+        self._names = CompositeNames(json.loads(model.pictures))
+        self._whole, self.specs = self._names.whole, self._names.tower
+        self._whole.requires_grad_(requires_grad=False).eval()
+        self._device, self._dtype = torch.device(weights.device or "cpu"), weights.dtype
+        self._structure = structure_of(model.config)
+        stack = self._whole.get_submodule(self._names.modules[self._structure.base])
+        stack.register_forward_pre_hook(_hand_over, with_kwargs=True)
+        self._words = list[Tensor]()
+        self._whole.get_input_embeddings().forward = lambda *_: self._words.pop()
+        self._is_tried = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tower:
+        """Itself: nobody trains it."""
+        return self
+
+    def names_of(self, held: Collection[str], folder: str | Path) -> dict[str, str | None]:
+        """As :meth:`CompositeNames.of`, for the tower's tensors."""
+        return self._names.of_tower(held, folder)
+
+    def fill(self, spec: ParamSpec, value: Tensor) -> None:
+        """Give a tensor of ``specs`` its value, of any dtype."""
+        owner, name = self._whole.get_submodule(spec.name.rpartition(".")[0]), spec.name.rpartition(".")[2]
+        if value.is_floating_point():
+            value = value.to(self._device, self._dtype)
+        if spec.buffer:
+            setattr(owner, name, value.to(self._device))
+        else:
+            setattr(owner, name, nn.Parameter(value.to(self._device), requires_grad=False))
+
+    def __call__(self, ids_BS: Tensor, y_BSH: Tensor, given: Mapping[str, Tensor]) -> tuple[Tensor, Told]:
+        """Word vectors with pictures in the places of their tokens, and what blocks are told.
+
+        Args:
+            ids_BS: Token ids, int64 [B, S].
+            y_BSH: Their vectors.
+            given: What the family's processor made of pictures and text, by the names of its forward.
+
+        Raises:
+            ModelError: Its forward refuses that, or hands over what dsx does not understand.
+        """
+        self._words.append(y_BSH)
+        floats = {key: each.to(self._dtype) for key, each in given.items() if each.is_floating_point()}
+        try:
+            with quiet_transformers():
+                self._whole(input_ids=ids_BS, use_cache=False, **{**given, **floats})
+        except _HandedOverError as handed:
+            named = handed.named
+        except Exception as error:  # noqa: BLE001 - each family checks in its own way
+            raise self._refusal(f"its forward refuses pictures and text ({first_line(error)})") from error
+        else:
+            raise self._refusal("its forward runs without its language model")
+        y = named["inputs_embeds"]
+        if y.shape != y_BSH.shape:
+            raise self._refusal("its language model gets other vectors than one for each token")
+        return y, self._told(y.detach(), {k: v for k, v in named.items() if k not in _SAID_ELSEWHERE})
+
+    def _told(self, y: Tensor, named: dict[str, Any]) -> Told:
+        masks = named.get("attention_mask")
+        if isinstance(masks, Mapping):
+            if sorted(masks) != self._structure.kinds_of_masks:
+                raise self._refusal(f"its masks are called {', '.join(sorted(masks))}")
+            masks = [masks[kind] for kind in self._structure.kinds_of_masks]
+        else:
+            masks = [masks]
+        told = [each for each in (named.get("position_ids"), *masks) if each is not None]
+        if not all(isinstance(each, Tensor) for each in told):
+            raise self._refusal("its language model gets positions or masks that are no tensors")
+        others = {
+            key: value
+            for key, value in named.items()
+            if key not in ("position_ids", "attention_mask") and not isinstance(value, _FLAGS)
+        }
+        return Told((*told, *(self._added(y, named, Told(told)) if others else ())))
+
+    def _added(self, y: Tensor, named: Mapping[str, Any], told: Told) -> Iterator[Tensor]:
+        """What the text forward adds to hidden states in front of block 1, 2, ..., [B, S, H] each."""
+        calls, last = self._run(y, named, 0.0)
+        added = [call.hidden for call in calls[1:]]
+        if not self._is_tried:
+            plain, _ = self._run(y, told.named(self._structure.kinds_of_masks), 0.0)
+            apart = [_differs(one, other) for one, other in zip(calls, plain, strict=True)]
+            if any(apart):
+                raise self._refusal(f"block {apart.index(True)} gets something else where pictures are")
+            if last is not None and last.any():
+                raise self._refusal("something of pictures is added behind the last block")
+            ones, _ = self._run(y, named, 1.0)
+            for call, each in zip(ones[1:], added, strict=True):
+                if not torch.allclose(call.hidden, 1.0 + each):
+                    raise self._refusal("features of pictures change hidden states otherwise than by a sum")
+            self._is_tried = True
+        most = max((n for n, each in enumerate(added, 1) if each.any()), default=0)
+        yield from added[:most]
+
+    def _run(
+        self, y: Tensor, named: Mapping[str, Any], value: float
+    ) -> tuple[list[BlockCall], Tensor | None]:
+        calls, ends = list[BlockCall](), list[Tensor]()
+
+        def called(_number: int, call: BlockCall) -> Tensor:
+            calls.append(call)
+            return torch.full_like(call.hidden, value)
+
+        base = self._structure.stripped((), called, self._device, self._dtype)
+        if self._structure.plain_end:
+            end = base.get_submodule(self._structure.after[0])
+            end.register_forward_pre_hook(lambda _, given: ends.append(given[0]))
+        with torch.no_grad():
+            base(inputs_embeds=y, use_cache=False, **named)
+        return calls, ends[0] if ends else None
+
+    def _refusal(self, why: str) -> ModelError:
+        return ModelError(
+            at("model_type", self._whole.config.model_type),
+            f"dsx cannot train it with pictures: {why}",
+            "train it on text alone (dsx.data.pictures: false)",
+        )
+
+
+def _hand_over(_stack: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    assert not arguments, "composite classes of transformers name what they give"
+    raise _HandedOverError(named)
+
+
+def _differs(one: BlockCall, other: BlockCall) -> bool:
+    """Whether two calls differ in what a block gets beside the hidden states."""
+    pairs = zip(
+        tree_leaves((one.arguments, one.named)), tree_leaves((other.arguments, other.named)), strict=True
+    )
+    return any(isinstance(a, Tensor) and not torch.equal(a, b) for a, b in pairs)

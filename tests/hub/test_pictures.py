@@ -1,0 +1,126 @@
+"""Chats with pictures: a composite model trains with its tower frozen, as one process of transformers does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from all_families import parity
+from transformers import AutoModelForImageTextToText
+
+import dsx
+import ranks
+from hub import tiny_pictures
+from hub.test_hub_weights import engine_of, tensors_in
+from often import often
+from parity.oracle import ADAMW, CLIPPING
+
+STEPS = 5
+
+
+def config_of(folder: Path, *, tp: int = 1, pp: int = 1, dp: int = 1, **changes: Any) -> dict[str, Any]:
+    block = {
+        "model": {"path": str(folder), "vocab_multiple": 8},
+        "parallel": {"tensor": tp, "pipeline": pp, "sequence_parallel": changes.get("sequence", True)},
+        "recompute": changes.get("recompute", "none"),
+        "adapter": changes.get("adapter"),
+        "proof": "off",
+        "data": {
+            "source": "none.jsonl",
+            "format": "chat",
+            "tokenizer": "bytes",
+            "pictures": True,
+            "sequence_length": tiny_pictures.SEQUENCE,
+        },
+        "train": {"steps": STEPS, "output": "unused"},
+    }
+    return {
+        "train_micro_batch_size_per_gpu": tiny_pictures.ROWS,
+        "gradient_accumulation_steps": tiny_pictures.MICRO_BATCHES // dp,
+        "gradient_clipping": CLIPPING,
+        "zero_optimization": {"stage": changes.get("zero", 0)},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {**ADAMW, "betas": list(ADAMW["betas"]), "torch_adam": True},
+        },
+        "dsx": block,
+    }
+
+
+def reference(folder: Path, family: str, **shown: Any) -> tuple[list[float], list[float]]:
+    """Losses and norms of one process; the folder ``trained`` beside ``model`` is what it ends with."""
+    model = AutoModelForImageTextToText.from_pretrained(folder / "model", dtype=torch.float32)
+    model.requires_grad_(requires_grad=False)
+    model.get_decoder().requires_grad_()
+    model.get_output_embeddings().requires_grad_()
+    model.train()
+    trained = [each for each in model.parameters() if each.requires_grad]
+    for each in trained:
+        each.grad = torch.zeros_like(each)
+    optimizer = torch.optim.AdamW(trained, **ADAMW)
+    losses, norms = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=False)
+        batches = list(tiny_pictures.micro_batches(family, step, **shown))
+        count, total = sum(int((labels != -100).sum()) for _, labels in batches), 0.0
+        for (ids, given), labels in batches:
+            logits = model(input_ids=ids, use_cache=False, **given).logits.float()
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / count
+            loss.backward()
+            total += loss.item()
+        losses.append(total)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(trained, CLIPPING)))
+        optimizer.step()
+    assert min(norms) > CLIPPING
+    model.save_pretrained(folder / "trained")
+    return losses, norms
+
+
+def trained(_rank: int, world_size: int, folder: Path, family: str, changes: dict[str, Any]) -> Any:
+    shown = {"shown": changes.pop("shown")} if "shown" in changes else {}
+    engine = engine_of(config_of(folder / "model", **changes), world_size)
+    assert not any("vision" in name for name, _ in engine.pipeline.named_parameters())
+    losses, norms, dp = [], [], changes.get("dp", 1)
+
+    def batches(step: int) -> Iterator[Any]:
+        for number, batch in enumerate(tiny_pictures.micro_batches(family, step, **shown)):
+            if number % dp == engine.groups.dp_rank:
+                yield batch
+
+    for step in range(STEPS):
+        losses.append(float(engine.train_batch(batches(step))))
+        norms.append(engine.get_global_grad_norm())
+    dsx.export_hf(engine, folder / "dsx")
+    return losses, norms
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "tp-pp": {"tp": 2, "pp": 2},
+    "tp": {"tp": 2, "sequence": False, "recompute": "full"},
+    "zero3": {"dp": 2, "zero": 3},
+    "some": {"pp": 2, "shown": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"), often([(f, lay) for lay in LAYOUTS for f in tiny_pictures.SIX], 6)
+)
+def test_pictures_train_as_in_one_process(family: str, layout: str, tmp_path: Path) -> None:
+    """Losses, norms and every tensor of the exported folder, the tower's among them, after five steps."""
+    changes = dict(LAYOUTS[layout])
+    shown = {"shown": changes["shown"]} if "shown" in changes else {}
+    tiny_pictures.model_of(family).save_pretrained(tmp_path / "model")
+    losses, norms = reference(tmp_path, family, **shown)
+    size = changes.get("tp", 1) * changes.get("pp", 1) * changes.get("dp", 1)
+    found = ranks.run(trained, size, tmp_path, family, changes)[0]
+    torch.testing.assert_close(found[0], losses, rtol=1e-5, atol=0)
+    torch.testing.assert_close(found[1], norms, rtol=1e-5, atol=0)
+    ours, theirs = tensors_in(tmp_path / "dsx"), tensors_in(tmp_path / "trained")
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=0, atol=1e-5, msg=name)
