@@ -93,9 +93,10 @@ class _Shown:
 def _samples(corpus: Corpus, count: int, tokenizer: Tokenizer) -> Iterator[_Shown]:
     """The first ones of the training split, as they are trained on."""
     from dsx.data.packs import Packs
+    from dsx.data.pictures import PictureRows
     from dsx.nn.loss import IGNORED
 
-    windows = corpus.train
+    windows = corpus.train.packs if isinstance(corpus.train, PictureRows) else corpus.train
     if isinstance(windows, Packs):
         for number in windows.kept(count):
             ids, mask = windows.document(number)

@@ -5,6 +5,7 @@ Batch sizes, optimizer, precision, clipping and ZeRO live in DeepSpeed's own key
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from datetime import date
@@ -286,6 +287,8 @@ class DataConfig(TextSource):
                 )
             if part.format != "text" and part.text_column != "text":
                 raise MistakeError(f'format "{part.format}" reads no text_column', "use columns")
+        if self.pictures:
+            self._check_pictures()
         if all(part.format == "text" for part in self.parts()):
             template = ("chat_template", "chat_template_kwargs", "chat_date")
             keys = (*template, "train_on", "too_long", "bad_records")
@@ -296,12 +299,31 @@ class DataConfig(TextSource):
                     f'{unread} has no meaning for format "text"', 'set format to "chat" or "completion"'
                 )
 
+    def _check_pictures(self) -> None:
+        """Raise MistakeError for what cannot be done with pictures."""
+        if any(part.format != "chat" for part in self.parts()):
+            raise MistakeError("pictures stand in chats", 'set format to "chat", of every source')
+        for key, value, fix in (
+            ("streaming", True, "prepare the chats (streaming: false)"),
+            ("train_on", "each", 'use "assistant" or "last"'),
+            ("documents", "apart", 'leave documents at "auto": a chat is a sequence'),
+            ("documents", "joined", 'leave documents at "auto": a chat is a sequence'),
+            ("too_long", "truncate", 'set too_long to "drop" or "refuse": a picture cut in two is none'),
+        ):
+            if getattr(self, key) == value:
+                raise MistakeError(f"pictures are not read with {key} {json.dumps(value)}", fix)
+
     @property
     def keeps_apart(self) -> bool:
         """Whether documents are kept apart: micro-batches then have positions beside the ids."""
         if self.documents == "auto":
-            return any(part.format != "text" for part in self.parts())
+            return not self.pictures and any(part.format != "text" for part in self.parts())
         return self.documents == "apart"
+
+    @property
+    def keeps_whole(self) -> bool:
+        """Whether no document is cut in two for a sequence."""
+        return self.keeps_apart or self.pictures
 
     def parts(self) -> tuple[MixedSource, ...]:
         """What is mixed: one part for a single text."""

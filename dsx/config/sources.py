@@ -186,9 +186,7 @@ def read_model(dsx: DsxConfig) -> ModelSource:
             f'dsx.data.tokenizer "bytes" makes ids up to {BYTES_VOCABULARY - 1}',
             f"use at least {BYTES_VOCABULARY}, or the model's own tokenizer",
         )
-    if dsx.data.pictures:
-        spec = _with_pictures(spec, dsx, given, place, weights)
-        notes.append(f"{place}: pictures are read by its tower, frozen, on every rank of the first stage")
+    spec = _with_pictures(spec, dsx, given, place, weights)
     return ModelSource(
         spec=_adapted(spec, dsx, given),
         hf_config=config,
@@ -223,7 +221,9 @@ def spec_of(hf_config: Mapping[str, Any]) -> Model:
 def _with_pictures(
     spec: Model, dsx: DsxConfig, given: dict[str, Any], place: str, weights: Path | None
 ) -> Model:
-    """The model with the tower of the composite one that it is in. Raises ConfigError if it has none."""
+    """The model, with the tower of the composite one if that runs. Raises ConfigError if there is none."""
+    if not dsx.data.pictures:
+        return spec
     from dsx.hub.composite import text_key  # here: other runs need nothing of it
 
     def refusal(what: str, fix: str) -> ConfigError:

@@ -9,9 +9,11 @@ from queue import SimpleQueue
 from typing import Protocol, Self
 
 import torch
+from torch.utils._pytree import tree_map
 
 from dsx.data.order import Shares, keyed_hash, permute
 from dsx.data.packs import Packs, Sample, Windows
+from dsx.data.pictures import Seen, together
 from dsx.errors import DataError
 from dsx.nn.documents import MicroBatch
 from dsx.parallel.islands import Islands
@@ -209,6 +211,8 @@ class EvaluationBatches:
 
 
 def _micro_batch(rows: list[Sample]) -> MicroBatch:
+    if isinstance(rows[0][-1], Seen):
+        return together(rows)
     inputs, labels, *positions = map(torch.stack, zip(*rows, strict=True))
     return MicroBatch((inputs, *positions) if positions else inputs, labels)
 
@@ -281,7 +285,4 @@ def _end(room: threading.Semaphore, closed: threading.Event) -> None:
 
 
 def _pinned(batch: MicroBatch) -> MicroBatch:
-    inputs, labels = batch
-    given = inputs if isinstance(inputs, tuple) else (inputs,)
-    *pinned, labels = (each.pin_memory() for each in (*given, labels))
-    return MicroBatch(tuple(pinned) if isinstance(inputs, tuple) else pinned[0], labels)
+    return MicroBatch(*(tree_map(torch.Tensor.pin_memory, each) for each in batch))

@@ -4,7 +4,8 @@ On disk a corpus is token files and a JSON, complete or absent. ``train.bin`` an
 little-endian ids, every document of text followed by its end token; ``corpus.json`` (:class:`CorpusInfo`)
 says what they hold. Chats and completions have two files more for each split: ``.trained.bin``, a byte for
 each token that is 1 if it is trained on, and ``.sizes.bin``, the tokens and the labels of each document
-(uint32). All are written into a folder beside the final one, synced, and renamed into place at once.
+(uint32); with pictures also ``.pictures.bin``, a line of JSON for each (:mod:`dsx.data.pictures`). All are
+written into a folder beside the final one, synced, and renamed into place at once.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import psutil
 from dsx.config.schema import DataConfig
 from dsx.data.order import is_held_out
 from dsx.data.packs import Fill, Packs, Sequences, fill_of, require_some
+from dsx.data.pictures import Chat, PictureRows
 from dsx.errors import DataError
 from dsx.waiting import Waiting
 
@@ -41,7 +43,7 @@ if TYPE_CHECKING:  # loaded where text is prepared
 VERSION = 1
 INFO = "corpus.json"
 SPLITS = ("train", "held_out")
-_TRAINED, _SIZES, _SIZE_BYTES = ".trained", ".sizes", 8
+_TRAINED, _SIZES, _PICTURES, _SIZE_BYTES = ".trained", ".sizes", ".pictures", 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +79,7 @@ class CorpusInfo:
         held_out_byte_counts: How often each of the 256 bytes occurs in the held-out text; empty for chats and
             completions.
         masked: Whether there are files that say what is trained on.
+        pictures: Whether there are files that say which pictures chats have.
         bad_records: Records that were skipped.
         first_bad_record: What is wrong with the first of them.
         version: Version of this format.
@@ -92,6 +95,7 @@ class CorpusInfo:
     held_out: SplitInfo
     held_out_byte_counts: list[int]
     masked: bool = False
+    pictures: bool = False
     bad_records: int = 0
     first_bad_record: str = ""
     version: int = VERSION
@@ -150,8 +154,10 @@ class CorpusInfo:
 class SplitWriter:
     """Appends documents to the files of a split; a context manager that syncs them."""
 
-    def __init__(self, folder: Path, split: str, dtype: np.dtype[Any], *, masked: bool = False) -> None:
-        kinds = ("", _TRAINED, _SIZES) if masked else ("",)
+    def __init__(
+        self, folder: Path, split: str, dtype: np.dtype[Any], *, masked: bool = False, pictures: bool = False
+    ) -> None:
+        kinds = ("", *(_TRAINED, _SIZES) * masked, *(_PICTURES,) * pictures)
         self._files = [(folder / f"{split}{kind}.bin").open("wb") for kind in kinds]
         self._hash = hashlib.blake2b(digest_size=16)
         self._dtype = dtype
@@ -171,11 +177,14 @@ class SplitWriter:
         ids: npt.NDArray[np.integer[Any]],
         text_bytes: int,
         trained: npt.NDArray[np.bool_] | None = None,
+        chat: Chat | None = None,
     ) -> None:
         """Write one document's ids, end token included, and in a masked split what is trained on."""
         chunks = [ids.astype(self._dtype).tobytes()]
         if trained is not None:
             chunks += [trained.tobytes(), np.array([len(ids), trained[1:].sum()], "<u4").tobytes()]
+        if chat is not None:
+            chunks.append(PictureRows.line_of(chat))
         for file, chunk in zip(self._files, chunks, strict=True):
             file.write(chunk)
             self._hash.update(chunk)
@@ -294,8 +303,8 @@ class Corpus:
 
     path: Path
     info: CorpusInfo
-    train: Sequences | Packs
-    held_out: Sequences | Packs
+    train: Sequences | Packs | PictureRows
+    held_out: Sequences | Packs | PictureRows
 
     @classmethod
     def open(
@@ -379,19 +388,20 @@ class Corpus:
 
 def _windows(
     folder: Path, split: str, info: CorpusInfo, sequence_length: int, *, apart: bool, drop: bool
-) -> Sequences | Packs:
+) -> Sequences | Packs | PictureRows:
     tokens = TokenFile(folder / f"{split}.bin", np.dtype(info.dtype))
     if not info.masked:
         return Sequences(tokens, sequence_length, end_id=info.end_id if apart else None)
     trained = TokenFile(folder / f"{split}{_TRAINED}.bin", np.dtype("u1"))
-    if not apart:
+    if not apart and not info.pictures:
         return Sequences(tokens, sequence_length, trained)
     file = folder / f"{split}{_SIZES}.bin"
     sizes = np.asarray(TokenFile(file, np.dtype("<u4"))).reshape(-1, 2).astype(np.int64)
     if sizes[:, 0].sum() != len(tokens) or (sizes[:, 1] >= sizes[:, 0]).any():
         what = f"documents of these sizes are not those of {split}.bin"
         raise DataError(str(file), what, f"remove the folder {folder} and run again")
-    return Packs(tokens, trained, sizes, sequence_length, pad_id=info.end_id, drop=drop)
+    packs = Packs(tokens, trained, sizes, sequence_length, pad_id=info.end_id, drop=drop or info.pictures)
+    return PictureRows(packs, folder / f"{split}{_PICTURES}.bin", info.tokenizer) if info.pictures else packs
 
 
 def prepare(data: DataConfig, cache_dir: str | Path, before: Callable[[], None] = lambda: None) -> Path:
@@ -430,7 +440,7 @@ def prepare(data: DataConfig, cache_dir: str | Path, before: Callable[[], None] 
         from dsx.data.masks import Masks
 
         masks = Masks(data, tokenizer)
-        longest = data.sequence_length if data.too_long == "refuse" and data.keeps_apart else None
+        longest = data.sequence_length if data.too_long == "refuse" and data.keeps_whole else None
         settings |= {"format": data.format, "columns": data.columns, "masks": masks.identity()}
         settings |= {"bad_records": data.bad_records, "longest": longest}
 
@@ -545,8 +555,8 @@ def write_examples(
     dtype, left = _dtype_of(tokenizer), data.max_bytes
     bad, first_bad = 0, ""
     with (
-        SplitWriter(folder, "train", dtype, masked=True) as train,
-        SplitWriter(folder, "held_out", dtype, masked=True) as held_out,
+        SplitWriter(folder, "train", dtype, masked=True, pictures=data.pictures) as train,
+        SplitWriter(folder, "held_out", dtype, masked=True, pictures=data.pictures) as held_out,
         Waiting(f"tokenising {data.source}", unit="bytes") as waiting,
     ):
         for one, is_kept in encoded:
@@ -558,7 +568,7 @@ def write_examples(
             if (problem := too_long(one, data)) is not None:
                 raise problem
             waiting.advance(one.text_bytes)
-            (held_out if is_kept else train).append(one.ids, one.text_bytes, one.trained)
+            (held_out if is_kept else train).append(one.ids, one.text_bytes, one.trained, one.chat)
             left = None if left is None else left - one.text_bytes
             if left is not None and left <= 0:
                 break
@@ -573,6 +583,7 @@ def write_examples(
         held_out,
         held_out_byte_counts=[],
         masked=True,
+        pictures=data.pictures,
         bad_records=bad,
         first_bad_record=first_bad,
     )
@@ -581,7 +592,7 @@ def write_examples(
 def too_long(one: Encoded, data: DataConfig) -> DataError | None:
     """What is wrong with a document that ``dsx.data.too_long`` refuses."""
     longest = data.sequence_length
-    if data.too_long != "refuse" or not data.keeps_apart or len(one.ids) <= longest:
+    if data.too_long != "refuse" or not data.keeps_whole or len(one.ids) <= longest:
         return None
     what = f"it has {len(one.ids):,} tokens, and dsx.data.too_long refuses more than {longest:,}"
     fix = 'raise dsx.data.sequence_length, shorten it, or set too_long to "truncate" or "drop"'

@@ -28,7 +28,8 @@ import numpy.typing as npt
 from jinja2 import TemplateSyntaxError
 
 from dsx.config.schema import DataConfig
-from dsx.data.records import BadRecordError, Example, Message
+from dsx.data.pictures import Chat, Processor, digest_of, moved
+from dsx.data.records import BadRecordError, Example, Message, pictures_in
 from dsx.data.tokenizers import TokenIds, Tokenizer
 from dsx.errors import DataError
 from dsx.models.transformers_settings import first_line, quiet_transformers
@@ -52,12 +53,14 @@ class Encoded:
         ids: Its token ids.
         trained: Whether each is trained on.
         text_bytes: UTF-8 bytes of its text.
+        chat: The chat as text and its pictures, where these are read.
     """
 
     where: str
     ids: TokenIds
     trained: npt.NDArray[np.bool_]
     text_bytes: int
+    chat: Chat | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,8 @@ class _Marked:
     text: str
     spans: Sequence[Span]
     is_chat: bool
+    chat: Chat | None = None
+    given: TokenIds | None = None
 
 
 def _template_of(data: DataConfig) -> str | None:
@@ -92,6 +97,7 @@ class Masks:
 
     def __init__(self, data: DataConfig, tokenizer: Tokenizer) -> None:
         self._data, self._tokenizer = data, tokenizer
+        self._processor = Processor(data.tokenizer) if data.pictures else None
         self._own_template = _template_of(data)
         self._special = tokenizer.special_tokens
         self.eos = str(self._special.get("eos_token", ""))
@@ -102,7 +108,10 @@ class Masks:
         special = {name: str(token) for name, token in self._special.items()}
         data = self._data
         told = [data.train_on, data.chat_template_kwargs, str(data.chat_date)]
-        return [self._own_template, plain, with_tools, special, *told]
+        said: list[object] = [self._own_template, plain, with_tools, special, *told]
+        if self._processor is not None:
+            said += [self._processor.chat_template, self._processor.identity()]
+        return said
 
     def _dated(self, template: str) -> str:
         """The template with ``chat_date`` in place of the day. Raises DataError if a stream has none."""
@@ -137,9 +146,22 @@ class Masks:
                 text += "" if text.endswith(self.eos) else self.eos
                 start = 0 if self._data.train_on == "all" else len(prompt)
                 return [_Marked(example.where, text, [(start, len(text))], is_chat=False)]
-            return [_Marked(example.where, *chat, is_chat=True) for chat in self._chats(example)]
+            return [self._shown(example, *chat) for chat in self._chats(example)]
         except BadRecordError as error:
             return [error]
+
+    def _shown(self, example: Example, text: str, spans: list[Span]) -> _Marked:
+        """A chat, with the tokens of its pictures where these are read."""
+        if self._processor is None:
+            return _Marked(example.where, text, spans, is_chat=True)
+        try:
+            chat = Chat(text, tuple((path, digest_of(path)) for path in pictures_in(example.messages)))
+            made = self._processor.expanded(chat)
+        except (OSError, ValueError) as error:
+            fix = "mend the record, or skip such records (dsx.data.bad_records)"
+            raise BadRecordError(example.where, str(error), fix) from error
+        spans = moved(spans, made.spans)
+        return _Marked(example.where, made.text, spans, is_chat=True, chat=chat, given=made.ids)
 
     def _chats(self, example: Example) -> list[tuple[str, list[Span]]]:
         """The documents of a chat: one, but for "each" of a template that writes earlier turns otherwise."""
@@ -194,7 +216,10 @@ class Masks:
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        template = self._own_template or self._tokenizer.chat_template(example.tools)
+        template = self._own_template
+        if template is None and self._processor is not None:
+            template = self._processor.chat_template
+        template = template or self._tokenizer.chat_template(example.tools)
         if template is None:
             raise DataError(
                 f'dsx.data.tokenizer = "{self._tokenizer.name}"',
@@ -246,12 +271,18 @@ class Masks:
         begins = np.concatenate([[0], ends[:-1]]) if len(ends) else ends
         for start, end in one.spans:
             trained |= (ends > start) & ((ends <= end) | (begins < end))
+        if one.given is not None and not np.array_equal(ids, one.given):
+            what = "its processor gives other tokens than its tokenizer does for the same text"
+            return BadRecordError(
+                one.where, what, "use another family, or text alone (dsx.data.pictures: false)"
+            )
         if not one.is_chat:
             ids, trained = self._completed(ids, trained)
         if not trained[1:].any():
             what = "none of its tokens is trained on: there is nothing to learn from it"
             return BadRecordError(one.where, what, "mend or remove it, or set dsx.data.bad_records")
-        return Encoded(where=one.where, ids=ids, trained=trained, text_bytes=len(one.text.encode()))
+        size = len(one.text.encode())
+        return Encoded(where=one.where, ids=ids, trained=trained, text_bytes=size, chat=one.chat)
 
     def _completed(
         self, ids: TokenIds, trained: npt.NDArray[np.bool_]

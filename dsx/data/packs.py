@@ -18,8 +18,11 @@ import torch
 from dsx.errors import DataError
 from dsx.nn.loss import IGNORED
 
-Sample = tuple[torch.Tensor, ...]
-"""Inputs and labels, int64 [S] each, and positions where documents are kept apart: each begins at 0."""
+Sample = tuple[Any, ...]
+"""Inputs and labels, int64 [S] each, and positions where documents are kept apart: each begins at 0.
+
+Of a chat with pictures, what its processor made of it (:class:`dsx.data.pictures.Seen`) is the third.
+"""
 
 
 class Windows(Protocol):
@@ -182,8 +185,8 @@ class Packs:
             dropped=self._dropped,
         )
 
-    def kept(self, most: int) -> list[int]:
-        """The numbers of the first so many documents that are packed."""
+    def kept(self, most: int | None = None) -> list[int]:
+        """The numbers of the first so many documents that are packed, or of all."""
         return [int(number) for number in np.flatnonzero(self._lengths)[:most]]
 
     def document(self, number: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
@@ -199,6 +202,10 @@ class Packs:
         if not 0 <= index < len(self):
             raise IndexError(f"pack {index} of {len(self)}")
         return self._filled(self._packs[index])
+
+    def row(self, document: int) -> Sample:
+        """Inputs and labels, int64 [S] each, of a document by itself."""
+        return self._filled([document])[:2]
 
     def empty(self) -> Sample:
         """A pack of padding alone."""
@@ -259,11 +266,11 @@ def pack(lengths: npt.NDArray[np.integer[Any]], room: int) -> list[list[int]]:
     return packs
 
 
-def fill_of(windows: Windows, documents: int) -> Fill:
+def fill_of(windows: Any, documents: int) -> Fill:
     """How full the sequences of a masked corpus are, whether its documents are packed or joined."""
-    if isinstance(windows, Packs):
-        return windows.fill()
-    assert isinstance(windows, Sequences)
+    if not isinstance(windows, Sequences):
+        found: Fill = windows.fill()
+        return found
     assert windows.trained is not None
     places = len(windows) * windows.sequence_length
     trained = int(windows.trained[1 : places + 1].sum())
@@ -277,7 +284,7 @@ def require_some(windows: Windows, tokens: int, split: str) -> None:
     length, ending = windows.sequence_length, ", or change dsx.data.held_out" if split == "held-out" else ""
     what = f"the {split} split has {tokens} tokens, a sequence needs {length + 1}"
     fix = "use more text or shorter sequences"
-    if isinstance(windows, Packs):
+    if not isinstance(windows, Sequences):
         what = f"every document of the {split} split is longer, or has nothing to train on in so many tokens"
         fix = "use longer sequences"
     raise DataError(f"dsx.data.sequence_length = {length}", what, fix + ending)

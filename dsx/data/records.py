@@ -9,13 +9,14 @@ from __future__ import annotations
 import csv
 import json
 from codecs import BOM_UTF8
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from dsx.config.schema import DataConfig
 from dsx.data.files import LocalFiles, Tables, not_csv, not_utf8, open_source
+from dsx.data.pictures import file_of
 from dsx.errors import DataError
 from dsx.terminal import shortened
 
@@ -69,11 +70,12 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A record as it was read: an object, or what is wrong with it."""
+    """A record as it was read: an object, or what is wrong with it; pictures are looked for in its folder."""
 
     where: str
     cells: Mapping[str, Any] | None
     problem: str = ""
+    folder: Path = Path()
 
 
 def examples(data: DataConfig) -> Iterator[Example | BadRecordError]:
@@ -91,7 +93,7 @@ def _example(data: DataConfig, row: _Row) -> Example | BadRecordError:
         return BadRecordError(row.where, row.problem, _FIX)
     read = _completion if data.format == "completion" else _chat
     try:
-        return read(_Record(row.where, row.cells, data.columns))
+        return read(_Record(row.where, row.cells, data.columns, row.folder if data.pictures else None))
     except BadRecordError as error:
         return error
 
@@ -116,7 +118,8 @@ def _rows(data: DataConfig) -> Iterator[_Row]:
     source = open_records(data)
     if isinstance(source.source, LocalFiles) and source.source.builder in ("json", "csv"):
         for path in source.source.paths:
-            yield from _file_rows(source.source.root / path)
+            file = source.source.root / path
+            yield from (replace(row, folder=file.parent) for row in _file_rows(file))
         return
     for where, cells in source.rows():
         yield _Row(where, cells)
@@ -193,8 +196,10 @@ def _object(where: str, value: Any, kind: str) -> _Row:
 class _Record:
     """A record under its column names; whatever is wrong is raised with its place."""
 
-    def __init__(self, where: str, cells: Mapping[str, Any], columns: Mapping[Any, str]) -> None:
-        self.where, self._cells, self._columns = where, cells, columns
+    def __init__(
+        self, where: str, cells: Mapping[str, Any], columns: Mapping[Any, str], folder: Path | None = None
+    ) -> None:
+        self.where, self._cells, self._columns, self._folder = where, cells, columns, folder
 
     def bad(self, what: str, fix: str = _FIX) -> BadRecordError:
         return BadRecordError(self.where, what, fix)
@@ -293,7 +298,7 @@ class _Record:
         if "tool_calls" in turn:
             turn["tool_calls"] = self._tool_calls(what, turn["tool_calls"])
         if "content" in turn:
-            turn["content"] = self._content(what, turn["content"])
+            turn["content"] = self._content(what, turn["content"], None if is_assistant else self._folder)
         elif not (is_assistant and turn.get("tool_calls")):
             raise self.bad(f"{what} ({turn['role']}) has no content; it has {', '.join(turn)}")
         if is_assistant and not turn.get("content") and not turn.get("tool_calls"):
@@ -310,16 +315,35 @@ class _Record:
         known = role in _SHAREGPT if isinstance(role, str) else False
         return {"role": _SHAREGPT[role] if known else role, **rest, "content": turn["value"]}
 
-    def _content(self, what: str, content: Any) -> str:
+    def _content(self, what: str, content: Any, folder: Path | None) -> str | list[Message]:
+        """Text, or its parts if pictures of a folder are read and some are there."""
         if not isinstance(content, list):
             return self.text(content, f"content of {what}")
-        for part in content:
-            if not isinstance(part, dict):
-                raise self.bad(f"a part of the content of {what} is {_kind(part)}, not an object")
-            if part.get("type") != "text":
-                kind = shortened(str(part.get("type")), 60)
-                raise self.bad(f"content of {what} has a part of type {kind}; dsx trains on text alone")
-        return "".join(self.text(part.get("text"), f"content of {what}") for part in content)
+        parts = [self._part(what, part, folder) for part in content]
+        if any(part["type"] == "image" for part in parts):
+            return parts
+        return "".join(part["text"] for part in parts)
+
+    def _part(self, what: str, part: Any, folder: Path | None) -> Message:
+        if not isinstance(part, dict):
+            raise self.bad(f"a part of the content of {what} is {_kind(part)}, not an object")
+        kind = part.get("type")
+        if kind == "text":
+            return {"type": "text", "text": self.text(part.get("text"), f"content of {what}")}
+        if kind != "image" or folder is None:
+            named = shortened(str(kind), 60)
+            said = f"content of {what} has a part of type {named}; "
+            if kind == "image" and self._folder is None:
+                raise self.bad(f"{said}dsx.data.pictures, which reads it, is false")
+            reads = "text alone" if self._folder is None or kind == "image" else "text and image alone"
+            raise self.bad(f"{said}dsx trains on {reads}")
+        try:
+            path = file_of(part, folder)
+        except OSError as error:
+            raise self.bad(f"an image of {what}: {error}") from error
+        if path is None:
+            raise self.bad(f'an image of {what} has no path: {{"type": "image", "path": "a file"}}')
+        return {"type": "image", "path": path}
 
     def _tool_calls(self, what: str, calls: Any) -> list[Any]:
         if not isinstance(calls, list):
@@ -336,6 +360,12 @@ class _Record:
             raise self.bad(f"arguments of {what} are {_kind(arguments)}, not an object")
         rest = {key: value for key, value in call.items() if key != "function" and call is not function}
         return {"type": "function", **rest, "function": {**function, "arguments": arguments}}
+
+
+def pictures_in(messages: Iterable[Message]) -> list[str]:
+    """The paths of a chat's pictures, in their order."""
+    contents = (turn["content"] for turn in messages if isinstance(turn.get("content"), list))
+    return [part["path"] for parts in contents for part in parts if part["type"] == "image"]
 
 
 def _chat(record: _Record) -> Example:

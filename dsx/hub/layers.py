@@ -88,17 +88,15 @@ class HubEmbedding(nn.Module):
         self._scale, self._tp = structure.scale, weights.tp
         self.tower = Tower(model, weights) if model.pictures else None
 
-    def forward(self, given: Given) -> Given:
-        """int64 [B, S] to [B, s, H], and the sums of an auxiliary loss if there is one."""
-        ids_BS, *read = given if isinstance(given, tuple) else (given,)
-        pictures = read.pop() if read and isinstance(read[-1], Mapping) else None
-        ids_BS, _, places = Stream.first((ids_BS, *read))
+    def forward(self, given: Any) -> Given:
+        """int64 [B, S], and pictures (:class:`MicroBatch`), to [B, s, H] and what goes with it."""
+        pictures = given[1] if isinstance(given, tuple) and isinstance(given[-1], Mapping) else None
+        ids_BS, _, places = Stream.first(given if pictures is None else given[0])
         y: Tensor = self.word(ids_BS)
         y = y if self._scale == 1.0 else y * self._scale
         if self.tower is not None and pictures is not None:
             y, places = self._seen(self.tower, ids_BS, y, pictures)
         return Stream(y, None if self._balance is None else fresh_sums(self._balance, y), places).flat()
-
 
     def _seen(
         self, tower: Tower, ids_BS: Tensor, y_BsH: Tensor, pictures: Mapping[str, Tensor]
@@ -160,6 +158,7 @@ class HubStart(nn.Module):
     def forward(self, given: Given) -> Given:
         """[B, s, H] to what blocks take."""
         stream = Stream.of(given, sums=self._sums)
+        assert not isinstance(stream.places, Told), "pictures are refused where this layer is needed"
         return stream.then(self._started(stream.hidden, stream.places))
 
     def _started(self, x_BsH: Tensor, places: Places | None) -> Tensor:

@@ -100,7 +100,7 @@ class Tower:
                 self._whole(input_ids=ids_BS, use_cache=False, **{**given, **floats})
         except _HandedOverError as handed:
             named = handed.named
-        except Exception as error:  # noqa: BLE001 - each family checks in its own way
+        except Exception as error:
             raise self._refusal(f"its forward refuses pictures and text ({first_line(error)})") from error
         else:
             raise self._refusal("its forward runs without its language model")

@@ -1,4 +1,4 @@
-"""Chats with pictures: a composite model trains with its tower frozen, as one process of transformers does."""
+"""Chats with pictures: composite models train, their towers frozen, as in one process of transformers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from all_families import parity
 from transformers import AutoModelForImageTextToText
 
 import dsx
