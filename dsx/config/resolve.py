@@ -325,7 +325,7 @@ def _tuning_notes(dsx: DsxConfig) -> Iterator[str]:
     """What fine-tuning can do by mistake."""
     if dsx.adapter is not None and (dsx.model.path is None or dsx.model.weights == "random"):
         yield "dsx.adapter: what it adapts is random and stays so; dsx.model.path loads a trained model"
-    if any(part.format == "chat" for part in dsx.data.parts()) and not dsx.data.keeps_apart:
+    if any(part.format == "chat" for part in dsx.data.parts()) and not dsx.data.keeps_whole:
         yield (
             "dsx.data.documents: joined: chats are cut anywhere and attend to the chats before them in a "
             "sequence; apart keeps each by itself"

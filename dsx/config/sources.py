@@ -186,7 +186,8 @@ def read_model(dsx: DsxConfig) -> ModelSource:
             f'dsx.data.tokenizer "bytes" makes ids up to {BYTES_VOCABULARY - 1}',
             f"use at least {BYTES_VOCABULARY}, or the model's own tokenizer",
         )
-    spec = _with_pictures(spec, dsx, given, place, weights)
+    spec, seen = _with_pictures(spec, dsx, given, place, weights)
+    notes += seen
     return ModelSource(
         spec=_adapted(spec, dsx, given),
         hf_config=config,
@@ -220,10 +221,10 @@ def spec_of(hf_config: Mapping[str, Any]) -> Model:
 
 def _with_pictures(
     spec: Model, dsx: DsxConfig, given: dict[str, Any], place: str, weights: Path | None
-) -> Model:
+) -> tuple[Model, list[str]]:
     """The model, with the tower of the composite one if that runs. Raises ConfigError if there is none."""
     if not dsx.data.pictures:
-        return spec
+        return spec, []
     from dsx.hub.composite import text_key  # here: other runs need nothing of it
 
     def refusal(what: str, fix: str) -> ConfigError:
@@ -241,7 +242,9 @@ def _with_pictures(
         if degree not in (1, "auto"):
             what = f"{at(f'dsx.parallel.{key}', degree)}: ranks would share rows that have pictures in them"
             raise refusal(what, f"set dsx.parallel.{key} to 1")
-    return replace(spec, pictures=json.dumps(given, sort_keys=True))
+    said = f"{place}: its tower, frozen, is on every rank of the first stage"
+    said += "; estimates count its weights, not what it computes with, nor masks of pictures"
+    return replace(spec, pictures=json.dumps(given, sort_keys=True)), [said]
 
 
 def _adapted(spec: Model, dsx: DsxConfig, given: dict[str, Any]) -> Model:

@@ -98,6 +98,11 @@ class HubEmbedding(nn.Module):
             y, places = self._seen(self.tower, ids_BS, y, pictures)
         return Stream(y, None if self._balance is None else fresh_sums(self._balance, y), places).flat()
 
+    @property
+    def tower_bytes(self) -> int:
+        """What the tower of pictures takes, beside parameters and buffers."""
+        return 0 if self.tower is None else self.tower.num_bytes
+
     def _seen(
         self, tower: Tower, ids_BS: Tensor, y_BsH: Tensor, pictures: Mapping[str, Tensor]
     ) -> tuple[Tensor, Told]:

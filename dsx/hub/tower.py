@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves
 
 from dsx.errors import ModelError
@@ -53,7 +54,8 @@ class Tower:
     """
 
     def __init__(self, model: HubModel, weights: Weights) -> None:
-        self._names = CompositeNames(json.loads(model.pictures))
+        with unset_fake_temporarily():  # an estimate asks for its size alone
+            self._names = CompositeNames(json.loads(model.pictures))
         self._whole, self.specs = self._names.whole, self._names.tower
         self._whole.requires_grad_(requires_grad=False).eval()
         self._device, self._dtype = torch.device(weights.device or "cpu"), weights.dtype
@@ -71,6 +73,11 @@ class Tower:
     def names_of(self, held: Collection[str], folder: str | Path) -> dict[str, str | None]:
         """As :meth:`CompositeNames.of`, for the tower's tensors."""
         return self._names.of_tower(held, folder)
+
+    @property
+    def num_bytes(self) -> int:
+        """What its tensors take, in the dtype of the run."""
+        return sum(spec.numel for spec in self.specs) * self._dtype.itemsize
 
     def fill(self, spec: ParamSpec, value: Tensor) -> None:
         """Give a tensor of ``specs`` its value, of any dtype."""

@@ -488,6 +488,7 @@ class _LayerTracing:
             RecordedParameter(name, tuple(p.shape), p.element_size(), p.requires_grad) for name, p in named
         )
         buffers = 0 if self.owner is None else sum(map(_bytes, self.owner.buffers()))
+        buffers += getattr(self.owner, "tower_bytes", 0)
         names = {id(parameter): name for name, parameter in named}
         if hooked:
             for _, parameter in named:

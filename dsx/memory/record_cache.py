@@ -151,11 +151,10 @@ def alone(shape: Shape, index: int) -> Shape:
         shape = replace(shape, expert=1, imbalance=1.0)
     model: Model = replace(shape.model, freeze=(), adapter=layer_adapters(shape.model)[index])
     if isinstance(model, HubModel):
-        return replace(
-            shape, model=replace(model, block=model.block_of(index) if kinds[index] == "Block" else None)
-        )
-    block = index - kinds.index("Block") if kinds[index] == "Block" else 0
-    own: dict[str, Any] = {name: getattr(model, name)[block : block + 1] for name in _said_by_block(model)}
+        block = model.block_of(index) if kinds[index] == "Block" else None
+        return replace(shape, model=replace(model, block=block, pictures="" if index else model.pictures))
+    first = index - kinds.index("Block") if kinds[index] == "Block" else 0
+    own: dict[str, Any] = {name: getattr(model, name)[first : first + 1] for name in _said_by_block(model)}
     short = replace(model, **own, num_layers=1)
     if short.windows and not short.window(0, shape.sequence_length):
         short = replace(short, windows=())

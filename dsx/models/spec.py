@@ -269,7 +269,7 @@ class HubModel:
     block: int | None = None
     adapter: Adapter | None = None
     freeze: tuple[str, ...] = ()
-    pictures: str = field(default="", repr=False)
+    pictures: str = ""
 
     def window(self, block: int, sequence_length: int) -> int:
         """As :meth:`ModelSpec.window`."""

@@ -104,6 +104,7 @@ def _place(config: RunConfig) -> Path:
     block["train"] = {"freeze": block["train"].get("freeze"), "seed": config.dsx.train.seed}
     block["data"] = {
         "apart": config.dsx.data.keeps_apart,
+        "pictures": config.dsx.data.pictures,
         "formats": [part.format for part in config.dsx.data.parts()],
         "sequence_length": config.sequence_length,
     }

@@ -84,6 +84,7 @@ def trial(
     if block["recompute"] == "auto":
         block["recompute"] = "none"
         changes.append("dsx.recompute: auto -> none (there is no profile)")
+    changes += _without_pictures(config, block["data"])
     hf_config = dict(config.hf_config)
     if not full:
         hf_config, layers = _sizes(config)
@@ -116,6 +117,14 @@ def trial(
     if config.dsx.train.freeze and not full:
         block["train"]["freeze"] = _freeze({**content, "dsx": block}, config, changes)
     return Trial(content={**content, "dsx": block}, changes=tuple(changes), dropout=dropout)
+
+
+def _without_pictures(config: RunConfig, block: dict[str, Any]) -> list[str]:
+    """Have the ``dsx.data`` block read none, and say so."""
+    if not config.dsx.data.pictures:
+        return []
+    block |= {"pictures": False, "documents": "joined"}
+    return ["dsx.data.pictures: off: the language model alone is compared"]
 
 
 def _data(config: RunConfig, block: Mapping[str, Any]) -> dict[str, Any]:

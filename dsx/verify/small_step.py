@@ -127,6 +127,7 @@ def prove(config: RunConfig, groups: Groups, *, quiet: bool) -> Proof:
         adapter = config.model.adapter  # what takes another way through the code, and the small model lacks
         quantized = adapter is not None and adapter.quantization != "none"
         lacks = ["dsx.compile"] * (config.dsx.compile != "none") + ["quantization"] * quantized
+        lacks += ["pictures"] * config.dsx.data.pictures
         failed = found.without  # perhaps not the next time
         found = replace(found, without=" and ".join(filter(None, [*lacks, _muon(config.deepspeed), failed])))
         if groups.rank == 0 and not failed:
