@@ -114,7 +114,7 @@ def _differentiate(logits_NV: Tensor, d_logits_NV: Tensor, log_sum_N: Tensor, la
 
 
 def _losses_differentiated(logits_NV: Tensor, d_logits_NV: Tensor, labels: _Labels) -> Tensor:
-    """Both of the above where one rank has all columns: each chunk's logits are read once, by fused kernels."""
+    """Both of the above where one rank has all columns: a chunk of logits is read once, by fused kernels."""
     found = []
     for at, z_nV in _chunks(logits_NV):
         log_p_nV, column_n1 = torch.log_softmax(z_nV, dim=1), labels.column[at, None]

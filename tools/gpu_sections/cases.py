@@ -184,7 +184,7 @@ def _speed(dry: bool) -> Iterator[Case]:
     yield _case("speed", FUSED_ADAM, "machine:fused_adam", seconds=240)
     slice_of_8b = {"model": EIGHT_B_SLICE, "micro_batch": 1, "accumulation": 4}
     whole = ("dsx", STOCK, "dsx, compiled", f"{STOCK}, compiled", "dsx, transformers' modules")
-    moe = {"model": EXPERTS, "length": 4096, "micro_batch": 1, "accumulation": 4, "implementation": "transformers"}
+    moe = {**slice_of_8b, "model": EXPERTS, "length": 4096, "implementation": "transformers"}
     models: list[tuple[str, Json, tuple[str, ...], Json | None]] = [
         # As much as has room in transformers' model, which holds the logits in fp32.
         ("1B", {"model": ONE_B, "length": 4096, "micro_batch": 2, "accumulation": 4}, whole, None),
