@@ -62,6 +62,8 @@ def test_ctrl_c_is_silent_and_ends_the_run_in_a_finalizer_as_well():
     assert ended("raise KeyboardInterrupt") == (130, "", "")
     body = (
         "import signal, threading, weakref\n"
+        # Shells have background jobs ignore it, and all that these start.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "class Resource: pass\n"
         "held = Resource()\n"
         "weakref.finalize(held, signal.raise_signal, signal.SIGINT)\n"
