@@ -249,7 +249,6 @@ class Entry:
 
     @property
     def numel(self) -> int:
-        """Elements of the logical tensor."""
         return prod(self.shape)
 
     @property
@@ -326,7 +325,6 @@ class Catalog:
 
     @property
     def by_name(self) -> dict[str, dict[str, Entry]]:
-        """Entries by state, by name."""
         found: dict[str, dict[str, Entry]] = {}
         for entry in self.entries:
             found.setdefault(entry.name, {})[entry.state] = entry

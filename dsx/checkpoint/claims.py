@@ -175,9 +175,7 @@ def _check_outer(catalog: Catalog, outer: _Outer, step: int) -> None:
 def check_layers(catalog: Catalog, claimed: Mapping[str, int]) -> None:
     """Check numbers of layers against the tensors there are, allowing for layers without tensors.
 
-    Args:
-        catalog: The checkpoint.
-        claimed: The largest layer number, by the fact that claims it.
+    ``claimed`` has the largest layer number by the fact that claims it.
     """
     held = len(catalog.by_name)
     most = _SPARE_LAYERS + 4 * held
@@ -189,12 +187,8 @@ def check_layers(catalog: Catalog, claimed: Mapping[str, int]) -> None:
 def check_num_layers(catalog: Catalog, config: Mapping[str, Any], where: str, fix: str = SAVE_AGAIN) -> None:
     """Refuse a model with more layers than a checkpoint has tensors, before lists of so many are made.
 
-    Args:
-        catalog: The checkpoint.
-        config: Content of ``config.json``, or other numbers of the model by their usual names; it may have
-            parts, as a model for text and more has.
-        where: Where that was read, for the message.
-        fix: What to do about it.
+    ``config`` is the content of ``config.json``, or other numbers of the model by their usual names; it may
+    have parts, as a model for text and more has. It was read at ``where``, for the message.
     """
     # What is left out has layers too.
     held = len(catalog.by_name) + (_SPARE_LAYERS if catalog.facts.get("base") else 0)

@@ -37,7 +37,6 @@ class CopyJob:
 
     @property
     def converts(self) -> bool:
-        """Whether the bytes change."""
         return self.source.dtype != self.target.dtype or self.change is not None
 
 
@@ -47,7 +46,6 @@ class CopyPlan:
 
     Attributes:
         jobs: One per entry of the target, in its order.
-        tile_elements: Size of the tiles.
         notes: What changes on the way or stays behind, one sentence each.
     """
 

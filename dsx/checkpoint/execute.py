@@ -158,8 +158,6 @@ class ConversionReport:
     """What a conversion did, and the proof of it.
 
     Attributes:
-        target: The new checkpoint's folder.
-        states: States of tensors (entries).
         tiles_checked: Tiles whose bytes had the digest that the source's manifest has.
         sums_checked: Other checksums of the source's files that were right: CRC32s of members, mostly.
         notes: What changed on the way or stayed behind.

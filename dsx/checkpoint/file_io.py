@@ -197,7 +197,6 @@ class FilePool:
 
     Args:
         path_of: Checks a file's name and says where it is; called once per opening.
-        flags: For ``os.open``.
     """
 
     def __init__(self, path_of: Callable[[str], Path], flags: int) -> None:

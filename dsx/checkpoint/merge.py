@@ -85,7 +85,6 @@ class Merge:
     def _merged(
         self, read: Callable[[str], Floats], name: str, product: _Product, tile_RC: Floats, tile: Box
     ) -> Floats:
-        """A tile of the merged matrix."""
         outputs, inputs = (slice(*span) for span in (reversed(tile) if product.turned else tile))
         a, b = (read(f"{product.module}.lora_{which}.weight") for which in "AB")
         b = b[product.rows][outputs]

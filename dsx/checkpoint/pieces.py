@@ -19,7 +19,6 @@ class Part:
 
     Attributes:
         start: Corner of the box in the logical tensor.
-        shape: Its extents.
         strides: Of the local tensor, in elements.
         flat: Index of the box's first element in the flattened local tensor.
     """
@@ -31,7 +30,6 @@ class Part:
 
     @property
     def box(self) -> Box:
-        """The box as (start, stop) per dim."""
         return tuple((low, low + extent) for low, extent in zip(self.start, self.shape, strict=True))
 
     @property

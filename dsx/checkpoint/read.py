@@ -167,7 +167,6 @@ class Reader:
         return Tile(out, found)
 
     def _index(self, entry: Entry) -> PieceIndex:
-        """An index of the pieces of an entry that are read."""
         index = self._indexes.get(entry.key)
         if index is None:
             index = PieceIndex(entry.read_pieces)

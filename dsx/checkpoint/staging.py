@@ -45,9 +45,7 @@ def partial_of(final: Path) -> Path:
 def claimed(final: Path, known: Callable[[str], bool]) -> FileLock:
     """The lock, held, of ``OUT.partial``, which is made: for an export, whose ranks write their files there.
 
-    Args:
-        final: The folder to make.
-        known: Whether a file of this name may be what an export left that was killed.
+    ``known`` says whether a file of a name may be what an export left that was killed.
     """
     check_absent(final)
     aside = partial_of(final)

@@ -30,11 +30,8 @@ _E2M1 = np.array((0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, 
 def unpack(piece: Piece, box: Box, item_bytes: int, read: ReadPart) -> Array:
     """What a piece with ``packed`` holds of a box.
 
-    Args:
-        piece: Its offset and strides are those of the tensor that the packed parts make.
-        box: In the piece's box.
-        item_bytes: Of an element of that tensor.
-        read: Reads of stored tensors.
+    Offset and strides of ``piece`` are those of the tensor that the packed parts make, whose elements have
+    ``item_bytes``. ``read`` reads stored tensors.
 
     Returns:
         float32, of the box's shape.

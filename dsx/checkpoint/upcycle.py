@@ -25,10 +25,8 @@ from dsx.models.param import Box
 def prepare(dense: Path, root: Path, wanted: Upcycling) -> Conversion:
     """Plan an upcycling, prove it on a small model, and find all that can be wrong before a byte is written.
 
-    Args:
-        dense: A Hugging Face folder of a dense causal language model.
-        root: Folder to make; it gets the tokenizer's files too.
-        wanted: What is asked for.
+    ``dense`` is a Hugging Face folder of a dense causal language model; ``root``, which is made, gets its
+    tokenizer's files too.
 
     Raises:
         CheckpointError: ``root`` exists, or ``dense`` is incomplete.

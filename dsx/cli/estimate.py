@@ -11,27 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
 
 import typer
 
-from dsx.cli.options import (
-    CHUNKS,
-    CLUSTER,
-    CONFIG,
-    CONTEXT,
-    EXPERT,
-    GPU_MEMORY,
-    GPUS,
-    IMBALANCE,
-    LAYERS,
-    MICRO_BATCH,
-    MODEL,
-    OUTPUT,
-    PIPELINE,
-    SET,
-    TENSOR,
-    ZERO,
-    drawn,
-    how_busy,
-    own_layers,
-)
+from dsx.cli import options
 from dsx.cli.output import BAD, deliver, say, style_of
 
 if TYPE_CHECKING:
@@ -51,27 +31,27 @@ _PICTURES = ("svg", "html", "png", "pdf")
 
 
 def estimate(
-    config: Annotated[Path | None, CONFIG] = None,
+    config: Annotated[Path | None, options.CONFIG] = None,
     *,
-    gpus: Annotated[int, GPUS] = 1,
-    model: Annotated[str | None, MODEL] = None,
-    gpu_memory: Annotated[float | None, GPU_MEMORY] = None,
-    cluster: Annotated[str | None, CLUSTER] = None,
-    tensor: Annotated[int | None, TENSOR] = None,
-    pipeline: Annotated[int | None, PIPELINE] = None,
-    context: Annotated[int | None, CONTEXT] = None,
-    expert: Annotated[int | None, EXPERT] = None,
-    imbalance: Annotated[float, IMBALANCE] = 1.0,
-    zero: Annotated[int | None, ZERO] = None,
-    micro_batch: Annotated[int | None, MICRO_BATCH] = None,
-    overrides: Annotated[list[str] | None, SET] = None,
-    layers: Annotated[str | None, LAYERS] = None,
-    chunks: Annotated[int | None, CHUNKS] = None,
+    gpus: Annotated[int, options.GPUS] = 1,
+    model: Annotated[str | None, options.MODEL] = None,
+    gpu_memory: Annotated[float | None, options.GPU_MEMORY] = None,
+    cluster: Annotated[str | None, options.CLUSTER] = None,
+    tensor: Annotated[int | None, options.TENSOR] = None,
+    pipeline: Annotated[int | None, options.PIPELINE] = None,
+    context: Annotated[int | None, options.CONTEXT] = None,
+    expert: Annotated[int | None, options.EXPERT] = None,
+    imbalance: Annotated[float, options.IMBALANCE] = 1.0,
+    zero: Annotated[int | None, options.ZERO] = None,
+    micro_batch: Annotated[int | None, options.MICRO_BATCH] = None,
+    overrides: Annotated[list[str] | None, options.SET] = None,
+    layers: Annotated[str | None, options.LAYERS] = None,
+    chunks: Annotated[int | None, options.CHUNKS] = None,
     schedule: Annotated[str | None, typer.Option("--schedule", help="The schedule, by name.")] = None,
     style: Annotated[
-        _Style | None, drawn("A table, everything as JSON, or a chart (needs matplotlib).")
+        _Style | None, options.drawn("A table, everything as JSON, or a chart (needs matplotlib).")
     ] = None,
-    output: Annotated[Path | None, OUTPUT] = None,
+    output: Annotated[Path | None, options.OUTPUT] = None,
 ) -> None:
     """Print what each rank's memory will hold, before a run.
 
@@ -122,7 +102,7 @@ def estimate(
             "--micro-batch": micro_batch,
             **{f"--set {item}": item for item in overrides or () if item.startswith("dsx.")},
         }
-        own = own_layers(layers, config, refused, items)
+        own = options.own_layers(layers, config, refused, items)
         found = _of_layers(own, gpus, pipeline or 1, chunks or 1, schedule or "auto", gpu, room)
     memory, title = found.memory, found.heading[0]
     if kind in _PICTURES:
@@ -216,7 +196,7 @@ def _of_model(
     told = [each for each in whole.assumed if not each.key.startswith(_WEIGHTLESS)]
     heading = [
         _title(run),
-        *([how_busy(imbalance)] if run.mesh.ep > 1 else []),
+        *([options.how_busy(imbalance)] if run.mesh.ep > 1 else []),
         f"{run.accumulation} micro-batch{several} of {size}",
         *(["assumed, unless --set says otherwise:", *(f"  {each}" for each in told)] if told else []),
     ]

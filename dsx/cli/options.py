@@ -36,14 +36,6 @@ def _memory(gib: float | None) -> float | None:
     return gib
 
 
-def _assignments(items: list[str] | None) -> list[str] | None:
-    for item in items or []:
-        key, separator, _ = item.partition("=")
-        if not (separator and all(key.strip().split("."))):
-            raise ConfigError(f"--set {item}", "not KEY=VALUE", "write --set dsx.parallel.tensor=4")
-    return items
-
-
 def count(flag: str, help_text: str, most: int | None = None) -> Any:
     """An option that takes a number of things, 1 or more."""
     return typer.Option(flag, metavar="N", help=help_text, min=1, max=most)
@@ -115,7 +107,6 @@ SET = typer.Option(
     "--set",
     metavar="KEY=VALUE",
     help="Put a value over a key of the config, as dsx.train.steps=5; repeatable.",
-    callback=_assignments,
 )
 OUTPUT = typer.Option(
     "--output",
@@ -172,7 +163,6 @@ class Command(TyperCommand):
             return super().invoke(ctx)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - click's signature
-        """The examples, a line each."""
         with formatter.section("Examples"):
             formatter.write("".join(f"  {line}\n" for line in (self.epilog or "").splitlines()))
 
@@ -199,9 +189,7 @@ def spelt_out(words: list[str], known: set[str]) -> list[str]:
 
     The word behind such an option is never its value: ``--fix config.json`` names a config.
 
-    Args:
-        words: After the command's name.
-        known: The flags of the command's options.
+    ``words`` stand after the command's name; ``known`` are the flags of its options.
 
     Raises:
         ConfigError: A value stands behind the option without ``=``, and is no file.
@@ -220,9 +208,7 @@ def spelt_out(words: list[str], known: set[str]) -> list[str]:
 def modern(words: list[str], known: set[str]) -> list[str]:
     """The command line with today's names.
 
-    Args:
-        words: After the command's name.
-        known: The flags of the command's options, and the names of its arguments.
+    ``words`` stand after the command's name; ``known`` are its options' flags and its arguments' names.
 
     >>> modern(["a.json", "--world-size=8", "--json"], {"--gpus", "--format", "config"})
     ['a.json', '--gpus=8', '--format=json']
@@ -269,11 +255,8 @@ def own_layers(
 ) -> tuple[str, Callable[[], LayerList], dict[str, Any]]:
     """What ``--layers`` names, and its config: the option, the function, DeepSpeed's keys.
 
-    Args:
-        source: The option's value.
-        config: CONFIG, which it needs.
-        refused: Options that are for dsx's own models alone, with what was given; None if nothing was.
-        items: Changes of the config, as ``--set`` takes them.
+    ``refused`` has options that are for dsx's own models alone, with what was given, None for nothing;
+    ``items`` are changes of the config, as ``--set`` takes them.
     """
     from dsx.config.load import content_of
     from dsx.config.user_function import user_function

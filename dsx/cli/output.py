@@ -133,11 +133,7 @@ def style_of(
 ) -> str:
     """The format to write: ``--format`` if given, else what the file's name ends in, else the first one.
 
-    Args:
-        style: ``--format``; None if it was not given.
-        output: ``--output``; None for standard output.
-        styles: What the command can write.
-        needs_ending: Whether a name without an ending is refused.
+    ``styles`` are what the command can write; with ``needs_ending`` a name without an ending is refused.
 
     Raises:
         ConfigError: The two name different formats, the ending names none of ``styles``, or a picture would

@@ -12,26 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from dsx.cli.options import (
-    CLUSTER,
-    CONFIG,
-    CONTEXT,
-    EXPERT,
-    FORMAT,
-    GPU_MEMORY,
-    GPUS,
-    IMBALANCE,
-    LAYERS,
-    MICRO_BATCH,
-    MODEL,
-    PIPELINE,
-    SET,
-    TENSOR,
-    ZERO,
-    count,
-    how_busy,
-    own_layers,
-)
+from dsx.cli import options
 from dsx.cli.output import judging, say, style_of, write
 from dsx.errors import ConfigError, DsxError
 from dsx.terminal import aligned, amount, columns, wrapped
@@ -50,28 +31,28 @@ _DRAWN = ("svg", "png", "html")
 
 
 def plan(
-    config: Annotated[Path | None, CONFIG] = None,
+    config: Annotated[Path | None, options.CONFIG] = None,
     *,
-    cluster: Annotated[str, CLUSTER],
-    gpus: Annotated[int, GPUS],
-    model: Annotated[str | None, MODEL] = None,
+    cluster: Annotated[str, options.CLUSTER],
+    gpus: Annotated[int, options.GPUS],
+    model: Annotated[str | None, options.MODEL] = None,
     global_batch: Annotated[
         int | None,
-        count("--global-batch", "Sequences per step over all GPUs. Default: CONFIG's."),
+        options.count("--global-batch", "Sequences per step over all GPUs. Default: CONFIG's."),
     ] = None,
     sequence_length: Annotated[
-        int | None, count("--sequence-length", "Tokens of a sequence. Default: CONFIG's.")
+        int | None, options.count("--sequence-length", "Tokens of a sequence. Default: CONFIG's.")
     ] = None,
-    tensor: Annotated[int | None, TENSOR] = None,
-    pipeline: Annotated[int | None, PIPELINE] = None,
-    context: Annotated[int | None, CONTEXT] = None,
-    expert: Annotated[int | None, EXPERT] = None,
-    imbalance: Annotated[float, IMBALANCE] = 1.0,
-    zero: Annotated[int | None, ZERO] = None,
-    micro_batch: Annotated[int | None, MICRO_BATCH] = None,
-    gpu_memory: Annotated[float | None, GPU_MEMORY] = None,
-    overrides: Annotated[list[str] | None, SET] = None,
-    layers: Annotated[str | None, LAYERS] = None,
+    tensor: Annotated[int | None, options.TENSOR] = None,
+    pipeline: Annotated[int | None, options.PIPELINE] = None,
+    context: Annotated[int | None, options.CONTEXT] = None,
+    expert: Annotated[int | None, options.EXPERT] = None,
+    imbalance: Annotated[float, options.IMBALANCE] = 1.0,
+    zero: Annotated[int | None, options.ZERO] = None,
+    micro_batch: Annotated[int | None, options.MICRO_BATCH] = None,
+    gpu_memory: Annotated[float | None, options.GPU_MEMORY] = None,
+    overrides: Annotated[list[str] | None, options.SET] = None,
+    layers: Annotated[str | None, options.LAYERS] = None,
     top: Annotated[int, typer.Option(help="Meshes (degrees of all axes) to show.", min=1)] = 5,
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure a layer of the model on this machine, and go by that.")
@@ -85,7 +66,7 @@ def plan(
             "--saves-of", metavar="RUN", help="Folder of a run that has timed saves, for --goodput."
         ),
     ] = None,
-    style: Annotated[Literal["table", "json"], FORMAT] = "table",
+    style: Annotated[Literal["table", "json"], options.FORMAT] = "table",
     output: Annotated[
         Path | None,
         typer.Option(
@@ -180,7 +161,7 @@ def plan(
             "--micro-batch": micro_batch,
             "--measure": measure or None,
         }
-        own = own_layers(layers, config, given, overrides or ())
+        own = options.own_layers(layers, config, given, overrides or ())
         inputs = OwnInputs.of(*own, cluster=where, gpus=gpus, global_batch=global_batch)
         known = _rests_on(inputs, where, saves_of, asked=goodput)
     with redirect_stdout(sys.stderr), Waiting("looking at the layers"):  # which may print
@@ -311,7 +292,7 @@ def _text(inputs: PlanInputs, found: Plan, measured: Calibration | None, module:
     hint = "" if measured is not None or module else "; --measure goes by this machine's rates"
     lines.append(known + hint)
     if found.best[0].layout.mesh.ep > 1:
-        lines.append(how_busy(inputs.imbalance))
+        lines.append(options.how_busy(inputs.imbalance))
     if inputs.offloads:
         lines.append("offload: its memory counts, but what the host and the copies take of the time does not")
     told = (line if line == module else wrapped(line, columns(), indent="    ") for line in lines)

@@ -335,13 +335,9 @@ def peft_settings(
 ) -> dict[str, Any]:
     """Content of the ``adapter_config.json`` of a model's adapter.
 
-    Args:
-        specs: The model's parameters.
-        model: The model.
-        base: Folder of the model without the adapter, if it has one; written so that it is found from
-            everywhere.
-        modules: Where a composite model has those of this one, as :func:`placed` takes it. What is adapted is
-            then named in full, so that nothing of the tower is.
+    ``base`` is the folder of the model without the adapter, if it has one, written so that it is found from
+    everywhere. ``modules`` says where a composite model has those of this one, as :func:`placed` takes it:
+    what is adapted is then named in full, so that nothing of the tower is.
     """
     adapter = model.adapter
     assert adapter is not None
@@ -487,5 +483,4 @@ def _of_table(key: str, table: str) -> ConfigError:
 
 
 def _ends(modules: Iterable[str]) -> set[str]:
-    """The last words of modules' names."""
     return {name.rpartition(".")[2] for name in modules}

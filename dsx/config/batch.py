@@ -29,7 +29,6 @@ class Batch:
     accumulation: int
 
     def keys(self) -> dict[str, int]:
-        """The sizes under DeepSpeed's keys."""
         return {TRAIN: self.train, MICRO: self.micro, ACCUMULATION: self.accumulation}
 
     def __str__(self) -> str:

@@ -382,7 +382,6 @@ class Source:
     """A config with its text.
 
     Attributes:
-        name: The file's name, for messages.
         text: The file's text; empty for a config that comes as a mapping.
         config: The values, as DeepSpeed reads them (NaN and Infinity as Python's json does); of a key written
             twice, the last.
@@ -416,9 +415,12 @@ class Source:
 
     def place(self, path: Path) -> tuple[int, int] | None:
         """Line and column of the key at ``path``, or of the nearest object around it; None if not known."""
-        known = self.document is not None and path and not self.is_put(path)
-        offset = _offset(self.document.root, path) if known and self.document else None
-        return None if offset is None else self.line_column(offset)
+        if self.document is None or self.is_put(path):
+            return None
+        root = self.document.root
+        members = (find(root, path[:length])[1] for length in range(len(path), 0, -1))
+        found = next((member for member in members if member is not None), None)
+        return None if found is None else self.line_column(found.key_start)
 
     def twice(self) -> Iterator[tuple[Path, list[int]]]:
         """Keys written more than once in one object, with their lines."""
@@ -574,12 +576,6 @@ def _syntax_error(text: str, name: str, error: Exception) -> ConfigError:
     lines = text.splitlines()
     shown = f": {lines[line - 1].strip()[:60]}" if line <= len(lines) else ""
     return ConfigError(_where(name, line, column), f"not JSON ({message}){shown}", "mend the syntax there")
-
-
-def _offset(root: Node, path: Path) -> int | None:
-    """Offset of the key at ``path``, or of the innermost object around it that is there."""
-    members = (find(root, path[:length])[1] for length in range(len(path), 0, -1))
-    return next((member.key_start for member in members if member is not None), None)
 
 
 def find(root: Node, path: Path) -> tuple[Node, Member | None]:

@@ -119,7 +119,6 @@ class Key:
         items: JSON type of a list's items; empty if they are of several, or judged elsewhere.
         low, high: Inclusive bounds; with ``low_open`` the lower one is exclusive.
         unit: "elements", "bytes", "steps", "seconds", "ranks" ... or empty.
-        no_effect: When it does nothing.
         status: "deprecated" still works as ``replacement`` (without one it does nothing but warn), "removed"
             is refused by the version in ``until``, "dead" is accepted and never read.
         since, until: First version that reads it, first version that does not; empty: before 0.9, still.

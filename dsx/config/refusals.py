@@ -108,12 +108,10 @@ class Context:
     """A config to check.
 
     Attributes:
-        source: The file.
         runner: Who runs it: DeepSpeed alone, transformers' Trainer (or Accelerate), or dsx.
         world_size: Number of ranks; None if not given.
         pipeline: Stages of the model's pipeline under stock DeepSpeed: 1 for none, None if not said.
         client_optimizer: Whether the script passes an optimizer to deepspeed.initialize.
-        guessed: Whether ``runner`` was guessed from the config.
         mesh: Degrees by their axis, and the size; None before they are known.
     """
 

@@ -44,13 +44,11 @@ class RunConfig:
         hf_config: The Hugging Face config that it was read from.
         weights: Hugging Face folder to start from; None for fresh weights.
         chunks: Virtual stages per pipeline rank.
-        program: The pipeline schedule.
         stage_map: Layers over virtual stages over pipeline ranks.
         micro_batch_size: Sequences per micro-batch and data-parallel rank.
         accumulation: Micro-batches per step and data-parallel rank.
         global_batch_size: Sequences per step, over all ranks.
         zero_stage: 0 to 3.
-        precision: Compute dtype.
         gradient_clipping: Largest global gradient norm; 0 means no clipping.
         notes: What "auto" became, and other things that the user did not write but should know.
         spare_ranks: Ranks that the launcher starts beyond the mesh's, and that wait (``dsx.elastic``).

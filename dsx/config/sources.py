@@ -121,7 +121,6 @@ class ModelSource:
         hf_config: The Hugging Face config that ``spec`` was read from, overrides included.
         weights: Folder whose safetensors it starts from; None for fresh weights.
         tokenizer: What ``dsx.data.tokenizer`` names, "auto" resolved.
-        notes: Choices that the user did not write.
     """
 
     spec: Model

@@ -58,11 +58,8 @@ def completed(
 ) -> dict[str, Any]:
     """The block of a whole run.
 
-    Args:
-        block: As the JSON has it.
-        model: ``dsx.model`` for what Trainer was given.
-        length: Tokens of a sequence, if the block does not say it.
-        train: ``dsx.train`` for the arguments.
+    ``model`` and ``train`` are its ``dsx.model`` and ``dsx.train`` by what Trainer was given and by the
+    arguments; ``length`` is the tokens of a sequence, if the block does not say it.
     """
     own = {"source": OWN, "tokenizer": NO_TOKENIZER, "held_out": 0.0}
     data = {"sequence_length": length, **(block.get("data") or {}), **own}

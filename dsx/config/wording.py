@@ -77,9 +77,7 @@ def without_secrets(value: Any, name: str = "") -> Any:
 
     A text or number without a secret comes back as the same object.
 
-    Args:
-        value: The value.
-        name: Its own key.
+    ``name`` is the value's own key.
 
     >>> without_secrets({"comet": {"api_key": "k", "project": "p"}, "max_tokens": 3})
     {'comet': {'api_key': '<hidden-secret>', 'project': 'p'}, 'max_tokens': 3}
@@ -207,10 +205,7 @@ def at(name: str, value: object) -> KeyPlace:
 def suggest(word: str, known: Iterable[str], *, otherwise: str = "remove it") -> str:
     """The fix for an unknown ``word``: the nearest known one, or all of them if none is near.
 
-    Args:
-        word: The unknown word.
-        known: The words that could be meant.
-        otherwise: The fix if no word is near, and there are too many to list.
+    ``otherwise`` is the fix if no word is near and there are too many to list.
     """
     known = sorted(known)
     if part := _part(word, known):

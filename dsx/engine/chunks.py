@@ -99,7 +99,6 @@ class Tie:
     Attributes:
         key: The TiedLayerSpec's key.
         parameters: This rank's copies, in the order of ``tied_weight_attr``.
-        group: The ranks that hold a copy.
     """
 
     key: str

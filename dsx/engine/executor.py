@@ -300,7 +300,8 @@ class StepRun:
                 )
         if local:
             self._inputs[action.stage + 1, action.micro_batch] = _hand_over(output)
-        if mode.training and not any(map(_wants_gradient, (*_tensors(inputs), *_tensors(output)))):
+        items = (*_tensors(inputs), *_tensors(output))
+        if mode.training and not any(isinstance(t, torch.Tensor) and t.requires_grad for t in items):
             del self._inputs[key]  # no backward will ask for them
             if is_last or local:
                 return
@@ -436,10 +437,6 @@ def _let_go(tensor: torch.Tensor) -> None:
     """Free a tensor of which only the graph is needed from here on: see _Seed. The shape stays."""
     gone = torch.empty((), dtype=tensor.dtype, device=tensor.device)
     tensor.data = gone.expand(tensor.shape)
-
-
-def _wants_gradient(item: Any) -> bool:
-    return isinstance(item, torch.Tensor) and item.requires_grad
 
 
 def _writable(inputs: Any) -> Any:

@@ -37,7 +37,6 @@ class ExpertLoad:
         ]
 
     def begin(self) -> None:
-        """Count a step from zero."""
         if self._held:
             torch._foreach_zero_([tally.counts for _, tally in self._held])
 

@@ -43,11 +43,7 @@ def settle(layer: nn.Module, name: str, index: int, groups: Groups) -> dict[nn.P
     A collective call over the tensor-parallel ranks. What no rank cuts must be the same on all of them, as in
     Megatron: a parameter counts as cut if it is marked ``tensor_model_parallel``, which dsx.nn's are.
 
-    Args:
-        layer: The layer as it was built.
-        name: Its name in the pipeline's module: its index, or its place if it is tied.
-        index: Its index in the layer list.
-        groups: This rank's process groups.
+    ``name`` is the layer's in the pipeline's module: its index in the layer list, or its place if it is tied.
 
     Returns:
         Names of the parameters that every tensor-parallel rank holds whole, those of dsx's families aside;

@@ -28,7 +28,6 @@ class BatchSource:
     Of a step they are read in order, when first needed, and dropped after their last use.
 
     Args:
-        device: Where tensors are moved.
         loss_fn: The pipeline's loss, by which labels are looked at once; None leaves them alone.
         moved: Called after each micro-batch that was read; None calls nothing.
         iterator: Yields ``(inputs, labels)``, or what ``convert`` makes into that; None on a rank that needs

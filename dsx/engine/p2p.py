@@ -50,7 +50,6 @@ class Headers:
     A thread receives them, because gloo cannot be asked whether a receive is done without waiting for it.
 
     Args:
-        count: How many will come.
         numel: Elements of each, int64.
         source: Global rank of the sender.
         group: :func:`header_group`.
@@ -360,7 +359,6 @@ class Inbox:
         source: Global rank of the sender.
         shards: How the sender cuts tensors; None if it sends them whole.
         headers: The headers of varying shapes; None if any headers come in the channel.
-        num_posted: Receives posted so far in this step.
     """
 
     messages: Sequence[tuple[int, int]]
@@ -427,7 +425,6 @@ class Inbox:
         return header is not None
 
     def take(self, message: tuple[int, int]) -> tuple[Signature, Tensors]:
-        """Wait for a posted or expected message and hand its tensors over."""
         while message not in self._posted:
             self._post_next(wait=True)
             self._expected -= 1

@@ -114,14 +114,8 @@ def cut_layers(
 ) -> StageMap:
     """The layers as virtual stages.
 
-    Args:
-        layers: The whole list.
-        method: See :func:`dsx.parallel.partition.partition`; the case of a name does not matter, as in
-            DeepSpeed.
-        num_ranks: Pipeline degree.
-        num_chunks: Virtual stages per pipeline rank.
-        placement: Which rank has which virtual stage.
-        count: Parameters of each layer; called where they decide.
+    The case of ``method`` (:func:`dsx.parallel.partition.partition`) does not matter, as in DeepSpeed.
+    ``count`` gives the parameters of each layer; it is called where they decide.
     """
     if isinstance(method, str) and not method.lower().startswith("type:"):
         method = method.lower()
@@ -237,7 +231,6 @@ class PipelineModule(nn.Module):
         loss_fn: ``loss_fn(outputs, labels)``; of a :class:`dsx.nn.HeadLoss` the last layer computes it.
         seed_layers: Whether to seed the generators before each layer with ``base_seed`` plus its index.
         seed_fn: Seeds the generators; DeepSpeed's own by default.
-        base_seed: First seed.
         partition_method: "parameters", "uniform", "type:<regex>", or a list with the number of layers of each
             virtual stage. "parameters" builds every layer once, one at a time, to count: as in stock
             DeepSpeed, whose initial weights a seed of torch thus gives here too. The others do not.
@@ -580,7 +573,6 @@ class PipelineModule(nn.Module):
         return str(Path(ckpt_dir) / name)
 
     def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
-        """Files of a layer there are, of all tensor-parallel ranks, in their order."""
         pattern = f"layer_{index_of(self, local_layer_idx):02d}-*model_states.pt"
         return sorted(map(str, Path(ckpt_dir).glob(pattern)))
 

@@ -25,7 +25,6 @@ class RankProgress:
         device: What the rank computes on. On an accelerator the host runs ahead: see :meth:`position`.
         step: The current step, from 1; between steps, the last one.
         phase: What the rank does there.
-        schedule: The phase's schedule; None if it has none.
         at: The host's position in its row of the schedule.
         moves: Grows when anything else changes.
         runs: How many schedules it has begun.

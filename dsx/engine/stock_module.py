@@ -69,11 +69,8 @@ def save_layers(
     At any moment a file has all of its old or all of its new content, unless ``engine`` writes after it
     returns.
 
-    Args:
-        model: The pipeline.
-        folder: Where to write; made if it is missing.
-        engine: A DeepSpeed CheckpointEngine that writes; torch.save by default.
-        exclude_frozen: Whether to leave out parameters that want no gradient.
+    ``folder`` is made if it is missing. ``engine``, a DeepSpeed CheckpointEngine, writes; by default
+    torch.save. Parameters that want no gradient are left out with ``exclude_frozen``.
 
     Raises:
         ModelError: ZeRO-3 holds the weights in parts.
@@ -101,12 +98,9 @@ def save_layers(
 def load_layers(model: HasLayers, folder: str | Path, engine: Any = None, *, strict: bool = True) -> None:
     """Fill this rank's layers from :func:`save_layers`'s files or stock DeepSpeed's. Collective.
 
-    Args:
-        model: The pipeline; its stages may be cut elsewhere than those that wrote the files.
-        folder: Where the files are.
-        engine: A DeepSpeed CheckpointEngine that reads. Files of torch.save are read without one, and no code
-            in them is executed.
-        strict: Whether every tensor of a layer must be in its file, and no other.
+    The model's stages may be cut elsewhere than those that wrote the files. ``engine`` is a DeepSpeed
+    CheckpointEngine that reads. Files of torch.save are read without one, and no code in them is executed.
+    ``strict``: every tensor of a layer must be in its file, and no other.
 
     Raises:
         ModelError: ZeRO-3 holds the weights in parts.
@@ -290,11 +284,8 @@ class NoHook:
 def require_kept(kind: type, base: type, stock: type, taken: Sequence[str] | set[str]) -> None:
     """Refuse a subclass of dsx's that overrides what only stock DeepSpeed calls, or dsx's class patched so.
 
-    Args:
-        kind: The subclass.
-        base: dsx's class.
-        stock: Stock DeepSpeed's class of the same name.
-        taken: Names that may be overridden; names with two underscores always may.
+    ``stock`` is stock DeepSpeed's class of the same name as dsx's, ``base``. Names that are ``taken`` may be
+    overridden; names with two underscores always may.
     """
     for each in kind.mro()[: kind.mro().index(base) + 1]:
         for name, value in vars(each).items():

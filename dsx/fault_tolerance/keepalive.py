@@ -48,7 +48,6 @@ class Peer:
     Attributes:
         rank: Global rank.
         machine: The running kernel and its process table; empty if unknown.
-        pid: Process id there.
         addresses: Where other processes may reach this one, the likeliest first.
         port: Where it listens there; 0 if it does not.
         secret: What others greet it with there.
@@ -116,7 +115,6 @@ class Keepalive:
     """This rank's connections. Every rank makes one, and calls :meth:`meet` with all ranks' :attr:`peer`.
 
     Args:
-        rank: This one.
         silent_seconds: A machine from which nothing has come for so long is lost; 0 never concludes that.
 
     Attributes:

@@ -36,7 +36,6 @@ class RankState:
         members: Global ranks of that collective.
         where: Its innermost place in the source, and what it does there if that is known.
         idle_seconds: How long it has been there.
-        step_seconds: Times of its last steps.
         saw: Ranks on its machine that cannot speak for themselves, and what has become of them.
         runs: How many schedules it has begun since the start; ranks of a pipeline run the same ones.
         awaits: The action whose result it waits to receive, e.g. ``0F5``; empty if there is none.

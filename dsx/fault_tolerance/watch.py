@@ -208,10 +208,8 @@ class Watch:
     def give_way(self, text: str, *, at: float, seconds: float = _OWN_WORD_SECONDS) -> None:
         """Before an error is reported: if it only follows from another rank's loss, end because of that.
 
-        Args:
-            text: Why this rank failed, added to the report; empty if it says nothing new.
-            at: When that was, in seconds since the epoch.
-            seconds: How long to wait for news of such a loss.
+        ``text`` says why this rank failed, if that is new, and ``at`` when, in seconds since the epoch. News
+        of such a loss is waited for ``seconds``.
         """
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:

@@ -67,7 +67,6 @@ class IslandNode:
     """A rank's side of it, for as long as the run lasts.
 
     Args:
-        islands: Which island this is of.
         rank: Rank in the island.
         shared: ``set`` and ``get`` of the launcher's store, by which ranks of one launch find the first
             island; None if each island has a launcher of its own.

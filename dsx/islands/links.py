@@ -197,7 +197,6 @@ class Listener:
     connection; so does the oldest of too many.
 
     Args:
-        host: The address at which to listen.
         port: 0 for any free one.
         keys: With which both ends show who they are; None for nobody to be asked.
         patience_seconds: As for :class:`Connection`.

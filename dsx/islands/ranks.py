@@ -56,19 +56,16 @@ class IslandRanks:
         return found[0]  # type: ignore[no-any-return]
 
     def everybody(self, well: bool) -> bool:
-        """Whether all ranks say so."""
         said = torch.tensor([int(well)])
         dist.all_reduce(said, op=dist.ReduceOp.MIN, group=self._all)
         return bool(said)
 
     def told(self, mine: T) -> list[T]:
-        """What every rank says, by rank."""
         said: list[Any] = [None] * self.size
         dist.all_gather_object(said, mine, group=self._all)
         return said
 
     def sums(self, *mine: float) -> list[float]:
-        """Sums over all ranks."""
         total = torch.tensor(mine, dtype=torch.float64)
         dist.all_reduce(total, group=self._all)
         return [float(value) for value in total]

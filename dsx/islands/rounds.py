@@ -44,7 +44,6 @@ class PendingRound:
         share: The share of the model that this island thinks it is about.
         sent: This rank's weights then, fp32 on the host, by piece.
         movement: What they have moved since the last round.
-        ready: What is said of it.
         stood_seconds: How long training stood still until its thread went on by itself.
         outcome: What came of it; None if this island was left out.
     """
@@ -94,8 +93,6 @@ class RoundProtocol:
 
     Args:
         layout: Equal for islands whose ranks hold the same parts.
-        shares: Number of shares of the model.
-        wire: How numbers travel.
         gives_up: Whether this island is to end, and waits for the others no more.
         standing: Gives what the common weights are.
         state: Gives this rank's part of these weights and their momentum, a copy; None before there are any.

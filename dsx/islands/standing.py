@@ -102,7 +102,6 @@ class OuterReport:
 
     Attributes:
         step: The inner step after which it began.
-        share: Which share of the model it was about.
         islands: Islands that took part; none if this one was left out.
         moved: Those that had a movement.
         version: Rounds that are in the common weights.

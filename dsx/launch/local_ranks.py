@@ -52,7 +52,6 @@ class RankError(Exception):
     """A rank raised, died or missed the deadline.
 
     Attributes:
-        kind: Which of these.
         rank: The first rank that failed; the lowest unfinished one after a missed deadline.
         said: Its traceback, its last output, or the stacks of all unfinished ranks.
         error: What it raised; None if it raised nothing that can be pickled.
@@ -78,7 +77,6 @@ class RankJob:
 
     @property
     def log(self) -> Path:
-        """What the rank has printed."""
         return self.folder / f"rank{self.rank}.log"
 
     def read_log(self) -> str:

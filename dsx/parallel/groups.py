@@ -33,8 +33,6 @@ class Groups:
     """This rank's process groups.
 
     Attributes:
-        mesh: The named axes over all ranks.
-        rank: This process's rank in the mesh.
         data: Ranks that hold the same parameters; gradients are averaged and ZeRO partitions over it.
         tensor: Ranks that share each layer's matrices.
         context: Ranks that share every sequence; None where a rank has whole ones.
@@ -217,9 +215,7 @@ class Grid:
         """This rank's place among the data-parallel ranks."""
         return self._data_ranks.index(self._groups.rank)
 
-    def get_data_parallel_id(self) -> int:
-        """The data-parallel rank, as PipelineParallelGrid names it."""
-        return self.get_data_parallel_rank()
+    get_data_parallel_id = get_data_parallel_rank  # as PipelineParallelGrid names it
 
     def get_model_parallel_group(self) -> ProcessGroup:
         return self._groups.model
@@ -257,10 +253,7 @@ class Grid:
     def get_pipe_parallel_rank(self) -> int:
         return self._groups.pp_rank
 
-    def get_stage_id(self) -> int:
-        """Pipeline coordinate, as PipelineParallelGrid names it."""
-        return self._groups.pp_rank
-
+    get_stage_id = get_pipe_parallel_rank  # as PipelineParallelGrid names it
     get_pipeline_model_parallel_group = get_pipe_parallel_group
     get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
     get_pipeline_model_parallel_rank = get_pipe_parallel_rank

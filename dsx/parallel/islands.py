@@ -28,7 +28,6 @@ class Islands:
     Attributes:
         count: How many they are when all are there.
         index: Which this is, from 0.
-        ranks: Ranks of each.
         meet: Where the first island listens, ``host:port``, if a launcher starts each by itself; empty if one
             launcher has started all.
         keys: The folder with their keys; None for links that are neither encrypted nor authenticated.
@@ -188,12 +187,8 @@ def wrong_meeting(
 ) -> tuple[str, str] | None:
     """What is wrong with how a launch finds the others, and what to do; None if nothing is.
 
-    Args:
-        meet: Where the first island listens; empty if one launcher starts all of them.
-        island: Which one this launch is.
-        islands: How many there are.
-        keys: Whether there are keys for the links.
-        insecure: Whether none are wanted.
+    ``meet`` is where the first island listens, empty if one launcher starts all of them; ``keys`` says
+    whether there are some for the links, ``insecure`` whether none are wanted.
     """
     if keys and insecure:
         return "keys are given, and insecure is true", "leave one of them out"

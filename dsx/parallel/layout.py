@@ -18,7 +18,6 @@ class Holding:
     """What a rank keeps of its tensor of one parameter, which the spec says by the rank's coordinates.
 
     Attributes:
-        spec: The logical parameter.
         weights: Interval of the flattened tensor that the rank keeps between uses.
         state: Interval of the flattened tensor whose master weights and optimizer state the rank keeps.
     """
@@ -33,7 +32,6 @@ class Layout:
     """A model laid out over ranks.
 
     Attributes:
-        mesh: The axes and their degrees.
         stages: Layers of every virtual stage; as many pipeline ranks as the mesh.
         params: Every parameter of the model (:func:`dsx.models.params.param_specs`). A tied one is used by
             its own layer and by the last layer, the head.

@@ -26,13 +26,10 @@ class LayoutRequest:
     Attributes:
         ranks: World size.
         context_method: How attention sees sequences that several ranks share.
-        chunks: Virtual stages per pipeline rank.
-        schedule: Name of the pipeline's schedule.
         layers: How many layers there are to share out over the stages.
         row: Tokens of a sequence.
         sequence_length: The same, if tensor-parallel ranks cut activations along it.
         global_batch: Sequences per step, over all ranks.
-        micro_batch: Sequences per micro-batch.
         reduce: ``dsx.zero.reduce``.
         keep_gathered_bytes: ``dsx.zero.keep_gathered_bytes``.
         ranks_do: How the ranks are called where they do not divide.

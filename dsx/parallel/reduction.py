@@ -137,7 +137,6 @@ class ChunkReduction(Generic[P, B]):
     first step on some rank.
 
     Args:
-        transport: Carries the buckets.
         sizes: Everything to reduce, in the order of the module, with its number of elements.
         uses: Virtual stage -> parameters that its layers use.
         kinds: What a parameter shares a bucket by: its data type on the wire.

@@ -57,7 +57,6 @@ class ZeroPlan:
     """ZeRO's cut of the parameters of one (pipeline, tensor) coordinate over its data-parallel ranks.
 
     Attributes:
-        stage: ZeRO stage, 0 to 3.
         groups: Optimizer groups; each lists (name, elements of the local tensor) in the optimizer's order.
         experts_over: Neighbours among the data-parallel ranks that hold the experts of a layer together.
         experts: Indices of the groups of experts. Each of those is cut over every ``experts_over``-th rank.

@@ -72,7 +72,6 @@ class Ranking:
         chosen: The choice with the shortest simulated step within the cap; of equal ones, the simplest.
         others: The best of every other schedule, number of chunks and recompute mode, those within the cap
             first, then by step.
-        most_bytes: The cap.
     """
 
     chosen: Choice

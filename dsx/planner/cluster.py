@@ -45,10 +45,8 @@ class Cluster:
     Attributes:
         gpus_per_node: GPUs that the inner links join.
         gpus_per_host: GPUs of a node's part that fails by itself; 0 for all of them.
-        memory_bytes: Memory of a GPU.
         memory_bytes_per_second: Nominal rate of a GPU's memory.
         flops: Precision -> dense peak FLOP/s of a GPU.
-        inside: Link between GPUs of a node.
         between: Link between nodes, each GPU's share of its node's network.
         sites: Places that have so many nodes each, with slow links between them.
         across: The link of a whole site to the others, which its GPUs share; None if there is one site.
@@ -207,10 +205,8 @@ class GpuMemory:
 def gpu_memory(gib: float, cluster: Cluster | None = None) -> GpuMemory:
     """The memory that ``--gpu-memory`` leaves to tensors, with the reserve of a GPU of ``cluster``.
 
-    Args:
-        gib: All memory of a GPU.
-        cluster: The cluster of these GPUs; None for any GPU. Its own reserve stays, the usual one depends on
-            ``gib``, and CPU processes have none.
+    ``gib`` is all memory of a GPU. The cluster's own reserve stays; the usual one, and that of any GPU
+    (None), depends on ``gib``, and CPU processes have none.
     """
     memory_bytes = int(gib * _GIB)
     is_usual = cluster is None or cluster.reserved_bytes == allowance(cluster.memory_bytes)
@@ -391,10 +387,8 @@ def read_cluster(name: str) -> Cluster:
 def described(file: str, config: ClusterConfig, *, name: str | None = None) -> Cluster:
     """The cluster that ``config`` describes.
 
-    Args:
-        file: Where it stands, for messages.
-        config: What it says; a known GPU gives what is left out.
-        name: What to call it if it has no name of its own; None for ``file``.
+    A known GPU gives what is left out. ``file`` is where it stands, for messages, and its name if neither it
+    nor ``name`` has one.
     """
     if config.gpu is not None:
         known = _known(config.gpu)

@@ -106,10 +106,8 @@ class Evidence:
     """How predictions compare with published runs that no constant is fitted to.
 
     Attributes:
-        gpus: What these ran on.
         error: Nine of ten predicted step times are at most this share off, upwards or downwards;
             the rate of a single run is predicted so much too low.
-        runs: How many there are.
         stands_in: Whether the constants only stand in for those of other GPUs, of which nothing was compared.
     """
 

@@ -60,7 +60,6 @@ class Calibration:
     """What a plan goes by.
 
     Attributes:
-        cluster: The cluster, with its rates.
         efficiency: Shares of them that are reached.
         text: What was measured, in words; empty if nothing was.
     """
@@ -75,10 +74,7 @@ class PlanInputs(ABC):
     """Inputs of a plan: for a config's model, or for a layer list of one's own.
 
     Attributes:
-        name: How the model is called in the plan.
         content: The config without its layout.
-        cluster: The cluster to train on.
-        gpus: Number of its GPUs.
         global_batch: Samples per step.
         imbalance: As :func:`~dsx.memory.job.job_of` has it.
     """
@@ -310,9 +306,6 @@ def plan_inputs(
         ModelError: A Hugging Face config that dsx cannot build.
     """
     cluster = cluster.holding(gpus)
-    for name, size in (("--global-batch", global_batch), ("--sequence-length", sequence_length)):
-        if size is not None and size < 1:
-            raise ConfigError(f"{name} {size}", "not a size", "use 1 or more")
     if overrides and config is None:
         raise ConfigError(f"--set {overrides[0]}", "there is no CONFIG to change", "give CONFIG")
     written = None if config is None else _written(config, model, overrides)
@@ -509,12 +502,8 @@ def plan_search(
 ) -> Search:
     """A search, ready to run.
 
-    Args:
-        inputs: What is trained, and on what.
-        pinned: What is not to be chosen.
-        measured: Rates in place of the cluster's usual ones.
-        looked: Told how far the search is.
-        slack: As :class:`~dsx.planner.plan.Search` has it.
+    ``measured`` has rates in place of the cluster's usual ones; ``slack`` is as
+    :class:`~dsx.planner.plan.Search` has it.
 
     Raises:
         ConfigError: A fixed value that cannot be.

@@ -71,9 +71,7 @@ class IslandTask:
     Attributes:
         step_seconds: Of an inner step.
         elements: Trained parameters that an island sends the movement of, over all its ranks.
-        ranks: Of an island.
         bytes_per_second: What is reached of the rate of an island's link.
-        latency_seconds: Of that link.
     """
 
     count: int
@@ -85,7 +83,6 @@ class IslandTask:
 
     @classmethod
     def of(cls, predictor: Predictor, layout: Candidate, count: int, link: Link) -> Self:
-        """Islands that have a layout each."""
         elements = sum(predictor.elements(layout.tensor, trained=True))
         if layout.pipeline == 1:  # where one rank has both, it sends a tied table once
             elements -= predictor.task.layers.shared_elements(layout.tensor)
@@ -103,7 +100,6 @@ class IslandTask:
         return (self.count - 1) * wire_bytes(self.elements, settings.wire)
 
     def round_seconds(self, settings: RoundSettings) -> float:
-        """A round about one share."""
         wire = self.sent_bytes(settings) / self.bytes_per_second
         host = _HOST_SECONDS * self.elements / self.ranks
         return _LATENCIES * self.latency_seconds + (wire + host) / settings.shares

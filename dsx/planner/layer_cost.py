@@ -21,7 +21,6 @@ class LayerCost:
     """What one layer, or several one after the other, take on one rank for one micro-batch.
 
     Attributes:
-        forward_seconds: A forward.
         backward_seconds: A whole backward.
         backward_input_seconds: The first part of a divided backward, the gradient of the input.
         backward_weight_seconds: The second part.

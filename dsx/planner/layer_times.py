@@ -86,7 +86,6 @@ class Machine:
         return not self.network.cluster.is_host
 
     def beside(self, computing: float, wire: float) -> float:
-        """Both at once."""
         if not self.hides:
             return computing + wire
         share = self.network.efficiency.beside
@@ -130,7 +129,6 @@ class _Pricing:
         self._expert = Group(expert, tensor)  # laid over context, and over data beside it
 
     def price(self, events: Iterable[tuple[Event, int]]) -> _Priced:
-        """All of them, one after the other."""
         computing = waiting = context = expert = 0.0
         kernels = 0
         begun: dict[int, tuple[float, float, str, bool]] = {}
@@ -209,7 +207,6 @@ class AttentionShape:
         keys: Tokens that are asked.
         size: Of a head.
         masked: Whether the mask is a tensor.
-        dropout: Whether weights are dropped.
         whole: Whether, without a mask, all are asked by all.
     """
 

@@ -227,7 +227,6 @@ class OwnLayers(PlannedLayers):
     """A layer list of a user's own, whose micro-batch is that of its example.
 
     Attributes:
-        records: Its records.
         width: Bytes of a parameter.
     """
 

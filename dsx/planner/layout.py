@@ -147,10 +147,7 @@ class Candidate:
     """One way to train it.
 
     Attributes:
-        schedule: The pipeline's schedule.
-        chunks: Virtual stages per pipeline rank.
         micro_batch: Sequences per micro-batch.
-        recompute: What backward computes again.
         sequence_parallel: Whether activations are cut along the sequence.
         context_method: How attention sees the sequences that context-parallel ranks share.
         mlp_tiles: As ``dsx.mlp_tiles`` has it.
@@ -277,13 +274,11 @@ class Space:
         micro_batches: Sizes of micro-batches; None: up to 32.
         zero_stages: ZeRO stages; 2 is meant with a reduction per micro-batch, for otherwise it takes the time
             and the memory of 1 (docs/adr/0008).
-        names: Schedules.
         chunks: Virtual stages per rank; None: those that each schedule can have, of :data:`CHUNKS`.
         group_size: As :class:`~dsx.schedules.builders.Options`; None: whatever is best.
         warmup_per_rank: The same.
         most_live: The same; None is the schedule's default.
         rows: A schedule written by hand, in place of all of these.
-        recompute: Recompute modes.
         mlp_tiles: Ways to compute feed-forwards, as ``dsx.mlp_tiles`` has them; each further one is tried
             where nothing fits with the one before.
         cut: Bounds for a number of virtual stages (raises LayoutError for one that it cannot); None searches

@@ -80,10 +80,7 @@ def check_saved(run: RunConfig) -> None:
 def settle(run: RunConfig, profile: Profile, path: Path) -> RunConfig:
     """``run`` with all that was open chosen by simulated step.
 
-    Args:
-        run: A resolved config that is to be measured.
-        profile: Costs of its layers.
-        path: Where the profile is saved; the result's config names it, so that loading it gives the result.
+    The result's config names ``path``, where the profile is saved, so that loading it gives the result.
     """
     try:
         ranking = choose(

@@ -31,7 +31,6 @@ class Searched:
     Attributes:
         ranking: The named schedules, each with the best cut and options for it.
         found: The searched order, in the recompute mode and with the cut that it is for.
-        costs: The times of its stages.
         bound_seconds: No order of this cut, with its stages on these ranks and within the cap, is shorter.
     """
 
@@ -96,13 +95,7 @@ def search_order(
 ) -> Searched:
     """Search an order of actions, from the best named schedules and their cuts on.
 
-    Args:
-        profile: Costs of the layers and links.
-        num_ranks: Pipeline degree.
-        num_micro_batches: Micro-batches per step.
-        space: What may be chosen, with the cap.
-        most_actions: Bound on the actions that are timed, over all cuts.
-        progress: Told how many more were.
+    ``most_actions`` bounds the actions that are timed, over all cuts; ``progress`` is told of more of them.
 
     Raises:
         ScheduleError: No named schedule has this size, or none stays within the cap.

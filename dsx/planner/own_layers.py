@@ -36,7 +36,6 @@ class OwnInputs(PlanInputs):
     """Inputs of a plan for a layer list of one's own; ``content`` has DeepSpeed's keys alone.
 
     Attributes:
-        make: Makes the list.
         recorded: The list with and without ZeRO-3's gathers, recorded when it is first needed.
     """
 
@@ -91,7 +90,6 @@ class OwnInputs(PlanInputs):
         }
 
     def list_for(self, zero_stage: int) -> ListRecords:
-        """The list as it is recorded for a ZeRO stage."""
         hooked = zero_stage == 3
         if hooked not in self.recorded:
             self.recorded[hooked] = record_list(self.make, self.precision, self.device, hooked=hooked)

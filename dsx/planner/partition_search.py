@@ -53,7 +53,6 @@ class LayerCut:
     """A cut of layers for a pipeline, and what the simulator says of it.
 
     Attributes:
-        stage_map: The cut.
         program: The schedule, its weight gradients placed for this cut's times.
         schedule: The same for the step's micro-batches.
         step_seconds: Simulated step: all forwards and backwards, without the optimizer.

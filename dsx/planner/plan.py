@@ -105,7 +105,6 @@ class Ranked:
 
     Attributes:
         peak_bytes: Memory of its fullest rank, or a bound of it.
-        fits: Whether that stays within the cap.
         is_bound: Whether ``peak_bytes`` is a bound.
     """
 
@@ -121,7 +120,6 @@ class Plan:
     """What a search found.
 
     Attributes:
-        task: What it was for.
         cap_bytes: Memory of a GPU that it kept within.
         best: The best layout of each mesh, the fastest first: at least the number asked for, if there are so
             many.
@@ -148,7 +146,6 @@ class _Node:
         seconds: Its step, less the slack of the search, or a bound that no step which comes of it is below.
         place: Of its variant among all.
         is_priced: Whether the bound is by its own records.
-        is_scheduled: Whether its schedule is chosen.
     """
 
     seconds: float
@@ -227,7 +224,6 @@ class Search:
 
     @property
     def cap(self) -> int:
-        """Most bytes of a rank."""
         assert self.cap_bytes is not None
         return self.cap_bytes
 

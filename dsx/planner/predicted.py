@@ -69,8 +69,6 @@ class LayoutScorer:
     """What whole runs are compared by.
 
     Attributes:
-        name: The cluster's name.
-        capacity_bytes: Memory of a rank.
         peak_bytes: Gives the estimated peak of a run's fullest rank.
         seconds: Gives the predicted time of a run's step.
     """

@@ -47,7 +47,6 @@ class Profile:
     """Measured figures of every layer of a layer list, per way of recomputing, and of the links.
 
     Attributes:
-        conditions: The conditions of the measurement.
         layers: Recompute mode -> cost of every layer, in order. The modes have equally many.
         latency_seconds: Time of a transfer between pipeline neighbours, without its bytes.
         bytes_per_second: Rate of such a transfer; None if there was no neighbour to measure, so that

@@ -145,11 +145,7 @@ class LayerBench:
 def walk(bench: LayerBench, specs: Sequence[Any], kinds: Sequence[str] | None, inputs: Any) -> list[LayerKey]:
     """Key of every layer of a list, all measured: each on the output of the one before.
 
-    Args:
-        bench: Measures.
-        specs: LayerSpecs, modules and functions.
-        kinds: What tells layers apart; by default a LayerSpec's class and arguments, and else the place.
-        inputs: Of the first layer.
+    ``kinds`` tell layers apart; by default a LayerSpec's class and arguments, and else the place.
 
     Raises:
         ModelError: A layer gives no tensors, or the last one no scalar.

@@ -21,13 +21,10 @@ class SiteComparison:
     """What was found of both.
 
     Attributes:
-        cluster: With its sites.
         one: One job over all sites; None if none can be run, by ``refusal``.
-        refusal: Why not.
         site: What an island trains.
         task: Islands of the best layout of a site.
         settings: How they meet.
-        given: Whether the config says so.
         global_batch: Samples of a step, over all sites.
         length: Tokens of a sample.
     """
@@ -44,7 +41,6 @@ class SiteComparison:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the islands together."""
         return self.global_batch * self.length / self.task.mean_step_seconds(self.settings)
 
     @property

@@ -128,7 +128,8 @@ def least_seconds(program: Program, num_ranks: int, num_micro_batches: int, cost
     A rank starts when a first micro-batch has come through the stages before its own, and has all its work
     still to do. If backwards are whole, a last one then goes back through those stages.
     """
-    by_op = costs.by_op(num_stages := len(_per_stage(costs)))
+    seconds = costs.forward_seconds
+    by_op = costs.by_op(num_stages := len(seconds) if isinstance(seconds, tuple) else 1)
     forward, backward = by_op[Op.FORWARD], by_op[Op.BACKWARD]
     if program.divides:  # Some of them leave some backwards whole.
         parts = zip(by_op[Op.BACKWARD_INPUT], by_op[Op.BACKWARD_WEIGHT], strict=True)
@@ -144,11 +145,6 @@ def least_seconds(program: Program, num_ranks: int, num_micro_batches: int, cost
         least = max(least, come + num_micro_batches * busy[rank])
         come += forward[rank] + (0.0 if program.divides else backward[rank])
     return least
-
-
-def _per_stage(costs: Costs) -> tuple[float, ...]:
-    forward = costs.forward_seconds
-    return forward if isinstance(forward, tuple) else (forward,)
 
 
 _FP32_BYTES = 4
@@ -288,7 +284,6 @@ class StepTime:
     """Seconds of a step: the parts add up to the whole. Parts within the schedule are means over ranks.
 
     Attributes:
-        compute: Forward and backward.
         recompute: Forward done again, without its communication.
         tensor: Tensor-parallel communication that somebody waits for.
         context: The same of ranks that share sequences: keys and values, or heads.
@@ -300,7 +295,6 @@ class StepTime:
             run beside.
         bubble: Waiting for other pipeline ranks.
         gradients: Reduction of gradients after everything else.
-        update: The optimizer step.
         parameters: Gathering what ZeRO-1 and 2 have updated.
         bubble_over_ideal: Idle over ideal time, with equal ranks the usual figure of a schedule.
     """

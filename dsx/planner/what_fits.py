@@ -60,7 +60,6 @@ class Fitting:
     """A run with something changed so that it fits, or may fit.
 
     Attributes:
-        saving: What is changed.
         items: ``key=value`` as ``--set`` takes them.
         seconds: Time of a step; None where offloading adds what is not predicted.
         peak_bytes: Peak of the fullest rank; 0 before it is estimated.
@@ -123,7 +122,6 @@ def what_would_fit(
 
 
 def _savings(config: RunConfig) -> Iterator[Saving]:
-    """Single changes that may help."""
     mesh, zero, block = config.mesh, config.zero_stage, config.dsx
     yield from _computed_again(config)
     for stage in range(zero + 1, 4) if mesh.num_replicas > 1 else ():

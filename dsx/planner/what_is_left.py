@@ -95,12 +95,9 @@ def time_left(
 ) -> dict[str, Any]:
     """How often the best layout saves and where its time goes, by what is done while nodes are away.
 
-    Args:
-        found: The layout, of one island where there are several.
-        known: What :func:`figures` gave.
-        islands: How many, of which one stops at a failure.
-        between: Seconds from round to round: an island that comes back takes the others' weights, and has
-            lost what no round has had.
+    Of ``islands``, which have the layout ``found`` each, one stops at a failure. From round to round it is
+    ``between`` seconds: an island that comes back takes the others' weights, and has lost what no round
+    has had.
     """
     inputs, step, nodes = found.inputs, found.best.time.seconds, found.inputs.cluster.hosts(found.inputs.gpus)
     trained = sum(found.predictor.elements(1, trained=True))

@@ -119,7 +119,6 @@ class _Ledger:
 
 
 def _gaps(row: Sequence[Action]) -> list[Gap]:
-    """All gaps of a row, by where they begin."""
     found, latest = [], dict[int, int]()
     for position, action in enumerate(row):
         if action.op in GATHERED:
@@ -140,7 +139,6 @@ class ChunkHolds(Generic[P]):
     Args:
         uses: Virtual stage -> parameters that its layers use. What is tied counts for every stage.
         persistent: Whether a parameter is small enough to be gathered always, whatever is held.
-        size_bytes: Size of a gathered parameter.
         budget_bytes: Memory for what is held; 0 holds nothing.
 
     Attributes:

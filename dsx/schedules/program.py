@@ -85,7 +85,6 @@ class Program:
     Attributes:
         name: One of :data:`dsx.schedules.builders.NAMES`, or the name that errors give a schedule written by
             hand.
-        options: What the builder is told.
         rows: The schedule written by hand, proved to run; None for a builder's.
 
     >>> Program(name="zbv").placement, Program(name="zbv").divides

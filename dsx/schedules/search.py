@@ -72,7 +72,6 @@ class SchedulingProblem:
         size: Ranks, chunks per rank, micro-batches.
         placement: How virtual stages lie on ranks.
         costs: Lengths of actions and transfers.
-        limit: Memory.
     """
 
     def __init__(
@@ -574,12 +573,8 @@ def search(
 ) -> SearchResult:
     """The shortest order that a search finds; the same for the same arguments.
 
-    Args:
-        problem: The pipeline.
-        starts: Orders to start from; those that do not fit are left out.
-        name: Of the schedule.
-        most_actions: Bound on the actions that are timed in all, about two microseconds each.
-        progress: Told how many more were.
+    Orders of ``starts`` that do not fit are left out. ``most_actions`` bounds the actions that are timed in
+    all, about two microseconds each; ``progress`` is told how many more were.
     """
     bound = problem.bound()
     pool: list[tuple[float, int, Rows]] = []

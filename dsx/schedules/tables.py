@@ -43,7 +43,11 @@ def schedule_table(
         timeline.seconds / _MOST_COLUMNS,
     )
     column = "the time of one forward" if (slot, unit) == (1.0, "forward") else f"{slot:.3g} {unit}"
-    labels = [[_label(schedule, span) for span in row] for row in timeline.spans]
+    several = schedule.num_chunks > 1  # F3, or 5F3 with the virtual stage
+    labels = [
+        [str(action) if several else f"{action.op}{action.micro_batch}" for action, _, _ in row]
+        for row in timeline.spans
+    ]
     cell = 1 + max(len(label) for row in labels for label in row)
     columns = max(1, int(timeline.seconds / slot + 0.5))
     rows = [
@@ -66,12 +70,6 @@ def schedule_table(
     if stage:
         meanings[0] += " in virtual stage 0"
     return "\n".join([*panels, f"{', '.join(meanings)}, . idle; one column is {column}\n"])
-
-
-def _label(schedule: Schedule, span: Span) -> str:
-    """The label ``F3``, or ``5F3`` with the virtual stage if a rank has several."""
-    action = span[0]
-    return str(action) if schedule.num_chunks > 1 else f"{action.op}{action.micro_batch}"
 
 
 def _cells(row: tuple[Span, ...], labels: list[str], slot: float, cell: int, columns: int) -> list[str]:

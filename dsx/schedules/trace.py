@@ -164,7 +164,6 @@ class Trace:
 
     @property
     def timeline(self) -> Timeline:
-        """The actions that compute."""
         return Timeline(tuple(tuple(s for s in row if s[0].op not in TRANSFERS) for row in self.spans))
 
     @property
@@ -280,12 +279,10 @@ class Executed:
 
     @property
     def start_error(self) -> float:
-        """Measured less simulated start."""
         return self.start - self.simulated_start
 
     @property
     def duration_error(self) -> float:
-        """Measured less simulated duration."""
         return (self.end - self.start) - (self.simulated_end - self.simulated_start)
 
     @property
@@ -319,7 +316,6 @@ class Comparison:
 
     @property
     def measured(self) -> Timeline:
-        """The computations as they ran."""
         return self.trace.timeline
 
     @property

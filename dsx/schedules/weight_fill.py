@@ -201,7 +201,6 @@ class _Lane:
     done: list[Action] = field(default_factory=list)
 
     def arrived(self, place: int) -> None:
-        """The input of an action is there."""
         heapq.heappush(self.forwards if self.row[place].op is Op.FORWARD else self.others, place)
 
     def take(self) -> Action | None:

@@ -54,7 +54,6 @@ class Panel:
     """One set of axes.
 
     Attributes:
-        title: Printed above it.
         metric: Drawn as a line.
         points: A second metric, recorded at fewer steps and drawn as joined points, or None.
         from_zero: Whether the y axis starts at 0.

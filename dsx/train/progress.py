@@ -33,7 +33,6 @@ class RunRates:
     """What turns a step's time into throughput.
 
     Args:
-        steps: Optimizer steps of the whole run.
         world_size: Ranks, one accelerator each.
         tokens_per_step: Tokens of one optimizer step over all ranks.
         flops_per_token: Model FLOPs of a token's forward and backward (see :mod:`dsx.models.flops`).
@@ -178,8 +177,6 @@ class EvaluationReport:
     """The figures of one evaluation on the held-out text.
 
     Args:
-        step: Optimizer steps done.
-        steps: Steps of the whole run.
         loss: Mean cross-entropy per token, in nats.
         bits_per_byte: The same per byte of text; None for data without bytes.
         by_source: The loss of each source of a mixture, by its name.

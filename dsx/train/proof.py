@@ -31,7 +31,6 @@ class Proof:
         loss: Relative difference of the loss.
         norm: The same of the global gradient norm; None if the engine reports none.
         gradient: Largest difference of a gradient, relative to its tensor's largest element.
-        seconds: What it took.
         why_not: Why there is no proof; empty if there is one.
         without: What of the run the small model does without, in words.
     """

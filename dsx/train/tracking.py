@@ -166,7 +166,6 @@ class Tracker:
         warn: Called once with each of W&B's problems, within calls of the tracker; None logs them.
 
     Attributes:
-        metrics_path: Path of the ``metrics.jsonl``.
         run_id: W&B id for the checkpoint; None if W&B was never enabled in this run's history.
 
     Raises:

@@ -254,9 +254,7 @@ class Processes:
 def refusals(args: Any, given: Mapping[str, Any]) -> Sequence[ConfigError]:
     """Every argument that cannot be honoured, one error each.
 
-    Args:
-        args: The TrainingArguments, or a subclass's.
-        given: Further arguments that Trainer was called with, by name.
+    ``given`` are further arguments that Trainer was called with, by name.
     """
     found = []
     if any(each.__module__.startswith("trl.") for each in type(args).__mro__):

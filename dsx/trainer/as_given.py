@@ -80,10 +80,8 @@ def require_classes_own_code(made: nn.Module, where: str) -> None:
 def require_as_made(model: PreTrainedModel, made: nn.Module, where: str) -> None:
     """Refuse a model that is not what its class makes of its config, tensors that are stored aside.
 
-    Args:
-        model: The model as it was given, or PEFT's around it.
-        made: Another of the same config, its parameters on the meta device and its buffers with values.
-        where: What begins an error.
+    ``made`` is another of the same config, its parameters on the meta device and its buffers with values.
+    Errors begin with ``where``.
     """
     for path, what in _differences(model, made):
         raise ModelError(f"{where}: {path}", f"{what}, and dsx makes its layers of the config", _FIX)

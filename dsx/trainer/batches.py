@@ -65,11 +65,7 @@ class Loading:
     """How a Trainer's arguments read data.
 
     Attributes:
-        args: The TrainingArguments.
-        collate: The collator.
-        processing_class: The tokenizer, if there is one.
         columns: Names that the model's forward takes.
-        shares: Data-parallel degree.
         index: This rank's place in it.
     """
 
@@ -169,8 +165,6 @@ class Length:
         per_step: Batches of a step, over all of them.
         steps_per_epoch: Optimizer steps of an epoch.
         epochs: Epochs that are begun.
-        steps: Optimizer steps in all.
-        samples: Samples in all.
     """
 
     batches: int | None

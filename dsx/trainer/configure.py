@@ -78,7 +78,6 @@ class GivenModel:
     """What Trainer was given as a model.
 
     Attributes:
-        hf_config: Its config.
         skeleton: The same model, its parameters without storage: its names, and what its forward takes.
         block: ``dsx.model`` for it.
         whole: The model itself, if it was given with its weights.
@@ -354,13 +353,9 @@ def configure(
     What is "auto" in the DeepSpeed JSON becomes what transformers' HfTrainerDeepSpeedConfig makes of it, with
     the data-parallel degree in the place of the number of processes.
 
-    Args:
-        args: TrainingArguments whose ``deepspeed`` is a JSON with a ``dsx`` block, or its content.
-        given: The model.
-        world_size: Number of ranks.
-        steps: Optimizer steps in all.
-        longest: Tokens of a sequence, by which layers are balanced and memory is estimated; None if unknown.
-        shares: Data-parallel degree; None before it is known.
+    ``args.deepspeed`` is a JSON with a ``dsx`` block, or its content. Layers are balanced and memory is
+    estimated by the tokens of a sequence, ``longest``; None if that is unknown. ``shares`` is the
+    data-parallel degree; None before it is known.
 
     Raises:
         ConfigError: Keys that are wrong, or that arguments decide.

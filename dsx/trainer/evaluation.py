@@ -27,7 +27,6 @@ class Scored:
 
     Attributes:
         place: Which batch of the data set it is.
-        samples: How many samples it was made of.
         loss: Mean over its trained tokens; None without labels.
         logits: float [B, S, V], or what was made of them; None if nobody asked.
         labels: As the collator gave them, int64 [B, S].
@@ -151,7 +150,6 @@ class Collected:
         self.samples = 0
 
     def take(self, scored: Sequence[Scored]) -> None:
-        """Add batches in order."""
         for each in scored:
             self.samples += each.samples
             self._losses += [] if each.loss is None else [each.loss] * each.samples

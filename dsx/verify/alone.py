@@ -49,7 +49,6 @@ class Probe:
         differs: What the layer list computes otherwise than transformers; None if nothing.
         no_sequence: Why sequence parallelism would be wrong; None if it is right.
         no_documents: Why documents of a pack cannot be kept apart; None if they can.
-        blocks: Blocks of the small model.
     """
 
     differs: str | None
@@ -90,10 +89,8 @@ def probe(config: Mapping[str, Any], tensor_plan: Mapping[str, str | None] | Non
 def require_probed(model: HubModel, *, sequence: bool, documents: bool) -> None:
     """Refuse a model whose layer list is not what transformers computes.
 
-    Args:
-        model: The model.
-        sequence: Whether tensor-parallel ranks cut the sequence, which must then be right too.
-        documents: Whether packs hold documents that are kept apart, likewise.
+    If tensor-parallel ranks cut the ``sequence``, or packs hold ``documents`` that are kept apart, that must
+    be right too.
 
     What a probe showed is kept in the user's cache, by the config and the versions.
 

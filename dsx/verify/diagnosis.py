@@ -185,7 +185,6 @@ class ParityFinding:
 
     Attributes:
         cause: A short name, one of :mod:`dsx.verify.diagnosis`.
-        what: What differs, with its numbers.
         why: The likely cause, in words.
         step: Training step, from 1.
         tensor: The first tensor that differs, in the order of the backward; empty if no tensor does.
@@ -239,12 +238,8 @@ def diagnose_gradients(
 ) -> ParityFinding:
     """The finding for gradients that differ, named by the first of them.
 
-    Args:
-        wrong: Tensors that differ, in the order of the backward; at least one.
-        right: Tensors that do not differ.
-        degrees: The layout's degrees.
-        step: Training step, from 1.
-        loss_equal: Whether the step's loss agrees, so that forward and data are right.
+    ``wrong``, in the order of the backward, has at least one; ``step`` counts from 1. If the step's loss
+    agrees (``loss_equal``), forward and data are right.
     """
     first = wrong[0]
     # A tensor with few elements cannot tell the micro-batches apart.

@@ -33,7 +33,6 @@ class ObservedShard:
     """A part of a flattened parameter that a rank's optimizer updates, fp32, around one step.
 
     Attributes:
-        name: Logical tensor.
         start: First element.
         gradient: What the optimizer was given; None if it was given nothing.
     """

@@ -193,7 +193,6 @@ class Transformers:
         return self._model
 
     def weights(self) -> dict[str, Tensor]:
-        """The weights as transformers initialises them."""
         found = {spec.name: hf.join(spec, lambda name: self._parameters[name]) for spec in self._specs}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
@@ -382,7 +381,6 @@ class ReferenceLayers:
                 self._parameters[spec.name if spec is not None else f"{prefix}.{path}"] = parameter
 
     def weights(self) -> dict[str, Tensor]:
-        """The weights as built."""
         return {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
 
     def evaluate(

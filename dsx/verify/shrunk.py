@@ -65,11 +65,8 @@ def trial(
 ) -> Trial:
     """A config for a few steps of training beside one process.
 
-    Args:
-        config: The user's resolved config.
-        full: Whether to keep all sizes, and the weights that the model starts from.
-        keep_precision: Whether to keep bf16 or fp16 instead of training in fp32.
-        on_cpu: Whether there is no GPU, so that nothing is compiled for one.
+    ``full`` keeps all sizes, and the weights that the model starts from; ``keep_precision`` bf16 or fp16 in
+    place of fp32. ``on_cpu``: there is no GPU, so that nothing is compiled for one.
     """
     changes: list[str] = []
     content = _deepspeed(config, changes, keep_precision=keep_precision, on_cpu=on_cpu, full=full)

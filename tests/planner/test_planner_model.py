@@ -1,12 +1,13 @@
 """Parts of the planner's model, each against a figure from elsewhere; short simulations against long ones."""
 
+import json
 import random
 from dataclasses import replace
 
 import pytest
 
 from dsx.checkpoint.claims import model_of
-from dsx.errors import ConfigError, DsxError
+from dsx.errors import ConfigError
 from dsx.memory.layer_record import Shape
 from dsx.memory.record_cache import ModelRecords
 from dsx.models.flops import layer_flops
@@ -14,7 +15,7 @@ from dsx.models.params import layer_kinds, num_parameters, param_specs
 from dsx.models.presets import presets
 from dsx.parallel.mesh import ALONE, Mesh
 from dsx.planner import layer_times as kernels
-from dsx.planner.cluster import PRESETS, ClusterConfig, Group, Link, described, preset
+from dsx.planner.cluster import PRESETS, ClusterConfig, Group, described, preset, read_cluster
 from dsx.planner.costs import Efficiency, Network, Software
 from dsx.planner.layer_times import Machine, layer_times
 from dsx.planner.layers import model_task
@@ -289,16 +290,18 @@ def test_unknown_cluster():
     [
         ({"gpus_per_node": 0}, "gpus_per_node = 0"),
         ({"nodes": -1}, "nodes = -1"),
-        ({"memory_bytes": 0}, "memory_bytes = 0"),
-        ({"flops": {"bf16": -1.0}}, "flops.bf16"),
-        ({"inside": Link(0.0, 0.0)}, "inside.bytes_per_second"),
-        ({"between": Link(1.0, -1.0)}, "between.latency_seconds"),
-        ({"reserved_bytes": 1 << 40}, "reserved_bytes"),
+        ({"memory_gib": 0}, "memory_gib = 0"),
+        ({"teraflops": {"bf16": -1.0}}, r"teraflops\.bf16"),
+        ({"inside": {"gigabytes_per_second": 0.0}}, r"inside\.gigabytes_per_second"),
+        ({"between": {"latency_microseconds": -1.0}}, r"between\.latency_microseconds"),
+        ({"reserved_gib": 1024}, "reserved_bytes"),
     ],
 )
-def test_clusters_that_cannot_be(change, word):
-    with pytest.raises(DsxError, match=word):
-        replace(preset("H100"), **change)
+def test_clusters_that_cannot_be(change, word, tmp_path):
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({"gpu": "H100"} | change))
+    with pytest.raises(ConfigError, match=word):
+        read_cluster(str(file))
 
 
 def test_precision_without_a_rate():

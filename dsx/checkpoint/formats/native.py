@@ -443,12 +443,10 @@ class StoredBlock:
 
     @property
     def numel(self) -> int:
-        """Elements in the file."""
         return prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in the file."""
         return self.numel * self.entry.item_bytes
 
 

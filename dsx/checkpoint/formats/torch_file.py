@@ -423,7 +423,6 @@ class TorchFile:
     Attributes:
         name: Its path relative to the checkpoint's folder, as pieces have it.
         content: Plain values, with a :class:`~dsx.checkpoint.formats.torch_file.TensorRef` for every tensor.
-        storages: Where each storage lies.
     """
 
     path: Path
@@ -455,11 +454,7 @@ class TorchFile:
 def read_torch_file(folder: Path, name: str, start: int = 0, length: int | None = None) -> TorchFile:
     """Read the structure of ``folder/name``; of the tensors only where they lie.
 
-    Args:
-        folder: The checkpoint's folder.
-        name: Path of the file in it.
-        start: First byte of the file of ``torch.save``, which may be a part of another file.
-        length: Its length; to the end by default.
+    The file of ``torch.save`` may be a part of another: ``length`` bytes from ``start``, by default all.
     """
     path = folder / name
     try:

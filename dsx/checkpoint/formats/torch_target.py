@@ -109,11 +109,9 @@ class _Pickler:
     _keys: dict[int, int] = field(default_factory=dict)
 
     def program(self, value: Any) -> bytes:
-        """A whole pickle."""
         return b"\x80\x02" + self.of(value) + b"."
 
     def of(self, value: Any) -> bytes:
-        """The program that makes a value."""
         if value is None or isinstance(value, bool):
             return {None: b"N", True: b"\x88", False: b"\x89"}[value]
         if isinstance(value, int | float):

@@ -116,7 +116,6 @@ def _lost(files: StockFiles, known: set[str]) -> Iterator[str]:
 
 
 def _parameters(root: Path) -> Iterator[tuple[str, dict[str, TorchFile]]]:
-    """Every parameter's files by state."""
     for folder in sorted(path for path in (root / FOLDER).iterdir() if path.is_dir()):
         parts = {
             path.stem: read_torch_file(root, f"{FOLDER}/{folder.name}/{path.name}")

@@ -128,12 +128,8 @@ def fill_base(
 ) -> None:
     """Give a layer the model's own weights.
 
-    Args:
-        read: Gives a rank's part of a parameter as :meth:`HfWeights.read` does, or a whole buffer.
-        buffers: The model's buffers that are stored.
-        at: Where this rank stands.
-        index: Of the layer.
-        layer: Its module.
+    ``read`` gives a rank's part of a parameter as :meth:`HfWeights.read` does, or a whole buffer; ``buffers``
+    are those of the model that are stored.
     """
     for parameter in layer.parameters():
         spec = spec_of(parameter)
@@ -254,12 +250,8 @@ def export_adapter(
 ) -> Path:
     """Write a PEFT folder of what is trained of a model with an adapter, as :func:`export_weights` does.
 
-    Args:
-        pipeline: A module of the model's layers.
-        folder: Where to write; must not exist with other content.
-        model: The model.
-        base: Folder of the model that the adapter belongs to, which PEFT's config names.
-        modules: Where the composite model in that folder has this one's modules.
+    ``folder`` must not exist with other content. ``base`` is the folder of the model that the adapter belongs
+    to, which PEFT's config names; ``modules`` where the composite model there has this one's modules.
     """
     folder, specs = Path(folder), stored_specs(model)
     settings, named = peft_settings(specs, model, base, modules), peft_specs(specs, modules)

@@ -19,8 +19,6 @@ class CheckpointedRun(Protocol):
     """What saving and loading ask of a run; :class:`dsx.PipelineEngine` is one.
 
     Attributes:
-        groups: This rank's process groups.
-        pipeline: The :class:`dsx.PipelineModule`.
         deepspeed_engine: The DeepSpeedEngine, with optimizer, scheduler and counters.
         run_config: The resolved dsx config, if there is one.
         outer: The steps that islands take together, if there are islands.

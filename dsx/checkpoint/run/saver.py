@@ -275,7 +275,6 @@ class _Work:
 
 
 def _catalog(root: Path, notes: Sequence[Catalog], facts: Mapping[str, Any]) -> Catalog:
-    """All ranks' parts as one."""
     specs = {spec.name: spec for note in notes for spec in note.specs}
     places = {name: place for note in notes for place, name in enumerate(note.facts["order"])}
     entries = _joined(entry for note in notes for entry in note.entries)

@@ -31,7 +31,6 @@ class Wanted:
     Attributes:
         optimizer: The optimizer's states and hyperparameters, and fp16's loss scale. What is not asked for
             stays as it is.
-        schedule: The learning-rate schedule's state.
         progress: Counters, the schedule and random states: what is there beside weights and optimizer.
         frozen: Every frozen parameter; else those that are there.
     """
@@ -50,9 +49,7 @@ def stored_here(run: CheckpointedRun, *, everything: bool = False) -> Iterator[S
 
     A weight that the model computes with in its master's dtype is stored as the weight.
 
-    Args:
-        run: The run.
-        everything: Whether to give also what another rank stores and this one must get back.
+    With ``everything`` it is also what another rank stores and this one must get back.
 
     Yields:
         Blocks whose values are the run's own memory, flattened.

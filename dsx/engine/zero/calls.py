@@ -200,7 +200,6 @@ class DirectCalls:
         """Nothing to do: :meth:`backward` does it for every loss."""
 
     def backward(self, outputs: Tensors, gradients: Tensors, *, boundary: bool, is_loss: bool) -> None:
-        """As DeepSpeed's."""
         self._backwards.begin(boundary=boundary)
         engine = self._engine
         if is_loss:

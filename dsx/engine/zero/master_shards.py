@@ -36,7 +36,6 @@ class MasterShard:
 
     Attributes:
         master: The tensor; flattened, it has the elements that ``spans`` name, and padding.
-        group: Its optimizer group.
         spans: The parts of parameters that it holds.
         optimizer: Whose ``state[master]`` has its moments.
     """

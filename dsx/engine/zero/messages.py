@@ -82,10 +82,8 @@ def share_weights(
 
     Stands in for ``update_lp_params`` of DeepSpeed's wrappers. A collective call over each group.
 
-    Args:
-        masters: This rank's, one for each parameter group, flat.
-        weights: The parameter groups, each as the flat parts of its ranks.
-        groups: The ranks of each parameter group.
+    Each has one for each parameter group: ``masters`` this rank's, flat, ``weights`` the flat parts of all
+    ranks, ``groups`` those ranks.
     """
     works: list[Any] = []
     for master, parts, group in zip(masters, weights, groups, strict=True):

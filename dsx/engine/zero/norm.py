@@ -49,10 +49,7 @@ class NormScope:
     ) -> torch.Tensor:
         """2-norm over all ranks, float32 scalar on ``device``.
 
-        Args:
-            parts: The gradients.
-            partitioned: Whether data-parallel ranks hold different parts (ZeRO) or the same gradients.
-            device: Where the sum is reduced.
+        ``partitioned``: data-parallel ranks hold different parts (ZeRO), and not the same gradients.
 
         Raises:
             ModelError: The gradient of a replica is not the same on all tensor-parallel ranks, in a step in

@@ -35,10 +35,8 @@ class GradientStore(Protocol):
     def put(self, parameter: nn.Parameter, start: int, *parts: torch.Tensor) -> None:
         """The average over data-parallel ranks, flat, of :meth:`take`'s dtype or the wire's.
 
-        Args:
-            parameter: The parameter.
-            start: The first of the elements that are put: not 0 in place, or of an owner's.
-            parts: What adds up to them; the first may be overwritten. An owner's alone may be more than one.
+        ``start`` is the first of the elements that are put: not 0 in place, or of an owner's. The first of
+        ``parts``, which add up to them, may be overwritten. An owner's alone may be more than one.
         """
 
     def came_late(self, parameter: nn.Parameter) -> bool:
@@ -107,7 +105,6 @@ class _Bucket:
     Attributes:
         pieces: Those whose averages this rank gets, as they lie in ``mine``.
         mine: Their sum, once ``works`` are done and ``received`` is added.
-        works: What is under way.
         received: The same elements of each of the other ranks, where they are sent whole.
     """
 
@@ -126,8 +123,6 @@ class GradientTransport:
     Args:
         store: Has the gradients, and gets the averages.
         names: What errors call parameters.
-        group: The data-parallel ranks.
-        scale: Makes sums averages.
         wire_dtype: The data type in which a parameter's gradient is sent.
         among: Those of ``group`` that have the same elements of a parameter. A bucket is of parameters for
             which they are the same.
@@ -243,7 +238,6 @@ class GradientTransport:
         return _Bucket(pieces, mine, works)
 
     def land(self, bucket: _Bucket) -> None:
-        """Put the averages into the store."""
         mine, received = bucket.mine, [*bucket.received]
         scales = bool(bucket.works) and self._scale.after != 1.0
         # What came last is added where the sum goes, without another copy.

@@ -71,12 +71,8 @@ class ReplicaGradients:
         self._doubts = torch.zeros(len(replicas), dtype=torch.int64)
         self._steps = 0
         self._due = groups.mesh.tp > 1
-        self._waiting = self._any = self._due  # of all ranks, on every rank
-
-    @property
-    def exist(self) -> bool:
-        """Whether any rank has replicas, as far as it is known: before the first step there may be some."""
-        return self._any
+        # Of all ranks, on every rank; before the first step any may have replicas.
+        self._waiting = self._any = self._due
 
     def begin(self) -> bool:
         """Called when a step's gradients are complete; says, alike on all ranks, if they ask in its norm."""

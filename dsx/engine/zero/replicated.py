@@ -41,7 +41,6 @@ class ReplicatedAdapter(ZeroAdapter):
         parameter.grad = gradient.view(parameter.shape).to(parameter.dtype)
 
     def came_late(self, parameter: nn.Parameter) -> bool:
-        """Whether ``p.grad`` is there again."""
         return parameter.grad is not None
 
     def attach(self) -> None:
@@ -214,11 +213,9 @@ class Bf16Adapter(ZeroAdapter):
         return self.of(parameter)
 
     def put(self, parameter: nn.Parameter, start: int, *parts: torch.Tensor) -> None:
-        """Overwrite the buffer's part."""
         write_sum(self.of(parameter).narrow(0, start, parts[0].numel()), *parts)
 
     def came_late(self, parameter: nn.Parameter) -> bool:
-        """Whether the buffer has been added to since."""
         return parameter in self._late
 
     def complete(self) -> None:

@@ -71,8 +71,6 @@ class FetchOrder:
     every engine that a process has had; that goes.
 
     Args:
-        coordinator: DeepSpeed's, of ZeRO-3.
-        module: What it gathers for.
         varies: Whether layers may run other modules from step to step, as no layer of dsx's families does.
             A thread then looks at replicas that do not go on. Making it is a collective call over them.
     """

@@ -53,7 +53,6 @@ class ShardLayout:
     """A logical tensor and what of it each tensor-parallel rank has.
 
     Attributes:
-        shape: Logical shape.
         dim: Dim that is cut; None if every rank has all of it.
         spans: Per rank, what it has along ``dim``: (start, stop) of each block in the order of its local
             tensor. Rows of the local tensor past them are padding.

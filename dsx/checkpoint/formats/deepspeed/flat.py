@@ -259,7 +259,6 @@ class _Saved:
         return numbers_of(held, self.param_groups[self.group_of(number)], self.file)
 
     def group_of(self, number: int) -> int:
-        """Group of a flat buffer."""
         if not self.per_parameter:
             return number
         return next(at for at, group in enumerate(self.param_groups) if number in group["params"])

@@ -298,11 +298,8 @@ def as_model(
 ) -> Catalog:
     """The same checkpoint under dsx's names, whatever engine of the model wrote it.
 
-    Args:
-        source: Of dsx, of a Hugging Face model, or of dsx's layers in a stock engine.
-        specs: The model's tensors.
-        forms: The same in every form that they can have (:func:`dsx.checkpoint.claims.forms_of`): a stock
-            engine's checkpoint does not say which it has.
+    A stock engine's checkpoint does not say in which form the tensors of ``specs`` are: ``forms`` has all
+    that they can have (:func:`dsx.checkpoint.claims.forms_of`).
     """
     stock = {name: ours for ours, name in tied_names(specs).items()}
     source = under_names(source, stock)

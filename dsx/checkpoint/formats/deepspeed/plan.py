@@ -50,12 +50,10 @@ class StockPlan:
         blanks: Every entry to be written, without pieces.
         modules: Names in the model's order.
         groups: Names in each optimizer group.
-        settings: Hyperparameters of each group.
         numbers: The optimizer's states that are one number, ``step`` among them, by name.
         moments: States of the optimizer beside the master, by group.
         stage: Pipeline stage that the names are those of.
         tensor: Tensor-parallel rank whose parts of them it is.
-        specs: The layout's, by name.
     """
 
     layout: StockLayout

@@ -460,12 +460,8 @@ def target_of(
 ) -> Target:
     """A model folder with the weights of ``source``, which has Hugging Face's names.
 
-    Args:
-        source: See :func:`dsx.checkpoint.formats.huggingface.catalog.as_hf`.
-        root: Folder to make.
-        config: Content of ``config.json``; its dtype becomes that of the weights.
-        precision: fp32, bf16 or fp16; the source's by default.
-        shard_bytes: Largest file, unless one tensor is larger.
+    ``config`` is the content of ``config.json``, whose dtype becomes that of the weights; ``precision`` is
+    fp32, bf16 or fp16, by default the source's. No file is larger than ``shard_bytes``, unless one tensor is.
     """
     if precision is not None and precision not in PRECISIONS:
         raise CheckpointError(f"precision = {precision}", "no such precision", "use fp32, bf16 or fp16")

@@ -158,11 +158,8 @@ def write_shard(folder: str | Path, index: int, count: int, tensors: Mapping[str
     Any number of processes that share the file system may each write theirs. When all have returned, one of
     them calls :func:`finish` with what they returned.
 
-    Args:
-        folder: The model folder to make. Must not exist yet.
-        index: This shard, from 0.
-        count: Number of shards.
-        tensors: Hugging Face tensors (:func:`split`) by name, any device.
+    ``folder``, the model folder to make, must not exist yet. ``index`` counts shards from 0; ``tensors`` are
+    Hugging Face's (:func:`split`) by name, on any device.
 
     Returns:
         The shard's file name for each tensor's name.
