@@ -224,7 +224,6 @@ _STYLES = {
 
 
 def _styled(text: str) -> Iterator[tuple[str, str]]:
-    """Stretches of a report, each with its style."""
     for line in text.splitlines(keepends=True):
         start = next((start for start in _STYLES if line.startswith(start)), "")
         end = len(start) if start.endswith(" ") else len(line)

@@ -92,7 +92,6 @@ def _check_choice(
 def _to_search(
     profile: Path | None, times: str | None, stages: int | None, micro_batches: int | None, wire: float
 ) -> tuple[Profile, tuple[int, int]]:
-    """What is to be searched for, and the sizes."""
     from dsx.planner.order_search import made_up
 
     if (profile is None) == (times is None):

@@ -135,7 +135,6 @@ class Context:
 
     @cached_property
     def slots(self) -> tuple[Slot, ...]:
-        """Every key of the config beside its row."""
         return tuple(self.table.walk(self.config))
 
     @cached_property

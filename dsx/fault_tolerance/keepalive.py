@@ -196,7 +196,6 @@ class Keepalive:
             self._send({"lost": data})
 
     def tell_hung(self) -> None:
-        """Tell every rank that the run does not go on."""
         with self._lock:
             if not self.hung:
                 self.hung = True

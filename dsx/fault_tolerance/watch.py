@@ -76,7 +76,6 @@ class Board:
         return ""
 
     def put_stacks(self, name: str) -> None:
-        """Put up the stacks of all threads of this process."""
         with suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             with (self.folder / name).open("w") as file:

@@ -124,7 +124,6 @@ class IslandNode:
         return Connection.to(address, self._keys, patience_seconds=patience, connect_seconds=_CONNECT_SECONDS)
 
     def moved(self, count: int) -> None:
-        """Bytes have come or gone."""
         self.traffic += count
 
     def close(self, patience_seconds: float | None = None) -> None:
@@ -164,7 +163,6 @@ class CoordinatorServer:
 
     @property
     def called(self) -> bool:
-        """Whether others wait for this island."""
         with self._changed:
             return self._membership.called(0, time.monotonic())
 

@@ -212,7 +212,6 @@ class Grid:
         return len(self._data_ranks)
 
     def get_data_parallel_rank(self) -> int:
-        """This rank's place among the data-parallel ranks."""
         return self._data_ranks.index(self._groups.rank)
 
     get_data_parallel_id = get_data_parallel_rank  # as PipelineParallelGrid names it

@@ -82,7 +82,6 @@ class Machine:
 
     @property
     def hides(self) -> bool:
-        """Whether communication runs beside computing."""
         return not self.network.cluster.is_host
 
     def beside(self, computing: float, wire: float) -> float:

@@ -139,7 +139,6 @@ class SimulatedPipeline:
         )
 
     def key(self, cut: LayerCut) -> Key:
-        """What the search minimises."""
         return self.key_for(cut.stage_map.bounds, cut.step_seconds, max(cut.peak_bytes))
 
     def key_for(self, bounds: Bounds, seconds: float, most: int) -> Key:

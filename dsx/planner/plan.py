@@ -58,7 +58,6 @@ class MemoryFloor:
 
     @property
     def _trains_all(self) -> bool:
-        """Whether every block runs backward."""
         predictor = self.predictor
         return predictor.elements(1) == predictor.elements(1, trained=True)
 

@@ -188,7 +188,6 @@ class _Clock:
 
 
 def _built(spec: Any, device: torch.device) -> tuple[Callable[..., Any], list[Tensor]]:
-    """A layer to call, and its parameters and buffers."""
     if isinstance(spec, LayerSpec):
         module: nn.Module = spec.build().to(device)
     elif isinstance(spec, nn.Module):

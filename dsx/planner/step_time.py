@@ -240,13 +240,11 @@ class ZeroActions:
         return seconds + self._reduce_after(stage.trained)
 
     def inputs(self, stage: StageTotal) -> float:
-        """The first part of a divided backward."""
         return self._beside(
             stage.cost.backward_input_seconds, self._gather(stage.elements), 2 * self._hooks(stage)
         )
 
     def weights(self, stage: StageTotal) -> float:
-        """The second part of a divided backward."""
         beside = self._beside(stage.cost.backward_weight_seconds, self._reduce(stage.trained), 0.0)
         return beside + self._reduce_after(stage.trained)
 
@@ -431,7 +429,6 @@ class Predictor:
         return [hidden(times[a:b]) if layout.program.divides else (0.0, 0.0) for a, b in pairwise(bounds)]
 
     def _stage_totals(self, layout: Candidate, bounds: tuple[int, ...]) -> tuple[StageTotal, ...]:
-        """Time and parameters of every virtual stage."""
         key = (layout.timing, bounds)
         if key not in self._totals:
             times, held, trained = self.times(layout), self.held(layout), self.held(layout, trained=True)

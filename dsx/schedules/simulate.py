@@ -158,7 +158,6 @@ class TimedOrder:
         return Timeline(tuple(map(tuple, spans)))
 
     def _times(self, costs: Costs) -> tuple[list[float], list[float]]:
-        """Start and end of every action, in this order."""
         lengths, hop = costs.by_op(self._schedule.num_stages), costs.transfer_seconds
         free = (0.0,) * self._schedule.num_stages
         clocks = [0.0] * self._schedule.num_ranks

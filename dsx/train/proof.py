@@ -45,7 +45,6 @@ class Proof:
 
     @property
     def words(self) -> str:
-        """The line of a run's header."""
         if self.why_not:
             return f"not: {self.why_not}"
         norm = "" if self.norm is None else f", norm {self.norm:.0e}"

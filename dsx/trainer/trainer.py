@@ -569,7 +569,6 @@ class Trainer:
         self._counted_flos = 0.0
 
     def _report(self, norm: float | None, rate: float | None) -> None:
-        """Log, evaluate and save, as control says."""
         step = self.state.global_step
         if self.control.should_log and step > self._last_logged:
             logs = {"loss": self._loss_sum / (step - self._last_logged)}

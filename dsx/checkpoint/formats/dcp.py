@@ -411,7 +411,6 @@ class _File:
         return start, item.num_bytes
 
     def skeleton(self) -> Skeleton:
-        """The file with room for its tensors."""
         return Skeleton(
             file=self.name, num_bytes=self.end, parts=tuple(self.parts), crc32_fields=tuple(self.fields)
         )

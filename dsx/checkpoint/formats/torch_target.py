@@ -197,7 +197,6 @@ class _Archive:
         return start
 
     def close(self) -> None:
-        """Write the directory and the end of the archive."""
         start = self.end
         places = []
         for entry in self._central:

@@ -50,7 +50,6 @@ class Names:
         self._buffers = {spec.name: spec for spec in stored if spec.buffer}
 
     def of(self, parameter: nn.Parameter) -> ParamSpec:
-        """The logical tensor of a parameter."""
         spec = getattr(parameter, "dsx_spec", None)
         if isinstance(spec, ParamSpec):
             return spec

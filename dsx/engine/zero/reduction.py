@@ -268,7 +268,6 @@ class GradientTransport:
             )
 
     def complete(self) -> None:
-        """Tell the store that it has all averages."""
         self._store.complete()
 
 

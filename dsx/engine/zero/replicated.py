@@ -230,7 +230,6 @@ class Bf16Adapter(ZeroAdapter):
         self._optimizer.clear_hp_grads()
 
     def before_step(self, refuses: Refuses | None = None) -> None:
-        """Sum ties, and take the norm."""
         super().before_step(refuses)
         parts = {
             id(span.parameter): GradientPart(
