@@ -249,6 +249,7 @@ class Entry:
 
     @property
     def numel(self) -> int:
+        """Elements of the logical tensor."""
         return prod(self.shape)
 
     @property

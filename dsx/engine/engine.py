@@ -311,6 +311,7 @@ class PipelineEngine:
 
     @property
     def at_boundary(self) -> bool:
+        """Whether the last backward of a step, or the optimizer's step, is under way."""
         return self._backwards.at_boundary
 
     def is_first_stage(self) -> bool:

@@ -425,6 +425,7 @@ class Inbox:
         return header is not None
 
     def take(self, message: tuple[int, int]) -> tuple[Signature, Tensors]:
+        """Wait for a posted or expected message and hand its tensors over."""
         while message not in self._posted:
             self._post_next(wait=True)
             self._expected -= 1

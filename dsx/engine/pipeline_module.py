@@ -573,6 +573,7 @@ class PipelineModule(nn.Module):
         return str(Path(ckpt_dir) / name)
 
     def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
+        """Files of a layer there are, of all tensor-parallel ranks, in their order."""
         pattern = f"layer_{index_of(self, local_layer_idx):02d}-*model_states.pt"
         return sorted(map(str, Path(ckpt_dir).glob(pattern)))
 

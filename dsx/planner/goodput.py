@@ -99,6 +99,7 @@ class Hazards:
 
     @property
     def mttf_seconds(self) -> float:
+        """Mean time to failure of the run."""
         return 1 / self.failures_per_second if self.failures_per_second else inf
 
 

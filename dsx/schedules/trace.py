@@ -279,10 +279,12 @@ class Executed:
 
     @property
     def start_error(self) -> float:
+        """Measured less simulated start."""
         return self.start - self.simulated_start
 
     @property
     def duration_error(self) -> float:
+        """Measured less simulated duration."""
         return (self.end - self.start) - (self.simulated_end - self.simulated_start)
 
     @property

@@ -443,6 +443,7 @@ class StoredBlock:
 
     @property
     def numel(self) -> int:
+        """Elements in the file."""
         return prod(self.shape)
 
     @property

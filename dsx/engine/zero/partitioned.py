@@ -138,6 +138,7 @@ class PartitionedAdapter(ZeroAdapter):
             total.add_(gradient if narrower else gradient.to(dtype))  # type: ignore[union-attr]
 
     def take(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """The sum over micro-batches."""
         found: torch.Tensor | None = parameter.grad
         parameter.grad = None
         if self._optimizer.use_separate_grad_accum:
