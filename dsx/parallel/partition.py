@@ -121,32 +121,22 @@ def _weights(
 ) -> Sequence[float]:
     if method.startswith("type:"):
         return matches(method, names)
+    where = f"partition method {method!r}"
     if method in ("time", "profile"):
         raise LayoutError(
-            f"partition method {method!r}",
+            where,
             "the layers' times are not measured here",
             "measure with dsx.planner.profiler.profile_layers, cut with dsx.planner.choose.choose and give "
             "that stage_map; in a config, dsx.partition.method = time does so",
         )
     if method not in ("parameters", "flops"):
-        raise LayoutError(
-            f"partition method {method!r}",
-            "no such method",
-            f"use {', '.join(METHODS)} or a list of layer counts",
-        )
+        raise LayoutError(where, "no such method", f"use {', '.join(METHODS)} or a list of layer counts")
     weights = parameters if method == "parameters" else costs
     if weights is None:
-        raise LayoutError(
-            f"partition method {method!r}",
-            "this model's layer costs are not known",
-            "use parameters or uniform",
-        )
+        raise LayoutError(where, "this model's layer costs are not known", "use parameters or uniform")
     if len(weights) != len(names):
-        raise LayoutError(
-            f"partition method {method!r}",
-            f"{len(weights)} weights for {len(names)} layers",
-            "give one weight per layer",
-        )
+        what = f"{len(weights)} weights for {len(names)} layers"
+        raise LayoutError(where, what, "give one weight per layer")
     return weights
 
 

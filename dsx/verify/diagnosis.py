@@ -553,26 +553,18 @@ def diagnose_clipping(
     ``scales``: pipeline rank -> what its gradients were multiplied with. ``seen`` of ``norm`` is not read.
     """
     values = sorted(scales.values())
-    wanted = min(1.0, clipping / (norm.expected + 1e-6))
     if values[-1] - values[0] > _FIT * values[-1]:
         shown = ", ".join(f"{scale:.4g} on pipeline rank {rank}" for rank, scale in sorted(scales.items()))
-        return ParityFinding(
-            cause=CLIPPING,
-            what=f"clipped gradients are {shown} times the true ones; right is {wanted:.4g} everywhere",
-            why="stages clip by norms of their own",
-            step=step,
-        )
-    scale = values[0]
-    if near(scale, 1.0):
-        return ParityFinding(
-            cause=CLIPPING,
-            what=f"gradients are as before clipping to {clipping:g}, at a norm of {norm.expected:.7g}",
-            why="nothing is clipped",
-            step=step,
-        )
-    implied = clipping / scale - 1e-6
-    replaced = replace(norm, seen=implied)
-    return diagnose_norm(replaced, degrees, step=step, from_clipping=True)
+        wanted = min(1.0, clipping / (norm.expected + 1e-6))
+        what = f"clipped gradients are {shown} times the true ones; right is {wanted:.4g} everywhere"
+        why = "stages clip by norms of their own"
+    elif near(values[0], 1.0):
+        what = f"gradients are as before clipping to {clipping:g}, at a norm of {norm.expected:.7g}"
+        why = "nothing is clipped"
+    else:
+        implied = replace(norm, seen=clipping / values[0] - 1e-6)
+        return diagnose_norm(implied, degrees, step=step, from_clipping=True)
+    return ParityFinding(cause=CLIPPING, what=what, why=why, step=step)
 
 
 def diagnose_updates(wrong: Sequence[UpdateFacts], right: Sequence[str], *, step: int) -> ParityFinding:
