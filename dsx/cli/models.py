@@ -115,6 +115,8 @@ def _lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield "", f"{path}: {how}, {each['parameters']:.1%} of the blocks' parameters"
     else:
         yield "context", f"refused: {refused['all_gather']}"
+    why = found["no_selective"]
+    yield "selective", f"refused: {why}" if why else "attention alone may be computed again"
     for each in found["whole"]:
         if max(each["parameters"], each["work"]) >= _TOLD_SHARE:
             share = (

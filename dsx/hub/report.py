@@ -86,7 +86,7 @@ def report(config: Mapping[str, Any], tensor_plan: Mapping[str, str | None] | No
     Raises:
         ModelError: dsx refuses the model; names the reason.
     """
-    from dsx.hub.context_probe import no_context  # here: as above
+    from dsx.hub.context_probe import no_context, no_selective  # here: as above
     from dsx.verify.alone import probe
 
     config = language_config(config)
@@ -115,6 +115,7 @@ def report(config: Mapping[str, Any], tensor_plan: Mapping[str, str | None] | No
         "experts": _experts(model),
         "no_context": {method: no_context(model, 2, method) for method in get_args(ContextMethod)},
         "mixing": _mixing(model),
+        "no_selective": no_selective(model.config),
         "whole": [
             {"module": path, "parameters": share, "work": flops.get(path, 0.0)} for path, share in model.whole
         ],

@@ -48,6 +48,7 @@ def test_one_model_is_tried_without_its_weights(dsx, tmp_path: Path) -> None:
     assert "sequence parallelism is right" in out
     methods = "all_gather, ulysses and ring"
     assert re.search(rf"^context +ranks may share sequences by {methods}$", out, re.MULTILINE)
+    assert re.search(r"^selective +attention alone may be computed again$", out, re.MULTILINE)
     code, out, _ = dsx(folder / "config.json", "--format", "json")
     found = json.loads(out)
     (gate,) = found["whole"]
@@ -65,6 +66,7 @@ def test_what_sees_whole_sequences_is_told_with_its_share(dsx, tmp_path: Path) -
     attention, norms, mlp = 4 * 32 * 33, 4 * 32, 32 * 128 + 128 + 128 * 32 + 32  # with biases
     told = f"self_attention: whole sequences on every rank, {attention / (attention + norms + mlp):.1%}"
     assert (code, told in out) == (0, True), out
+    assert re.search(r"^selective +refused: no block of it attends", out, re.MULTILINE)
 
 
 def test_what_is_refused_is_bad_and_named(dsx, tmp_path: Path) -> None:

@@ -146,8 +146,8 @@ def markdown(results: Json) -> str:
         [
             *_part(results, entries, f"families with causal language models of their own ({versions})"),
             "",
-            f"Composite families, {len(own)} of which are causal language models by transformers' list too: text is "
-            "trained, beside a tower that no rank reads.",
+            f"Composite families, {len(own)} of which transformers lists as causal language models too;",
+            "text is trained, beside a tower that no rank reads.",
             "",
             *_part(results, composite_families(), "composite families"),
         ]
