@@ -64,8 +64,9 @@ class ModelRecords:
 
     @property
     def remakes(self) -> bool:
-        """With any recomputation."""
-        return self.shape.recompute != "none"
+        """With any recomputation, but for attention of transformers' modules, which is given the masks."""
+        given = isinstance(self.shape.model, HubModel) and self.shape.recompute == "selective"
+        return self.shape.recompute != "none" and not given
 
     def offloads(self, index: int) -> bool:
         """Blocks do, where the run says so."""
