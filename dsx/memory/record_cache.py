@@ -64,9 +64,8 @@ class ModelRecords:
 
     @property
     def remakes(self) -> bool:
-        """With any recomputation, but for attention of transformers' modules, which is given the masks."""
-        given = isinstance(self.shape.model, HubModel) and self.shape.recompute == "selective"
-        return self.shape.recompute != "none" and not given
+        """With any recomputation of dsx's own modules; transformers' are given them, and hold them so long."""
+        return self.shape.recompute != "none" and not isinstance(self.shape.model, HubModel)
 
     def offloads(self, index: int) -> bool:
         """Blocks do, where the run says so."""

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from all_families.tiny import tiny_config
 from h100 import MACHINE, NETWORK, shape_of
 
 from dsx.checkpoint.claims import model_of
@@ -18,6 +19,7 @@ from dsx.planner.cluster import Group, preset
 from dsx.planner.inputs import PinnedChoices, plan_inputs, plan_search
 from dsx.planner.layers import model_task
 from dsx.planner.layout import Candidate, Space, meshes, variants
+from dsx.planner.profile import RECOMPUTE
 from dsx.planner.step_time import Predictor, total
 from dsx.schedules.schedule import Op
 
@@ -184,3 +186,18 @@ def test_a_plan_draws_its_step(tmp_path, dsx):
     code, _, err = dsx("plan", *where, "--output", tmp_path / "step.svg")
     assert (code, err) == (0, "")
     assert "rows travel for" in (tmp_path / "step.svg").read_text()
+
+
+@pytest.mark.parametrize(("family", "modes"), [("gpt_oss", RECOMPUTE), ("bloom", ("none", "full"))])
+def test_attention_alone_is_recomputed_where_transformers_registry_is_asked(family, modes, tmp_path):
+    tiny_config(family, vocab_size=300).save_pretrained(tmp_path)
+    inputs = plan_inputs(
+        model=str(tmp_path / "config.json"),
+        config=None,
+        cluster=preset("H100"),
+        gpus=1,
+        global_batch=1,
+        sequence_length=16,
+        overrides=(),
+    )
+    assert inputs.decided["recompute"] == modes
