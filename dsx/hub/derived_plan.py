@@ -40,7 +40,6 @@ from dsx.models.transformers_settings import torch_forms
 _COLUMNS = ("colwise", "qkv_colwise", "packed_colwise")
 _STACKED = ("colwise", "rowwise", "packed_colwise", "packed_rowwise")
 _BESIDE = ("rowwise", SUMMAND, "packed_rowwise")
-_GATHERED = "colwise_gather_output"
 _STACK = 3  # experts, and the two dims of each one's matrix
 _SEQUENCES = 3  # samples, tokens, features
 
@@ -60,11 +59,6 @@ class DerivedPlan:
     counts: tuple[str, ...] = ()
     by_head: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     no_sequence: str | None = None
-
-    @property
-    def head_counts(self) -> tuple[str, ...]:
-        """Those of the counts that are numbers of heads."""
-        return tuple(path for path in self.counts if _counts_heads(path))
 
     def patterns(self, blocks: str) -> dict[str, str | None]:
         """The styles as ``dsx.parallel.tensor_plan`` has them, of a list of blocks at ``blocks``."""
@@ -187,7 +181,7 @@ def _regions(run: _Run, width: int) -> Iterator[_Region]:
                 yield experts
         rest = [name for name in run.linears(path) if not any(name in plan.styles for _, plan in found)]
         if gathered := [name for name in rest if _can_be_gathered(run, name, width)]:
-            yield path, BlockPlan(dict.fromkeys(gathered, _GATHERED))
+            yield path, BlockPlan(dict.fromkeys(gathered, "colwise_gather_output"))
 
 
 def _inside(run: _Run, path: str, module: nn.Module) -> Iterator[_Region]:
@@ -252,7 +246,7 @@ def _counts(run: _Run, owners: Collection[str], columns: Collection[str]) -> Ite
         for name, value in vars(run.block.get_submodule(owner)).items()
         if type(value) is int and value > 1
     }
-    heads = tuple(name for name in held if _counts_heads(name))
+    heads = tuple(name for name in held if counts_heads(name))
     sizes = {size for name in columns for size in run.block.get_parameter(f"{name}.weight").shape}
     wide = tuple(name for name, value in held.items() if value in sizes and name not in heads)
     yield ()
@@ -262,14 +256,15 @@ def _counts(run: _Run, owners: Collection[str], columns: Collection[str]) -> Ite
         yield (*heads, *wide)
 
 
-def _counts_heads(path: str) -> bool:
+def counts_heads(path: str) -> bool:
+    """Whether an attribute of a module has a name as if it said how many heads there are."""
     name = path.rpartition(".")[2]
     return "head" in name and re.search("dim|size|group", name) is None
 
 
 def _heads_in(module: nn.Module) -> list[int]:
     held = vars(module).items()
-    return [each for name, each in held if type(each) is int and each > 1 and _counts_heads(name)]
+    return [each for name, each in held if type(each) is int and each > 1 and counts_heads(name)]
 
 
 def _by_head(run: _Run, owners: Collection[str]) -> Iterator[Mapping[str, tuple[str, ...]]]:
@@ -320,7 +315,7 @@ def _part(run: _Run, plan: BlockPlan, row: str, ranks: int, rank: int) -> tuple[
     The key "" is what the block is given. What column-parallel linears are given is left out: ranks sum the
     gradient of that.
     """
-    block = cut_for(run.block, plan, ranks, rank)
+    block = _cut_for(run.block, plan, ranks, rank)
     whole = {
         name: each
         for name, each in block.named_parameters()
@@ -347,12 +342,8 @@ def _part(run: _Run, plan: BlockPlan, row: str, ranks: int, rank: int) -> tuple[
     return part.detach(), told
 
 
-def cut_for(block: nn.Module, plan: BlockPlan, ranks: int, rank: int) -> nn.Module:
-    """A copy of a block as one rank has it, its linears and parameters cut by a plan.
-
-    Raises:
-        ValueError: The sizes do not divide.
-    """
+def _cut_for(block: nn.Module, plan: BlockPlan, ranks: int, rank: int) -> nn.Module:
+    """A copy of a block as one rank has it, its linears and parameters cut by a plan."""
     made = copy.deepcopy(block)
     for path, module in list(made.named_modules()):
         for own, parameter in list(module.named_parameters(recurse=False)):
@@ -387,7 +378,7 @@ def _experts(run: _Run, path: str, module: nn.Module) -> _Region | None:
     for styles in product(*(_STACKED,) * len(stacks), *(_BESIDE,) * len(others)):
         plan = BlockPlan(dict(zip([*stacks, *others], styles, strict=True)))
         with suppress(Exception), torch.no_grad():  # whatever the family's code does with these sizes
-            parts = [cut_for(module, plan, 2, rank)(*given, **named) for rank in range(2)]
+            parts = [_cut_for(module, plan, 2, rank)(*given, **named) for rank in range(2)]
             if _near(torch.stack(parts).sum(0), wanted):
                 named_so = {f"{path}.{name}": style for name, style in plan.styles.items()}
                 return path, BlockPlan({**named_so, path: "moe_tp_experts"})

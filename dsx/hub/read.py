@@ -16,7 +16,7 @@ from dsx.config.wording import suggest
 from dsx.errors import ModelError
 from dsx.hub.balance import balance_of
 from dsx.hub.cut_regions import completed
-from dsx.hub.derived_plan import DerivedPlan, derived_plan
+from dsx.hub.derived_plan import DerivedPlan, counts_heads, derived_plan
 from dsx.hub.disk_names import DiskForm, FolderNames, disk_forms, is_turned
 from dsx.hub.experts import experts_in
 from dsx.hub.model_structure import ModelStructure, settings_of, structure_of
@@ -392,15 +392,17 @@ class _Reader:
 
     def _counted_heads(self) -> int:
         """What all numbers of heads that a derived plan divides have in common; 0 if it divides none."""
-        places = (path.rpartition(".") for path in self.derived.head_counts)
-        found = [
-            vars(module).get(name, 0)
-            for owner, _, name in places
-            for block in self.structure.list_of_blocks
-            for path, module in block.named_modules()
-            if generic(path) == owner
-        ]
-        return math.gcd(*found)
+        return math.gcd(
+            *(
+                vars(module).get(name, 0)
+                for owner, _, name in (
+                    each.rpartition(".") for each in self.derived.counts if counts_heads(each)
+                )
+                for block in self.structure.list_of_blocks
+                for path, module in block.named_modules()
+                if generic(path) == owner
+            )
+        )
 
     def whole(self) -> Iterator[tuple[str, float]]:
         """Matrices of blocks that the plan leaves whole, with their share of all blocks' elements."""
