@@ -6,10 +6,8 @@ simulated rank runs the whole block with its slices; where its part ends, it han
 there. The first candidate counts whose parts sum up to what one process computes there, and which gives no
 gradient to anything that the ranks would not sum. As values are random, what is equal there is equal
 anywhere, and so are gradients. Linears that belong to no such region are cut by outputs, which every rank
-then gets: a rank holds and multiplies by its part of the matrix, and what stands between linears it computes
-whole.
-
-No family is known by name. The proof at start compares real ranks of the run's own layout beside this.
+then gets, and what stands between them is computed whole. No family is known by name. The proof at start
+compares real ranks of the run's own layout beside this.
 """
 
 from __future__ import annotations
@@ -29,6 +27,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from dsx.hub.context_probe import FAR, block_calls
 from dsx.hub.cut_regions import RANKS
@@ -67,10 +66,9 @@ class DerivedPlan:
 
 @lru_cache(maxsize=8)
 def derived_plan(config: str) -> DerivedPlan:
-    """The plan of a model; an empty one where no small one of it runs, or nothing can be cut.
+    """The plan of a model, by the JSON of its config.json.
 
-    Args:
-        config: JSON of the config.json of a causal language model.
+    It is empty where no small model of it runs, or nothing can be cut.
     """
     try:
         with torch_forms(), torch.random.fork_rng(devices=[]):
@@ -142,9 +140,10 @@ def _tried(config: str) -> DerivedPlan:
             made.__class__ = nn.Linear  # a family's own that does the same, which blocks have plain
     kinds, found = kinds_of(structure), dict[Any, tuple[_Run, list[_Region]]]()
     for number, (block, call) in enumerate(block_calls(model, structure.blocks, 1)):
-        if kinds[number] not in found:
+        kind = kinds[number], frozenset(name for name, _ in block.named_parameters())
+        if kind not in found:
             run = _Run.of(block, call, structure.read[number])
-            found[kinds[number]] = run, list(_regions(run, structure.width))
+            found[kind] = run, list(_regions(run, structure.width))
     return _agreed(found.values())
 
 
@@ -165,7 +164,13 @@ def _agreed(found: Collection[tuple[_Run, list[_Region]]]) -> DerivedPlan:
         by_head |= {generic(name): names for plan in plans for name, names in plan.by_head.items()}
         uses = (use for run, _ in found for name in every[0] for use in run.uses.get(name, ()))
         flat |= not path and any(given[0].ndim != _SEQUENCES for given, *_ in uses)
+    # Gradients of what a child hands on, and the block uses on its part of the tokens, nobody sums.
+    held = [
+        leaf for run, _ in found for uses in run.uses.values() for use in uses for leaf in tree_leaves(use[2])
+    ]
     told = "its own linears work on a flat list of tokens" if flat else None
+    if any(isinstance(leaf, nn.Parameter) for leaf in held):
+        told = "its blocks use parameters that modules in them hand on"
     return DerivedPlan(styles, tuple(counts), by_head, told)
 
 
@@ -174,8 +179,7 @@ def _regions(run: _Run, width: int) -> Iterator[_Region]:
     for path, child in [*children(run.block), ("", run.block)]:
         if isinstance(child, nn.Linear) or (path and path not in run.uses):
             continue
-        found = [*_inside(run, path, child)]
-        yield from found
+        yield from (found := [*_inside(run, path, child)])
         for name, inner in child.named_modules(prefix=path) if path else ():
             if (experts := _experts(run, name, inner)) is not None:
                 yield experts
@@ -380,6 +384,6 @@ def _experts(run: _Run, path: str, module: nn.Module) -> _Region | None:
         with suppress(Exception), torch.no_grad():  # whatever the family's code does with these sizes
             parts = [_cut_for(module, plan, 2, rank)(*given, **named) for rank in range(2)]
             if _near(torch.stack(parts).sum(0), wanted):
-                named_so = {f"{path}.{name}": style for name, style in plan.styles.items()}
-                return path, BlockPlan({**named_so, path: "moe_tp_experts"})
+                found = {f"{path}.{name}": style for name, style in plan.styles.items()}
+                return path, BlockPlan({**found, path: "moe_tp_experts"})
     return None
