@@ -20,7 +20,7 @@ from dsx.hub.derived_plan import DerivedPlan, counts_heads, derived_plan
 from dsx.hub.disk_names import DiskForm, FolderNames, disk_forms, is_turned
 from dsx.hub.experts import experts_in
 from dsx.hub.model_structure import ModelStructure, settings_of, structure_of
-from dsx.hub.tensor_plan import COLUMN, ROW, BlockPlan, check_plan, generic, heads_of
+from dsx.hub.tensor_plan import COLUMN, LOCAL_COLUMN, ROW, BlockPlan, check_plan, generic, heads_of
 from dsx.hub.values import float32_beside, laws_of
 from dsx.models.config_values import at
 from dsx.models.family import TIE
@@ -392,17 +392,15 @@ class _Reader:
 
     def _counted_heads(self) -> int:
         """What all numbers of heads that a derived plan divides have in common; 0 if it divides none."""
-        return math.gcd(
-            *(
-                vars(module).get(name, 0)
-                for owner, _, name in (
-                    each.rpartition(".") for each in self.derived.counts if counts_heads(each)
-                )
-                for block in self.structure.list_of_blocks
-                for path, module in block.named_modules()
-                if generic(path) == owner
-            )
-        )
+        counts = [each.rpartition(".") for each in self.derived.counts if counts_heads(each)]
+        found = [
+            vars(block.get_submodule(path.rpartition(".")[0])).get(name, 0)
+            for block, plan in zip(self.structure.list_of_blocks, self.plans, strict=True)
+            for path in (path for path, style in plan.styles.items() if style in LOCAL_COLUMN)
+            for owner, _, name in counts
+            if generic(path).rpartition(".")[0] == owner
+        ]
+        return math.gcd(*found)
 
     def whole(self) -> Iterator[tuple[str, float]]:
         """Matrices of blocks that the plan leaves whole, with their share of all blocks' elements."""

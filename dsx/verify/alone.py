@@ -242,7 +242,9 @@ def _sliced(block: nn.Module, mixing: Mapping[str, nn.Module], call: BlockCall) 
     seen: dict[str, list[tuple[Tensor, Any]]] = {name: [] for name in mixing}
     hooks = [
         child.register_forward_hook(
-            lambda _, given, named, gave, name=name: seen[name].append((_first(given, named), gave)),
+            lambda _, given, named, gave, name=name: seen[name].append(
+                (_first(given, named), sequence_cut(gave, torch.clone))
+            ),
             with_kwargs=True,
         )
         for name, child in mixing.items()
@@ -281,4 +283,4 @@ def _fed(
     mine = _first(given, named)
     if mine.shape != x[:, part].shape or _far(mine, x[:, part]) is not None:
         wrong.append(name)
-    return sequence_cut(gave, lambda whole: whole[:, part])
+    return sequence_cut(gave, lambda whole: whole[:, part].clone())  # a block may add to it in place

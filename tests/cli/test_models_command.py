@@ -67,6 +67,8 @@ def test_what_sees_whole_sequences_is_told_with_its_share(dsx, tmp_path: Path) -
     told = f"self_attention: whole sequences on every rank, {attention / (attention + norms + mlp):.1%}"
     assert (code, told in out) == (0, True), out
     assert re.search(r"^selective +refused: no block of it attends", out, re.MULTILINE)
+    kept = json.loads(re.search(r"as dsx.parallel.tensor_plan:\n *({.*?})", out, re.DOTALL)[1])  # to be kept
+    assert kept["transformer.h.*.self_attention.query_key_value"] == "colwise"
 
 
 def test_what_is_refused_is_bad_and_named(dsx, tmp_path: Path) -> None:

@@ -23,7 +23,9 @@ PAGE = Path(__file__).parents[2] / "docs/guides/models.md"
 SAMPLE = {
     "deepseek_v3": ("dp", "zb"),  # latent attention, sigmoid routing with a bias that is no parameter
     "gemma3_text": ("pp", "zb"),  # scaled and tied embeddings, windows in some layers
+    "bloom": ("tp-pp",),  # no plan of transformers': ALiBi by head, queries, keys and values head by head
     "gpt2": ("tp", "zb"),  # linears called Conv1D, queries, keys and values in one, a table of positions
+    "gpt_oss": ("tp-pp", "zb"),  # the same: sinks, and experts with a bias behind their sum
     "granite": ("tp-pp",),  # multipliers of embeddings, residuals, scores and logits
     "mixtral": ("tp", "dp"),  # experts fused in memory, apart in files
     "olmo2": ("tp-pp",),  # norms over all heads together

@@ -544,6 +544,12 @@ SLIDING = {
     "swa_v_head_dim": 16,
 }
 SLIDING |= {"hybrid_layer_pattern": [0, 1], "sliding_window": 8, "moe_layer_freq": [0, 1]}
+SINKS: dict[str, Any] = {
+    "model_type": "gpt_oss",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "head_dim": 16,
+}
 OPTIONS: dict[str, tuple[int, dict[str, Any]]] = {  # what families' tensor plans do not name -> ranks, config
     "a list of norms by head": (2, {"model_type": "stablelm", "qk_layernorm": True}),
     "a list of norms, 4 ranks": (4, {"model_type": "stablelm", "qk_layernorm": True}),
@@ -572,6 +578,13 @@ OPTIONS: dict[str, tuple[int, dict[str, Any]]] = {  # what families' tensor plan
         {"model_type": "apertus", "rope_parameters": {"rope_type": "default"}},
     ),
     "norms of the full width": (2, {"model_type": "olmo2"}),
+    "sinks, one shared head": (2, {**SINKS, "num_key_value_heads": 1}),
+    "sinks, more ranks than heads for keys": (4, {**SINKS, "num_key_value_heads": 2}),
+    "keys and values shared in one matrix": (
+        2,
+        {"model_type": "falcon", "new_decoder_architecture": True, "num_kv_heads": 2, "alibi": True},
+    ),
+    "biases, and all heads alike": (2, {"model_type": "gpt_bigcode", "multi_query": False}),
 }
 
 

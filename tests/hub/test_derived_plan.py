@@ -1,0 +1,118 @@
+"""Tensor plans of families of which transformers has none: what is found, and what becomes of it.
+
+That ranks train right by them, tests/verify/test_proof.py and test_families.py hold to transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from all_families.tiny import tiny_config
+from torch import Tensor, nn
+
+from dsx.hub.derived_plan import derived_plan
+from dsx.hub.read import derived_patterns, hub_model
+from dsx.hub.tensor_plan import BlockPlan
+
+Json = dict[str, Any]
+
+
+def config_of(family: str, **options: Any) -> Json:
+    content: Json = json.loads(json.dumps(tiny_config(family, options).to_dict()))
+    return {**content, "model_type": family}
+
+
+def found_for(family: str, **options: Any) -> Any:
+    return derived_plan(json.dumps(config_of(family, **options), sort_keys=True))
+
+
+def test_sinks_and_stacked_experts_are_cut_and_a_bias_behind_the_sum_is_shared() -> None:
+    found = found_for("gpt_oss")
+    assert found.styles == {
+        **dict.fromkeys((f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "sinks")), "colwise"),
+        "self_attn.o_proj": "rowwise",
+        "mlp.experts": "moe_tp_experts",
+        "mlp.experts.gate_up_proj": "rowwise",  # stored with inputs before outputs
+        "mlp.experts.gate_up_proj_bias": "rowwise",
+        "mlp.experts.down_proj": "colwise",
+        "mlp.experts.down_proj_bias": "summand",
+    }
+    assert found.no_sequence is None
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "counts", "by_head"),
+    [
+        ("bloom", {}, ("num_heads",), {"self_attention": ("alibi",)}),
+        ("mpt", {}, ("n_heads",), {"attn": ("position_bias",)}),
+        ("persimmon", {}, ("num_heads",), {}),
+    ],
+)
+def test_what_counts_heads_and_what_is_given_by_head_is_found(
+    family: str, options: Json, counts: tuple[str, ...], by_head: Json
+) -> None:
+    found = found_for(family, **options)
+    assert (tuple(path.rpartition(".")[2] for path in found.counts), found.by_head) == (counts, by_head)
+    model = hub_model(config_of(family, **options))
+    assert model.heads == (4, 4)
+    assert "cannot be shared" in str(model.uncut(8))  # widths divide by it, heads do not
+
+
+def test_norms_of_heads_are_summed_and_linears_without_a_region_give_all_outputs() -> None:
+    styles = found_for("persimmon").styles
+    summed = {path for path, style in styles.items() if style == "replicated_with_grad_allreduce"}
+    assert summed == {"self_attn.q_layernorm", "self_attn.k_layernorm"}
+    assert found_for("mamba2").styles == {"mixer.in_proj": "colwise_gather_output"}  # kernels read out_proj
+
+
+def test_flat_lists_of_tokens_and_parameters_that_are_handed_on_refuse_sequence_parallelism() -> None:
+    assert "a flat list of tokens" in found_for("opt").no_sequence
+    assert "parameters that modules in them hand on" in found_for("gpt_neox_japanese").no_sequence
+    assert "hand on" in str(hub_model(config_of("gpt_neox_japanese")).no_sequence)
+
+
+def test_a_plan_that_is_kept_is_the_same_and_entries_of_it_can_be_taken_back() -> None:
+    config = config_of("gptj")
+    model = hub_model(config)
+    kept = hub_model(config, derived_patterns(model))
+    assert kept.params == model.params
+    assert {spec.name.partition(".block.")[2] for spec in model.params if spec.split is not None} >= {
+        "attn.q_proj.weight",
+        "mlp.fc_in.bias",
+        "mlp.fc_out.weight",
+    }
+    names = [name for name in derived_patterns(model) if ".attn." in name]
+    changed = hub_model(config, dict.fromkeys(names))
+    cut = {spec.name.partition(".block.")[2] for spec in changed.params if spec.split is not None}
+    assert {name for name in cut if name} == {"mlp.fc_in.weight", "mlp.fc_in.bias", "mlp.fc_out.weight"}
+    assert changed.heads is None
+
+
+def test_arguments_by_head_are_cut_with_samples_before_them_or_without() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            vars(self)["heads of all ranks"] = 4
+
+        def forward(self, *, a: Tensor, b: Tensor, c: Tensor, d: None) -> Any:
+            return a, b, c, d
+
+    block = nn.ModuleDict({"attn": Attention()})
+    plan = BlockPlan({}, by_head={"attn": ("a", "b", "d")})
+    plan.give_own_heads(block, ranks=2, rank=1)
+    a, b = torch.randn(3, 4, 1, 5), torch.randn(12, 1, 5)
+    own_a, own_b, c, d = block["attn"](a=a, b=b, c=a, d=None)
+    assert torch.equal(own_a, a[:, 2:])
+    assert torch.equal(own_b, b.view(3, 4, 1, 5)[:, 2:].reshape(6, 1, 5))
+    assert (c is a, d) == (True, None)
+
+
+def test_what_no_small_model_shows_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    derived_plan.cache_clear()
+    monkeypatch.setattr("dsx.hub.derived_plan.random_model", lambda _: 1 / 0)
+    told = hub_model(config_of("biogpt", hidden_dropout_prob=0.125)).uncut(2)
+    assert "no tensor plan for biogpt, and a small model of it shows none" in str(told)
+    derived_plan.cache_clear()
