@@ -595,7 +595,8 @@ def too_long(one: Encoded, data: DataConfig) -> DataError | None:
     if data.too_long != "refuse" or not data.keeps_whole or len(one.ids) <= longest:
         return None
     what = f"it has {len(one.ids):,} tokens, and dsx.data.too_long refuses more than {longest:,}"
-    fix = 'raise dsx.data.sequence_length, shorten it, or set too_long to "truncate" or "drop"'
+    other = '"drop"' if data.pictures else '"truncate" or "drop"'
+    fix = f"raise dsx.data.sequence_length, shorten it, or set too_long to {other}"
     return DataError(one.where, what, fix)
 
 

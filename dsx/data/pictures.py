@@ -32,7 +32,7 @@ from dsx.terminal import shortened
 
 Span = tuple[int, int]
 _KEYS = ("path", "image", "url")
-_NOT_TOLD = ("input_ids", "attention_mask", "text_replacement_offsets")
+_NOT_TOLD = ("input_ids", "attention_mask")
 
 
 class Seen(NamedTuple):
@@ -138,14 +138,14 @@ class Processor:
                 made = self._made(
                     text=[chat.text],
                     images=images or None,
-                    return_tensors="pt",
                     add_special_tokens=False,
                     return_text_replacement_offsets=True,
                 )
+                places = (made.pop("text_replacement_offsets", None) or [[]])[0]
+                made.convert_to_tensors("pt")  # not at once, or InternVL's would make one of the offsets
         except Exception as error:
             raise ValueError(f"the processor refuses the chat ({first_line(error)})") from error
         ids = made["input_ids"][0].numpy().astype(np.int64)
-        places = (made.get("text_replacement_offsets") or [[]])[0]
         if len(places) != len(images):
             raise ValueError(
                 f"the processor puts {len(places)} pictures into it, and it has {len(images)}: "

@@ -1,0 +1,194 @@
+"""Chats with pictures: ids, what is trained on and pixels are those of the family's own processor."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import picture_chats
+import pytest
+import torch
+from PIL import Image
+
+from dsx.config.schema import DataConfig
+from dsx.data.batches import Batches
+from dsx.data.corpus import Corpus, prepare
+from dsx.data.text import Text
+from dsx.errors import DataError
+
+SEQUENCE = 96
+
+
+def settings(folder: Path, **changes: Any) -> DataConfig:
+    given = {
+        "source": str(folder / "chats.jsonl"),
+        "format": "chat",
+        "pictures": True,
+        "tokenizer": str(folder / "model"),
+        "sequence_length": SEQUENCE,
+        "too_long": "refuse",
+        "held_out": 0.0,
+    }
+    return DataConfig(**given | changes)
+
+
+def opened(folder: Path, **changes: Any) -> Corpus:
+    data = settings(folder, **changes)
+    return Corpus.open(prepare(data, folder / "cache"), sequence_length=data.sequence_length)
+
+
+@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.parametrize("family", ["gemma3", "mistral3"])
+def test_a_chat_is_what_the_processor_makes_of_it(family: str, marked: bool, tmp_path: Path) -> None:
+    made = picture_chats.save_processor(tmp_path / "model", family)
+    chats = picture_chats.chats(tmp_path)
+    if not marked:
+        picture_chats.save_processor(tmp_path / "model", family, marked=False)
+    rows = opened(tmp_path).train
+    assert len(rows) == len(chats)
+    for number, chat in enumerate(chats):
+        wanted = made.apply_chat_template(
+            picture_chats.absolute(chat, tmp_path),
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            return_assistant_tokens_mask=True,
+            processor_kwargs={"add_special_tokens": False, "return_offsets_mapping": True},
+        )
+        inputs, labels, seen = rows.window(number)
+        ids, mask = wanted["input_ids"][0], torch.as_tensor(wanted["assistant_masks"])[0].bool()
+        room = SEQUENCE - len(ids)
+        assert torch.equal(inputs[: len(ids)], ids)
+        assert torch.equal(labels[: len(ids) - 1], ids.where(mask, -100)[1:])
+        assert bool((labels[len(ids) - 1 :] == -100).all())
+        assert bool((labels != -100).any())
+        for key, value in seen.tokens.items():
+            assert torch.equal(value, torch.nn.functional.pad(wanted[key][0], (0, room)))
+        assert seen.pictures.keys() == {"pixel_values", "image_sizes"} & wanted.keys()
+        for key, value in seen.pictures.items():
+            assert torch.equal(value, wanted[key])
+
+
+def test_nothing_of_a_picture_is_trained_on(tmp_path: Path) -> None:
+    picture_chats.save_processor(tmp_path / "model", "mistral3")
+    picture_chats.chats(tmp_path)
+    rows = opened(tmp_path, train_on="all").train
+    for number in range(len(rows)):
+        inputs, labels, _ = rows.window(number)
+        shown = (inputs == picture_chats.IMAGE) | (inputs == picture_chats.BREAK)
+        assert bool((labels[:-1][shown[1:]] == -100).all())
+        length = int((inputs != 2).sum())  # padding is the end token
+        assert int((labels != -100).sum()) > length - 24
+
+
+def test_a_micro_batch_has_the_pictures_of_its_rows(tmp_path: Path) -> None:
+    """As the processor makes one of several chats, but for what is padded."""
+    made = picture_chats.save_processor(tmp_path / "model", "mistral3")
+    picture_chats.chats(tmp_path)
+    data = settings(tmp_path)
+    text = Text([prepare(data, tmp_path / "cache")] and data, [opened(tmp_path)])
+    batches = Batches(text.samples(), micro_batch_size=3, accumulation=1, dp=1, dp_rank=0)
+    again = Batches(text.samples(), micro_batch_size=3, accumulation=1, dp=1, dp_rank=0, cursor=3)
+    next(batches)
+    (ids, given), labels = next(batches)
+    (other, _), _ = next(again)
+    assert torch.equal(ids, other)
+    assert ids.shape == labels.shape == (3, SEQUENCE)
+    assert len(given["pixel_values"]) == len(given["image_sizes"])
+    room = made.spatial_merge_size * made.patch_size
+    tokens = sum(int(height // room) * int(width // room) for height, width in given["image_sizes"])
+    assert int((ids == picture_chats.IMAGE).sum()) == tokens
+
+
+def chat_with(part: Any) -> str:
+    turns = [{"role": "user", "content": [part]}, {"role": "assistant", "content": "yes"}]
+    return json.dumps({"messages": turns}) + "\n"
+
+
+BAD = {
+    "a path that is not there": (
+        {"type": "image", "path": "gone.png"},
+        r"line 1.*turn 1: there is no such .*gone.png",
+    ),
+    "an address": ({"type": "image", "url": "https://x.org/a.png"}, "no such file on this machine.*x.org"),
+    "no path": ({"type": "image"}, r"has no path: \{\"type\": \"image\", \"path\""),
+    "a video": (
+        {"type": "video", "path": "a.mp4"},
+        "a part of type video; dsx trains on text and image alone",
+    ),
+    "no picture": ({"type": "image", "path": "chats.jsonl"}, "chats.jsonl cannot be read"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_be_read_is_named(case: str, tmp_path: Path) -> None:
+    part, told = BAD[case]
+    picture_chats.save_processor(tmp_path / "model", "gemma3")
+    (tmp_path / "chats.jsonl").write_text(chat_with(part))
+    with pytest.raises(DataError, match=told):
+        opened(tmp_path)
+
+
+def test_pictures_of_the_assistant_and_those_that_are_not_read_are_refused(tmp_path: Path) -> None:
+    picture_chats.save_processor(tmp_path / "model", "gemma3")
+    picture_chats.chats(tmp_path)
+    with pytest.raises(DataError, match=r"type image; dsx\.data\.pictures, which reads it, is false"):
+        opened(tmp_path, pictures=False, too_long="truncate")
+    turn = {"role": "assistant", "content": [{"type": "image", "path": "pictures/0.png"}]}
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "a"}, turn]}))
+    with pytest.raises(DataError, match="turn 2 has a part of type image; dsx trains on text alone"):
+        opened(tmp_path)
+
+
+def test_a_picture_that_changes_is_named(tmp_path: Path) -> None:
+    picture_chats.save_processor(tmp_path / "model", "gemma3")
+    picture_chats.chats(tmp_path)
+    rows = opened(tmp_path).train
+    Image.new("RGB", (9, 9)).save(tmp_path / "pictures/1.png")
+    rows.window(0)
+    with pytest.raises(DataError, match=r"chat 2: the picture .*1.png is another one than when the chat was"):
+        rows.window(1)
+    (tmp_path / "pictures/1.png").unlink()
+    with pytest.raises(DataError, match=r"chat 2: the picture .*1.png cannot be read"):
+        rows.window(1)
+
+
+def test_a_folder_without_a_processor_is_refused(tmp_path: Path) -> None:
+    picture_chats.save_processor(tmp_path / "model", "gemma3").tokenizer.save_pretrained(tmp_path / "text")
+    picture_chats.chats(tmp_path)
+    with pytest.raises(
+        DataError, match=r"pictures: the processor in .*text.*cannot be loaded.*dsx\[pictures\]"
+    ):
+        opened(tmp_path, tokenizer=str(tmp_path / "text"))
+
+
+def test_long_chats_are_left_out_or_refused(tmp_path: Path) -> None:
+    picture_chats.save_processor(tmp_path / "model", "gemma3")
+    picture_chats.chats(tmp_path)
+    short = opened(tmp_path, too_long="drop", sequence_length=48)
+    assert 0 < len(short.train) < 12
+    fill = short.fill()
+    assert fill is not None
+    assert (fill.packs, fill.dropped) == (len(short.train), 12 - len(short.train))
+    with pytest.raises(DataError, match="refuses more than 48"):
+        opened(tmp_path, sequence_length=48)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"too_long": "truncate"},
+        {"documents": "apart"},
+        {"streaming": True},
+        {"train_on": "each"},
+        {"format": "text"},
+    ],
+    ids=str,
+)
+def test_settings_that_pictures_do_not_have_are_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+    (key,) = changes
+    named = "pictures stand in chats" if key == "format" else f"pictures are not read with {key}"
+    with pytest.raises(ValueError, match=re.escape(named)):
+        settings(tmp_path, **changes)
