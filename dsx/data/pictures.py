@@ -14,7 +14,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,6 +112,15 @@ class Processor:
             fix = "name a composite model's folder; what it asks for comes with pip install dsx[pictures]"
             raise DataError(self._where, f"cannot be loaded ({first_line(error)})", fix) from error
         self.chat_template: str | None = getattr(self._made, "chat_template", None)
+        self._places: list[Any] = []
+        # Asked for, they would come with the tensors, and InternVL's processor would make one of them.
+        expand = getattr(self._made, "get_text_with_replacements", None)
+        self._made.get_text_with_replacements = partial(self._noting, expand)
+
+    def _noting(self, expand: Any, *given: Any, **named: Any) -> Any:
+        text, places = expand(*given, **named)
+        self._places = places[0] if places else []
+        return text, places
 
     def identity(self) -> str:
         """A hash of its settings."""
@@ -138,13 +147,12 @@ class Processor:
                 made = self._made(
                     text=[chat.text],
                     images=images or None,
+                    return_tensors="pt",
                     add_special_tokens=False,
-                    return_text_replacement_offsets=True,
                 )
-                places = (made.pop("text_replacement_offsets", None) or [[]])[0]
-                made.convert_to_tensors("pt")  # not at once, or InternVL's would make one of the offsets
         except Exception as error:
             raise ValueError(f"the processor refuses the chat ({first_line(error)})") from error
+        places, self._places = self._places, []
         ids = made["input_ids"][0].numpy().astype(np.int64)
         if len(places) != len(images):
             raise ValueError(

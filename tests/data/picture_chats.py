@@ -1,4 +1,4 @@
-"""Chats with pictures, and processors of Gemma 3 and Mistral 3 for them, made offline."""
+"""Chats with pictures, and a processor for them, made offline."""
 
 from __future__ import annotations
 
@@ -9,17 +9,13 @@ from typing import Any
 import numpy as np
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    Gemma3ImageProcessorPil,
-    Gemma3Processor,
-    PixtralImageProcessorPil,
-    PixtralProcessor,
-    PreTrainedTokenizerFast,
-)
+from transformers import Gemma3ImageProcessorPil, Gemma3Processor, PreTrainedTokenizerFast
 
-SPECIAL = ["<pad>", "<s>", "</s>", "<turn>", "<end>", "<image>", "<begin>", "<break>", "<done>"]
-IMAGE, BEGIN, BREAK, DONE = (SPECIAL.index(word) for word in SPECIAL[5:])
-_PARTS = "{% for c in m.content %}{% if c.type == 'image' %}MARK{% else %}{{ c.text }}{% endif %}{% endfor %}"
+SPECIAL = ["<pad>", "<s>", "</s>", "<turn>", "<end>", "<image>", "<begin>", "<done>"]
+IMAGE, BEGIN, DONE = (SPECIAL.index(word) for word in SPECIAL[5:])
+_PARTS = (
+    "{% for c in m.content %}{% if c.type == 'image' %}<begin>{% else %}{{ c.text }}{% endif %}{% endfor %}"
+)
 _SAID = "{% if m.content is string %}{{ m.content }}{% else %}" + _PARTS + "{% endif %}<end>"
 TEMPLATE = (
     "{% for m in messages %}<turn>{{ m.role }}\n{% if m.role == 'assistant' %}"
@@ -28,11 +24,8 @@ TEMPLATE = (
 )
 
 
-def save_processor(folder: Path, family: str, *, marked: bool = True) -> Any:
-    """A processor of pictures of 64 x 64 pixels, four tokens each in Gemma 3, and up to that in Mistral 3.
-
-    ``marked`` says whether its template marks what the assistant says.
-    """
+def save_processor(folder: Path, *, marked: bool = True) -> Any:
+    """Gemma 3's for pictures of 64 x 64 pixels, four tokens each; ``marked``: its template has marks."""
     words = Tokenizer(models.BPE())
     words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     words.decoder = decoders.ByteLevel()
@@ -49,25 +42,10 @@ def save_processor(folder: Path, family: str, *, marked: bool = True) -> Any:
         pad_token="<pad>",
         extra_special_tokens=named,
     )
-    template = (
-        TEMPLATE if marked else TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-    )
-    template = template.replace("MARK", "<begin>" if family == "gemma3" else "<image>")
-    made: Any
-    if family == "gemma3":
-        images = Gemma3ImageProcessorPil(size={"height": 64, "width": 64})
-        made = Gemma3Processor(images, tokenizer, image_seq_length=4, chat_template=template)
-    else:
-        made = PixtralProcessor(
-            PixtralImageProcessorPil(size={"longest_edge": 64}, patch_size=32),
-            tokenizer,
-            patch_size=16,
-            spatial_merge_size=2,
-            chat_template=template,
-            image_token="<image>",
-            image_break_token="<break>",
-            image_end_token="<done>",
-        )
+    marks = ("{% generation %}", "{% endgeneration %}")
+    template = TEMPLATE if marked else TEMPLATE.replace(marks[0], "").replace(marks[1], "")
+    images = Gemma3ImageProcessorPil(size={"height": 64, "width": 64})
+    made = Gemma3Processor(images, tokenizer, image_seq_length=4, chat_template=template)
     made.save_pretrained(folder)
     return made
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,8 @@ import torch
 from PIL import Image
 
 from dsx.config.schema import DataConfig
-from dsx.data.batches import Batches
 from dsx.data.corpus import Corpus, prepare
-from dsx.data.text import Text
+from dsx.data.pictures import Seen, together
 from dsx.errors import DataError
 
 SEQUENCE = 96
@@ -40,12 +40,11 @@ def opened(folder: Path, **changes: Any) -> Corpus:
 
 
 @pytest.mark.parametrize("marked", [True, False])
-@pytest.mark.parametrize("family", ["gemma3", "mistral3"])
-def test_a_chat_is_what_the_processor_makes_of_it(family: str, marked: bool, tmp_path: Path) -> None:
-    made = picture_chats.save_processor(tmp_path / "model", family)
+def test_a_chat_is_what_the_processor_makes_of_it(marked: bool, tmp_path: Path) -> None:
+    made = picture_chats.save_processor(tmp_path / "model")
     chats = picture_chats.chats(tmp_path)
     if not marked:
-        picture_chats.save_processor(tmp_path / "model", family, marked=False)
+        picture_chats.save_processor(tmp_path / "model", marked=False)
     rows = opened(tmp_path).train
     assert len(rows) == len(chats)
     for number, chat in enumerate(chats):
@@ -66,40 +65,37 @@ def test_a_chat_is_what_the_processor_makes_of_it(family: str, marked: bool, tmp
         assert bool((labels != -100).any())
         for key, value in seen.tokens.items():
             assert torch.equal(value, torch.nn.functional.pad(wanted[key][0], (0, room)))
-        assert seen.pictures.keys() == {"pixel_values", "image_sizes"} & wanted.keys()
+        assert seen.pictures.keys() == {"pixel_values"} & wanted.keys()
         for key, value in seen.pictures.items():
             assert torch.equal(value, wanted[key])
 
 
 def test_nothing_of_a_picture_is_trained_on(tmp_path: Path) -> None:
-    picture_chats.save_processor(tmp_path / "model", "mistral3")
+    """Where all else is: ten tokens each, with those around it."""
+    picture_chats.save_processor(tmp_path / "model")
     picture_chats.chats(tmp_path)
     rows = opened(tmp_path, train_on="all").train
     for number in range(len(rows)):
         inputs, labels, _ = rows.window(number)
-        shown = (inputs == picture_chats.IMAGE) | (inputs == picture_chats.BREAK)
+        length = len(rows.packs.document(number)[0])
+        shown = (inputs >= picture_chats.IMAGE) & (inputs <= picture_chats.DONE)
         assert bool((labels[:-1][shown[1:]] == -100).all())
-        length = int((inputs != 2).sum())  # padding is the end token
-        assert int((labels != -100).sum()) > length - 24
+        assert int((labels != -100).sum()) >= length - 1 - 10 * int((inputs == picture_chats.BEGIN).sum())
 
 
-def test_a_micro_batch_has_the_pictures_of_its_rows(tmp_path: Path) -> None:
-    """As the processor makes one of several chats, but for what is padded."""
-    made = picture_chats.save_processor(tmp_path / "model", "mistral3")
-    picture_chats.chats(tmp_path)
-    data = settings(tmp_path)
-    text = Text([prepare(data, tmp_path / "cache")] and data, [opened(tmp_path)])
-    batches = Batches(text.samples(), micro_batch_size=3, accumulation=1, dp=1, dp_rank=0)
-    again = Batches(text.samples(), micro_batch_size=3, accumulation=1, dp=1, dp_rank=0, cursor=3)
-    next(batches)
-    (ids, given), labels = next(batches)
-    (other, _), _ = next(again)
-    assert torch.equal(ids, other)
-    assert ids.shape == labels.shape == (3, SEQUENCE)
-    assert len(given["pixel_values"]) == len(given["image_sizes"])
-    room = made.spatial_merge_size * made.patch_size
-    tokens = sum(int(height // room) * int(width // room) for height, width in given["image_sizes"])
-    assert int((ids == picture_chats.IMAGE).sum()) == tokens
+def test_a_micro_batch_fills_up_pictures_of_several_sizes() -> None:
+    ids = torch.arange(4)
+    row = partial(Seen, {"kinds": ids})
+    small, large = torch.ones(1, 3, 2, 5), torch.ones(2, 3, 4, 3)
+    given = [row({"pixels": small}), row({}), row({"pixels": large})]
+    (inputs, seen), labels = together([(ids, -ids, each) for each in given])
+    assert torch.equal(inputs, ids.expand(3, 4))
+    assert torch.equal(labels, -inputs)
+    assert torch.equal(seen["kinds"], inputs)
+    assert seen["pixels"].shape == (3, 3, 4, 5)
+    assert torch.equal(seen["pixels"][:1, :, :2], small)
+    assert torch.equal(seen["pixels"][1:, ..., :3], large)
+    assert seen["pixels"].sum() == small.numel() + large.numel()
 
 
 def chat_with(part: Any) -> str:
@@ -125,14 +121,14 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_what_cannot_be_read_is_named(case: str, tmp_path: Path) -> None:
     part, told = BAD[case]
-    picture_chats.save_processor(tmp_path / "model", "gemma3")
+    picture_chats.save_processor(tmp_path / "model")
     (tmp_path / "chats.jsonl").write_text(chat_with(part))
     with pytest.raises(DataError, match=told):
         opened(tmp_path)
 
 
 def test_pictures_of_the_assistant_and_those_that_are_not_read_are_refused(tmp_path: Path) -> None:
-    picture_chats.save_processor(tmp_path / "model", "gemma3")
+    picture_chats.save_processor(tmp_path / "model")
     picture_chats.chats(tmp_path)
     with pytest.raises(DataError, match=r"type image; dsx\.data\.pictures, which reads it, is false"):
         opened(tmp_path, pictures=False, too_long="truncate")
@@ -143,7 +139,7 @@ def test_pictures_of_the_assistant_and_those_that_are_not_read_are_refused(tmp_p
 
 
 def test_a_picture_that_changes_is_named(tmp_path: Path) -> None:
-    picture_chats.save_processor(tmp_path / "model", "gemma3")
+    picture_chats.save_processor(tmp_path / "model")
     picture_chats.chats(tmp_path)
     rows = opened(tmp_path).train
     Image.new("RGB", (9, 9)).save(tmp_path / "pictures/1.png")
@@ -156,7 +152,7 @@ def test_a_picture_that_changes_is_named(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_processor_is_refused(tmp_path: Path) -> None:
-    picture_chats.save_processor(tmp_path / "model", "gemma3").tokenizer.save_pretrained(tmp_path / "text")
+    picture_chats.save_processor(tmp_path / "model").tokenizer.save_pretrained(tmp_path / "text")
     picture_chats.chats(tmp_path)
     with pytest.raises(
         DataError, match=r"pictures: the processor in .*text.*cannot be loaded.*dsx\[pictures\]"
@@ -165,7 +161,7 @@ def test_a_folder_without_a_processor_is_refused(tmp_path: Path) -> None:
 
 
 def test_long_chats_are_left_out_or_refused(tmp_path: Path) -> None:
-    picture_chats.save_processor(tmp_path / "model", "gemma3")
+    picture_chats.save_processor(tmp_path / "model")
     picture_chats.chats(tmp_path)
     short = opened(tmp_path, too_long="drop", sequence_length=48)
     assert 0 < len(short.train) < 12
