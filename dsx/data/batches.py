@@ -12,8 +12,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from dsx.data.order import Shares, keyed_hash, permute
-from dsx.data.packs import Packs, Sample, Windows
-from dsx.data.pictures import Seen, together
+from dsx.data.packs import Packs, Sample, Seen, Windows
 from dsx.errors import DataError
 from dsx.nn.documents import MicroBatch
 from dsx.parallel.islands import Islands
@@ -212,6 +211,8 @@ class EvaluationBatches:
 
 def _micro_batch(rows: list[Sample]) -> MicroBatch:
     if isinstance(rows[0][-1], Seen):
+        from dsx.data.pictures import together  # here: other data need nothing of it
+
         return together(rows)
     inputs, labels, *positions = map(torch.stack, zip(*rows, strict=True))
     return MicroBatch((inputs, *positions) if positions else inputs, labels)

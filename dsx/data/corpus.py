@@ -32,12 +32,12 @@ import psutil
 from dsx.config.schema import DataConfig
 from dsx.data.order import is_held_out
 from dsx.data.packs import Fill, Packs, Sequences, fill_of, require_some
-from dsx.data.pictures import Chat, PictureRows
 from dsx.errors import DataError
 from dsx.waiting import Waiting
 
 if TYPE_CHECKING:  # loaded where text is prepared
     from dsx.data.masks import Encoded, Masks
+    from dsx.data.pictures import Chat, PictureRows
     from dsx.data.tokenizers import Tokenizer
 
 VERSION = 1
@@ -184,7 +184,7 @@ class SplitWriter:
         if trained is not None:
             chunks += [trained.tobytes(), np.array([len(ids), trained[1:].sum()], "<u4").tobytes()]
         if chat is not None:
-            chunks.append(PictureRows.line_of(chat))
+            chunks.append(chat.line)
         for file, chunk in zip(self._files, chunks, strict=True):
             file.write(chunk)
             self._hash.update(chunk)
@@ -401,7 +401,11 @@ def _windows(
         what = f"documents of these sizes are not those of {split}.bin"
         raise DataError(str(file), what, f"remove the folder {folder} and run again")
     packs = Packs(tokens, trained, sizes, sequence_length, pad_id=info.end_id, drop=drop or info.pictures)
-    return PictureRows(packs, folder / f"{split}{_PICTURES}.bin", info.tokenizer) if info.pictures else packs
+    if not info.pictures:
+        return packs
+    from dsx.data.pictures import PictureRows  # here: other data need nothing of it
+
+    return PictureRows(packs, folder / f"{split}{_PICTURES}.bin", info.tokenizer)
 
 
 def prepare(data: DataConfig, cache_dir: str | Path, before: Callable[[], None] = lambda: None) -> Path:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +21,20 @@ from dsx.nn.loss import IGNORED
 Sample = tuple[Any, ...]
 """Inputs and labels, int64 [S] each, and positions where documents are kept apart: each begins at 0.
 
-Of a chat with pictures, what its processor made of it (:class:`dsx.data.pictures.Seen`) is the third.
+Of a chat with pictures, what its processor made of it (:class:`Seen`) is the third.
 """
+
+
+class Seen(NamedTuple):
+    """What a processor makes of a chat beside its ids.
+
+    Attributes:
+        tokens: Numbers for every token [S], by the names of the family's forward.
+        pictures: Pixels, sizes and grids, one behind the other along the first dim.
+    """
+
+    tokens: dict[str, torch.Tensor]
+    pictures: dict[str, torch.Tensor]
 
 
 class Windows(Protocol):

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dsx.data.packs import Fill, Packs, Sample
+from dsx.data.packs import Fill, Packs, Sample, Seen
 from dsx.data.tokenizers import TokenIds
 from dsx.errors import DataError
 from dsx.models.transformers_settings import first_line, quiet_transformers
@@ -33,18 +33,6 @@ from dsx.terminal import shortened
 Span = tuple[int, int]
 _KEYS = ("path", "image", "url")
 _NOT_TOLD = ("input_ids", "attention_mask")
-
-
-class Seen(NamedTuple):
-    """What a processor makes of a chat beside its ids.
-
-    Attributes:
-        tokens: Numbers for every token [S], by the names of the family's forward.
-        pictures: Pixels, sizes and grids, one behind the other along the first dim.
-    """
-
-    tokens: dict[str, Tensor]
-    pictures: dict[str, Tensor]
 
 
 class Chat(NamedTuple):
@@ -57,6 +45,17 @@ class Chat(NamedTuple):
 
     text: str
     files: tuple[tuple[str, str], ...]
+
+    @property
+    def line(self) -> bytes:
+        """Itself in a line of JSON."""
+        return json.dumps(self._asdict()).encode() + b"\n"
+
+    @classmethod
+    def of(cls, line: bytes) -> Chat:
+        """The inverse."""
+        raw = json.loads(line)
+        return cls(raw["text"], tuple((path, digest) for path, digest in raw["files"]))
 
 
 class Expanded(NamedTuple):
@@ -207,7 +206,7 @@ class PictureRows:
 
     Args:
         packs: Their ids, and what is trained on.
-        file: A line of JSON for each, as :meth:`line_of` writes it.
+        file: The :attr:`Chat.line` of each.
         processor: Name of the folder with the processor.
     """
 
@@ -215,11 +214,6 @@ class PictureRows:
         self.packs, self._file, self._name = packs, file, processor
         self.sequence_length = packs.sequence_length
         self._kept = packs.kept()
-
-    @staticmethod
-    def line_of(chat: Chat) -> bytes:
-        """What ``file`` has of a chat."""
-        return json.dumps(chat._asdict()).encode() + b"\n"
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -247,8 +241,7 @@ class PictureRows:
         number = self._kept[index]
         with self._file.open("rb") as file:
             file.seek(self._starts[number])
-            raw = json.loads(file.readline())
-        chat = Chat(raw["text"], tuple((path, digest) for path, digest in raw["files"]))
+            chat = Chat.of(file.readline())
         own, _ = self.packs.document(number)
         fix = "restore it, or start anew in another dsx.train.output"
         try:

@@ -16,7 +16,6 @@ from typing import Any
 
 from dsx.config.schema import DataConfig
 from dsx.data.files import LocalFiles, Tables, not_csv, not_utf8, open_source
-from dsx.data.pictures import file_of
 from dsx.errors import DataError
 from dsx.terminal import shortened
 
@@ -337,6 +336,8 @@ class _Record:
                 raise self.bad(f"{said}dsx.data.pictures, which reads it, is false")
             reads = "text alone" if self._folder is None or kind == "image" else "text and image alone"
             raise self.bad(f"{said}dsx trains on {reads}")
+        from dsx.data.pictures import file_of  # here: other chats need nothing of it
+
         try:
             path = file_of(part, folder)
         except OSError as error:

@@ -15,7 +15,8 @@ from PIL import Image
 
 from dsx.config.schema import DataConfig
 from dsx.data.corpus import Corpus, prepare
-from dsx.data.pictures import Seen, together
+from dsx.data.packs import Seen
+from dsx.data.pictures import together
 from dsx.errors import DataError
 
 SEQUENCE = 96
