@@ -13,9 +13,11 @@ from transformers import AutoModelForImageTextToText
 
 import dsx
 import ranks
+from dsx.errors import ConfigError
 from hub import tiny_pictures
 from hub.test_hub_weights import engine_of, tensors_in
 from often import often
+from parity import oracle
 from parity.oracle import ADAMW, CLIPPING
 
 STEPS = 5
@@ -33,6 +35,7 @@ def config_of(folder: Path, *, tp: int = 1, pp: int = 1, dp: int = 1, **changes:
             "format": "chat",
             "tokenizer": "bytes",
             "pictures": True,
+            "too_long": "drop",
             "sequence_length": tiny_pictures.SEQUENCE,
         },
         "train": {"steps": STEPS, "output": "unused"},
@@ -123,3 +126,20 @@ def test_pictures_train_as_in_one_process(family: str, layout: str, tmp_path: Pa
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         torch.testing.assert_close(ours[name], tensor, rtol=0, atol=1e-5, msg=name)
+
+
+def test_what_pictures_cannot_have_is_refused_by_name(tmp_path: Path) -> None:
+    tiny_pictures.model_of("gemma3").save_pretrained(tmp_path / "model")
+    for block, told in (
+        ({"parallel": {"context": 2}}, r"dsx\.parallel\.context = 2: ranks would share rows"),
+        ({"model": {"weights": "random"}}, "the tower is read from a folder with weights"),
+        ({"model": {"implementation": "dsx"}}, r"dsx has modules of|works with transformers' modules"),
+    ):
+        settings = config_of(tmp_path / "model")
+        for key, changes in block.items():
+            settings["dsx"][key] |= changes
+        with pytest.raises(ConfigError, match=told):
+            dsx.load_config(settings, world_size=2)
+    oracle.hf_model("gpt_neox").save_pretrained(tmp_path / "text")
+    with pytest.raises(ConfigError, match="is of one model, which reads text"):
+        dsx.load_config(config_of(tmp_path / "text"), world_size=1)

@@ -44,7 +44,7 @@ def loss_of(folder: Path, chats: list[list[dict[str, object]]], place: Path) -> 
 def test_a_folder_goes_in_and_a_trained_one_comes_out(tmp_path: Path) -> None:
     """At tensor 2 x pipeline 2; the run's held-out losses are transformers', before it and after it."""
     picture_chats.save_processor(tmp_path / "model")
-    model = tiny_pictures.model_of("gemma3")
+    model = tiny_pictures.model_of("gemma3", max_position_embeddings=128)
     model.config.image_token_index = picture_chats.IMAGE
     model.save_pretrained(tmp_path / "model")
     chats = picture_chats.chats(tmp_path)
