@@ -64,7 +64,7 @@ class ModelRecords:
 
     @property
     def remakes(self) -> bool:
-        """With any recomputation of dsx's own modules; transformers' are given them, and hold them so long."""
+        """With any recomputation of dsx's own modules; transformers' get them, and hold them as long."""
         return self.shape.recompute != "none" and not isinstance(self.shape.model, HubModel)
 
     def offloads(self, index: int) -> bool:
