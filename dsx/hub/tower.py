@@ -122,6 +122,8 @@ class Tower:
             if sorted(masks) != self._structure.kinds_of_masks:
                 raise self._refusal(f"its masks are called {', '.join(sorted(masks))}")
             masks = [masks[kind] for kind in self._structure.kinds_of_masks]
+            if any(each is None for each in masks) and any(each is not None for each in masks):
+                raise self._refusal("some of its masks are left out")
         else:
             masks = [masks]
         told = [each for each in (named.get("position_ids"), *masks) if each is not None]
