@@ -172,6 +172,7 @@ def parse_arguments(argv: Sequence[str] | None = None, *, description: str | Non
         action="append",
         default=[],
         metavar="KEY=VALUE",
+        type=_assignment,
         help="put a value over any key of the config, e.g. --set dsx.parallel.tensor=2; may be repeated",
     )
     parser.add_argument("--local_rank", "--local-rank", type=_number, help=argparse.SUPPRESS)
@@ -197,6 +198,12 @@ def parse_arguments(argv: Sequence[str] | None = None, *, description: str | Non
         # What records the command line of this process, as W&B and Comet do, gets no secret with it.
         sys.argv[1:] = [_without_secrets(word) for word in sys.argv[1:]]
     return Arguments(config=Path(configs[0]), overrides=tuple(found.overrides))
+
+
+def _assignment(text: str) -> str:
+    if "=" not in text:
+        raise ConfigError(f"--set {text}", "not KEY=VALUE", "write --set dsx.parallel.tensor=4")
+    return text
 
 
 def _without_secrets(word: str) -> str:
