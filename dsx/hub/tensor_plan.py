@@ -416,7 +416,7 @@ def _copied(_module: nn.Module, given: Any, named: Any, *, tp: TensorParallel) -
         floating = isinstance(value, Tensor) and value.is_floating_point()
         return collectives.copy_to(value, tp) if floating else value
 
-    return tuple(map(each, given)), {name: each(value) for name, value in named.items()}
+    return tuple([each(value) for value in given]), {name: each(value) for name, value in named.items()}
 
 
 def _reduced(_module: nn.Module, _given: Any, gave: Any, *, tp: TensorParallel) -> Any:

@@ -597,6 +597,14 @@ def test_what_a_tensor_plan_does_not_name_trains_as_in_one_process(name: str, tm
         assert f"tensor {size} as one process: loss " in line
 
 
+@pytest.mark.slow
+def test_experts_of_a_derived_plan_compile(tmp_path: Path) -> None:
+    model = {"config": {**SMALL, **SINKS}, "implementation": "transformers"}
+    given = content(tmp_path, model=model, parallel={"tensor": 2, "pipeline": 1}, compile="blocks")
+    for line, _ in proved(given, 2, tmp_path):
+        assert "tensor 2 as one process: loss " in line
+
+
 def test_a_norm_of_shared_heads_and_blocks_left_out_are_refused_by_name(tmp_path: Path) -> None:
     def refused(tensor: int, **options: Any) -> str:
         model = {"config": {**SMALL, **options}, "implementation": "transformers"}
