@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from dsx.data.order import Shares, keyed_hash, permute
-from dsx.data.packs import Packs, Sample, Seen, Windows
+from dsx.data.packs import Sample, Seen, Windows
 from dsx.errors import DataError
 from dsx.nn.documents import MicroBatch
 from dsx.parallel.islands import Islands
@@ -177,7 +177,7 @@ class EvaluationBatches:
         max_tokens: int | None = None,
     ) -> None:
         unit = micro_batch_size * dp
-        self._empty = sequences.empty() if isinstance(sequences, Packs) else None
+        self._empty = getattr(sequences, "empty", None)
         if len(sequences) < unit and self._empty is None:
             raise DataError(
                 "dsx.data.held_out",
@@ -205,7 +205,8 @@ class EvaluationBatches:
 
     def _at(self, place: int) -> Sample:
         if self._empty is not None and place >= self._wanted:
-            return self._empty
+            found: Sample = self._empty()
+            return found
         return self._sequences.window(permute(place, len(self._sequences), keyed_hash("evaluation")))
 
 

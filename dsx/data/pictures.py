@@ -222,6 +222,12 @@ class PictureRows:
         """How full the sequences are."""
         return replace(self.packs.fill(), packs=len(self), places=len(self) * self.sequence_length)
 
+    def empty(self) -> Sample:
+        """A sequence of padding alone."""
+        inputs, labels, _ = self.packs.empty()
+        tokens = self.window(0)[2].tokens  # by the names that the others have
+        return inputs, labels, Seen({key: torch.zeros_like(each) for key, each in tokens.items()}, {})
+
     @cached_property
     def _processor(self) -> Processor:
         return Processor(self._name)
