@@ -21,7 +21,7 @@ OPTIONS_END = "<!-- options: end -->"
 _WITHOUT_REASON = {"ok": "ok", "none": ""}
 HEAD, SEQUENCE = "`model_type`", "sequence parallelism"
 
-COMPOSITE_LAYOUTS = ("pp", "tp-pp")
+COMPOSITE_LAYOUTS = ("tp-pp",)
 """Of composite families, which differ from their text models in folders and names alone."""
 
 OPTION_RESULTS = ("ok", "same", "refused", "different", "traceback", "none")
