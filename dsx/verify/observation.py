@@ -285,22 +285,28 @@ def _full_tensor(item: TensorInfo, places: Sequence[int], parts: Local, mesh: Me
     there = [pp for pp in places if (pp, 0, 0) in parts]
     spec, expert = item.spec, mesh.ep if _of_experts(item) else 1
     one = Mesh.of(tp=mesh.tp, dp=expert, ep=expert)  # a replica of a stage
+    stands = [_place(one, at, experts=True)[1:] for at in range(one.size)]
+
+    def held(pp: int, ranks: Sequence[int]) -> list[tuple[int, Tensor]]:
+        """The parts of some tensor-parallel ranks of a stage, each with its number in ``one``."""
+        keys = ((at, (pp, *place)) for at, place in enumerate(stands) if place[0] in ranks)
+        return [(at, parts[key]) for at, key in keys if key in parts]
+
+    def whole(own: Sequence[tuple[int, Tensor]]) -> Tensor:
+        shards = [each for _, each in own]
+        return shards[0] if spec is None else slices.merge(spec, shards, [one.at(at) for at, _ in own])
+
     values, padding = [], 0.0
     for pp in there:
-        own = [
-            (at, parts[key])
-            for at in range(one.size)
-            if (key := (pp, *_place(one, at, experts=True)[1:])) in parts
-        ]
-        shards = [each for _, each in own]
-        values.append(
-            shards[0] if spec is None else slices.merge(spec, shards, [one.at(at) for at, _ in own])
-        )
+        own = held(pp, range(mesh.tp))
+        values.append(whole(own))
         if spec is not None and spec.pad_multiple is not None and spec.split is not None:
             for rank, shard in own:
                 boxes = spec.boxes(one.at(rank))
                 real = sum(hi - lo for lo, hi in (box[spec.split] for box in boxes))
                 rest = shard.narrow(spec.split, real, shard.shape[spec.split] - real)
                 padding = max(padding, float(rest.abs().max()) if rest.numel() else 0.0)
-    first = [parts[there[0], rank, 0] for rank in range(mesh.tp) if (there[0], rank, 0) in parts]
-    return FullTensor(values=values[0], shards=first, copies=values[1:], padding=padding)
+    by_rank = filter(None, (held(there[0], (rank,)) for rank in range(mesh.tp)))
+    cut = spec is not None and spec.split is not None
+    shards = [own[0][1] if cut else whole(own) for own in by_rank]  # ranks of experts have parts of a copy
+    return FullTensor(values=values[0], shards=shards, copies=values[1:], padding=padding)
