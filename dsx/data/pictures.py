@@ -160,17 +160,30 @@ class Processor:
             )
         pieces, end, spans = list[str](), 0, list[tuple[Span, int]]()
         for each in places:
-            pieces += [chat.text[end : each["span"][0]], each["replacement"]]
+            pieces += [self._of_text(chat.text[end : each["span"][0]]), each["replacement"]]
             end = each["span"][1]
             spans.append((tuple(each["new_span"]), len(each["replacement"]) - len(each["text"])))
+        pieces.append(self._of_text(chat.text[end:]))
         rest = {key: value for key, value in made.items() if key not in _NOT_TOLD}
         loose = next((key for key, value in rest.items() if not isinstance(value, Tensor)), None)
         if loose is not None:
             raise ValueError(f"the processor gives {loose}, which is no tensor")
         tokens = {key: value[0] for key, value in rest.items() if value.shape == (1, len(ids))}
         pictures = {key: value for key, value in rest.items() if key not in tokens}
-        text = "".join([*pieces, chat.text[end:]])
-        return Expanded(text, tuple(spans), ids, Seen(tokens, pictures))
+        return Expanded("".join(pieces), tuple(spans), ids, Seen(tokens, pictures))
+
+    @cached_property
+    def _marks(self) -> list[str]:
+        """What stands for a picture in a text: before its tokens are there, and one of these."""
+        told = (getattr(each, "image_token", None) for each in (self._made, self._made.tokenizer))
+        return [str(mark) for mark in told if mark]
+
+    def _of_text(self, part: str) -> str:
+        """What stands between pictures. Raises ValueError if a part of it stands for a picture."""
+        found = next((mark for mark in self._marks if mark in part), None)
+        if found is not None:
+            raise ValueError(f"its text has {found}, which stands for a picture, and there is none")
+        return part
 
 
 def digest_of(path: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import json
 from codecs import BOM_UTF8
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,9 @@ _USUAL = {
     "completion": ("completion", "response", "answer"),
     "chat_template_kwargs": ("chat_template_kwargs",),
 }
+
+_BESIDE = ("image", "images", "video", "videos", "audio", "audios")
+"""Columns in which other formats have what turns only mark."""
 
 
 class BadRecordError(DataError):
@@ -346,6 +349,15 @@ class _Record:
             raise self.bad(f'an image of {what} has no path: {{"type": "image", "path": "a file"}}')
         return {"type": "image", "path": path}
 
+    def require_pictures(self, messages: Sequence[Message]) -> None:
+        """Refuse pictures that stand beside turns which show none: they would not be seen."""
+        beside = [name for name in _BESIDE if self._cells.get(name)]
+        if self._folder is not None and beside and not pictures_in(messages):
+            what = (
+                f'"{beside[0]}" stands beside its turns, of which none shows a picture: it would not be seen'
+            )
+            raise self.bad(what, 'show it in a turn: {"type": "image", "path": "a file"}')
+
     def _tool_calls(self, what: str, calls: Any) -> list[Any]:
         if not isinstance(calls, list):
             raise self.bad(f"tool_calls of {what} is {_kind(calls)}, not a list")
@@ -371,6 +383,7 @@ def pictures_in(messages: Iterable[Message]) -> list[str]:
 
 def _chat(record: _Record) -> Example:
     messages, trained = record.messages(*record.cell("messages"))
+    record.require_pictures(messages)
     system = record.column("system")
     text = record.text(record.cell("system")[1], system) if system is not None else ""
     if text and messages[0]["role"] != "system":

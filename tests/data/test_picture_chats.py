@@ -116,6 +116,7 @@ BAD = {
         "a part of type video; dsx trains on text and image alone",
     ),
     "no picture": ({"type": "image", "path": "chats.jsonl"}, "chats.jsonl cannot be read"),
+    "a token without one": ({"type": "text", "text": "<image>"}, "its text has <image>, which stands for"),
 }
 
 
@@ -125,6 +126,31 @@ def test_what_cannot_be_read_is_named(case: str, tmp_path: Path) -> None:
     picture_chats.save_processor(tmp_path / "model")
     (tmp_path / "chats.jsonl").write_text(chat_with(part))
     with pytest.raises(DataError, match=told):
+        opened(tmp_path)
+
+
+def test_a_token_of_a_picture_beside_another_picture_is_named(tmp_path: Path) -> None:
+    picture_chats.save_processor(tmp_path / "model")
+    picture_chats.chats(tmp_path)
+    shown = {"type": "image", "path": "pictures/0.png"}
+    turns = [
+        {"role": "user", "content": [shown, {"type": "text", "text": "and <image>?"}]},
+        {"role": "assistant", "content": "yes"},
+    ]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": turns}))
+    with pytest.raises(DataError, match="its text has <image>, which stands for a picture"):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize("beside", [{"image": "pictures/0.png"}, {"images": ["pictures/0.png"]}], ids=str)
+def test_pictures_beside_turns_that_show_none_are_refused(beside: dict[str, Any], tmp_path: Path) -> None:
+    """As in LLaVA's files, where the text has a mark that other families do not know."""
+    picture_chats.save_processor(tmp_path / "model")
+    picture_chats.chats(tmp_path)
+    turns = [{"from": "human", "value": "<picture>\nwhat is it?"}, {"from": "gpt", "value": "a lake"}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"conversations": turns, **beside}))
+    (name,) = beside
+    with pytest.raises(DataError, match=f'"{name}" stands beside its turns, of which none shows a picture'):
         opened(tmp_path)
 
 
