@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dsx.config.run import RunConfig
@@ -228,10 +229,18 @@ class PeakMemory:
 
 
 def _tensors() -> Iterator[torch.Tensor]:
-    """Every tensor that Python knows, and their gradients, but those without memory that compilers keep."""
+    """Every tensor that Python knows, and their gradients, but those without memory that compilers keep.
+
+    What a vmap that failed has left around tensors has no memory of its own either.
+    """
     for thing in gc.get_objects():
         # Not isinstance: some objects answer for their class with code of their own.
-        if issubclass(type(thing), torch.Tensor) and not issubclass(type(thing), FakeTensor):
+        kind = type(thing)
+        if (
+            issubclass(kind, torch.Tensor)
+            and not issubclass(kind, FakeTensor)
+            and not is_functorch_wrapped_tensor(thing)
+        ):
             yield thing
             if thing.is_leaf and thing.grad is not None:
                 yield thing.grad
