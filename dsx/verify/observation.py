@@ -296,9 +296,10 @@ def _full_tensor(item: TensorInfo, places: Sequence[int], parts: Local, mesh: Me
         shards = [each for _, each in own]
         return shards[0] if spec is None else slices.merge(spec, shards, [one.at(at) for at, _ in own])
 
+    cut = spec is not None and spec.split is not None
     values, padding = [], 0.0
     for pp in there:
-        own = held(pp, range(mesh.tp))
+        own = held(pp, range(mesh.tp) if cut else (0,))
         values.append(whole(own))
         if spec is not None and spec.pad_multiple is not None and spec.split is not None:
             for rank, shard in own:
@@ -307,6 +308,5 @@ def _full_tensor(item: TensorInfo, places: Sequence[int], parts: Local, mesh: Me
                 rest = shard.narrow(spec.split, real, shard.shape[spec.split] - real)
                 padding = max(padding, float(rest.abs().max()) if rest.numel() else 0.0)
     by_rank = filter(None, (held(there[0], (rank,)) for rank in range(mesh.tp)))
-    cut = spec is not None and spec.split is not None
     shards = [own[0][1] if cut else whole(own) for own in by_rank]  # ranks of experts have parts of a copy
     return FullTensor(values=values[0], shards=shards, copies=values[1:], padding=padding)

@@ -7,7 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from dsx.models.param import Init, ParamSpec
 from dsx.parallel.mesh import Mesh
 from dsx.verify import diagnosis
 from dsx.verify.compare import judge_masks
@@ -25,7 +27,7 @@ from dsx.verify.diagnosis import (
     diagnose_norm,
     diagnose_updates,
 )
-from dsx.verify.observation import Mask
+from dsx.verify.observation import Mask, RankObservation, RunObservation, TensorInfo, built_weights
 
 DEGREES = AxisSizes(mesh=Mesh.of(tp=2, pp=2, dp=3), micro_batches=5)
 BAD = Fit(0.7, 0.5)
@@ -268,3 +270,20 @@ def test_updates(facts: UpdateFacts, cause: str, says: str) -> None:
     assert found.cause == cause
     assert says in found.why
     assert "the wrong parameter group" in found.why or cause == diagnosis.OPTIMIZER
+
+
+def test_copies_of_experts_on_tensor_parallel_ranks_are_compared_whole() -> None:
+    """A bias behind experts' sum is whole over tensor parallelism, and cut over the ranks of experts."""
+    mesh, whole = Mesh.of(tp=2, dp=2, ep=2), torch.randn(4, 3)
+    spec = ParamSpec(name="1.b", layer=1, shape=(4, 3), init=Init(kind="zeros"), hf=("b",), experts=0)
+    known, nothing = {"1.b": TensorInfo(shape=(2, 3), spec=spec, copy=False)}, {"weights": [], "steps": []}
+    ranks = []
+    for rank in range(mesh.size):
+        (_, at), (_, tp) = (mesh.at(rank).along(axis) for axis in ("ep", "tp"))
+        own = {"1.b": whole[2 * at : 2 * at + 2] + 0.5 * tp * at}  # the second one's copy has drifted
+        ranks.append(RankObservation(rank=rank, known=known, built=own, outputs={}, **nothing))
+    found = built_weights(RunObservation(mesh=mesh, micro_batches=1, clipping=0.0, ranks=ranks))["1.b"]
+    first, second = found.shards
+    assert torch.equal(found.values, whole)
+    assert torch.equal(first, whole)
+    assert torch.equal(second, torch.cat([whole[:2], whole[2:] + 0.5]))
