@@ -82,6 +82,17 @@ def test_later_steps_are_not_counted_again():
         watch.after_step()
 
 
+def test_what_a_vmap_leaves_has_no_memory():
+    left = []
+    torch.vmap(lambda each: left.append(each) or each)(torch.ones(2, 3))
+    memory = PeakMemory(torch.device("cpu"))
+    for _ in range(COUNTED_STEP):
+        memory.before_step()
+        memory.after_step()
+    assert memory.peaks()["peak_allocated_bytes"] > 0
+    assert left
+
+
 def test_the_peak_stands_beside_its_estimate():
     memory = estimate_run(job_of(resolved()))
     peaks = {"peak_allocated_bytes": memory.peak_bytes * 2, "peak_reserved_bytes": memory.peak_bytes * 3}
