@@ -217,7 +217,8 @@ def _why_none(name: str, entry: Json) -> str:
         return str(entry["alone"])
     if "failed" in entry:
         return _plain(name, f"transformers itself fails: {entry['failed']}")
-    plainest = "dp" if "dp" in layouts_of(name) else "pp"  # dp cuts no layer and sends nothing
+    columns = layouts_of(name)
+    plainest = "dp" if "dp" in columns else columns[0]  # dp cuts no layer and sends nothing
     return _plain(name, entry["layouts"][plainest]["reason"])
 
 
