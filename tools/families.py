@@ -9,7 +9,7 @@
     python tools/families.py --composite               # composite families, their text beside a frozen tower
 
 Composite families, whose language model is trained inside a folder with a tower, have a table of their own,
-in fewer layouts: the language model is one of the other table, and what is left to show are folders.
+in one layout: the language model is one of the other table, and what is left to show are folders.
 
 A tiny random model of each family of the installed transformers is trained three AdamW steps with
 clipping by one process of transformers, and by dsx on gloo ranks in seven layouts; losses, gradient

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from queue import SimpleQueue
 from typing import Protocol, Self
 
@@ -177,7 +178,8 @@ class EvaluationBatches:
         max_tokens: int | None = None,
     ) -> None:
         unit = micro_batch_size * dp
-        self._empty = getattr(sequences, "empty", None)
+        empty: Callable[[], Sample] | None = getattr(sequences, "empty", None)
+        self._empty = None if empty is None else cache(empty)  # with pictures it takes a processor's run
         if len(sequences) < unit and self._empty is None:
             raise DataError(
                 "dsx.data.held_out",
@@ -205,8 +207,7 @@ class EvaluationBatches:
 
     def _at(self, place: int) -> Sample:
         if self._empty is not None and place >= self._wanted:
-            found: Sample = self._empty()
-            return found
+            return self._empty()
         return self._sequences.window(permute(place, len(self._sequences), keyed_hash("evaluation")))
 
 
