@@ -3,6 +3,7 @@
 The only conftest.py: a second one and doctest's collection would be two modules of one name.
 """
 
+import gc
 import os
 import sys
 import tempfile
@@ -38,6 +39,12 @@ def pytest_configure(config: pytest.Config) -> None:
         "WANDB_CACHE_DIR": "wandb",
     }.items():
         os.environ[name] = str(Path(home.name) / folder)
+
+
+def pytest_collection_finish() -> None:
+    # What is imported by now stays: the many collections that engines and tests ask for need not walk it.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

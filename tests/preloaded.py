@@ -29,5 +29,11 @@ for _name in MODULES:
         import_module(_name)
 with suppress(ImportError):
     import_module("dsx.config.keys").reference()  # 13 files that every engine's settings need
+with suppress(ImportError):
+    import torch
+
+    # Ranks of tests see no such device, and torch writes down the whole stack for it at every seed.
+    for _device in (torch.cuda, torch.xpu, torch.mtia):
+        _device.manual_seed_all = _device.manual_seed = lambda _seed: None
 gc.collect()
 gc.freeze()  # collections in ranks leave these objects, and the pages that they share, alone
