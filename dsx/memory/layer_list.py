@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -23,7 +22,7 @@ from dsx.config.load import raise_all
 from dsx.config.schema import ZeroConfig
 from dsx.config.wording import at
 from dsx.errors import ConfigError, LayoutError, ModelError
-from dsx.memory.device import fake_build, swapped
+from dsx.memory.device import fake_build
 from dsx.memory.estimate import Job, RunMemory, enough_micro_batches, estimate_run
 from dsx.memory.job import faults_of, require_learned, state_settings
 from dsx.memory.layer_record import DeviceKind, LayerRecord, TensorForm
@@ -229,7 +228,7 @@ def record_list(
     """
     # torch composes some operators, dropout among them, of others on meta tensors, but not on a GPU.
     place = "cpu" if device == "cpu" else "paper"
-    with fake_build(place), torch.device(place), _linear(hooked=hooked):
+    with fake_build(place), torch.device(place):
         made = make()
         if not isinstance(made, LayerList):
             raise ModelError(
@@ -351,22 +350,6 @@ def _forms(given: Tensor | tuple[Tensor, ...]) -> list[TensorForm]:
         TensorForm(tuple(x.shape), str(x.dtype).removeprefix("torch."), x.element_size(), False)
         for x in tensors
     ]
-
-
-@contextmanager
-def _linear(*, hooked: bool) -> Iterator[None]:
-    """Inside the block, torch's linear is what DeepSpeed puts in its place at ZeRO-3.
-
-    That one saves the parameter (deepspeed/runtime/zero/linear.py), where torch's saves a view, which would
-    keep what was gathered.
-    """
-    if not hooked:
-        yield
-        return
-    from deepspeed.runtime.zero.linear import zero3_linear_wrap
-
-    with swapped(nn.functional, "linear", zero3_linear_wrap):
-        yield
 
 
 def _require_recordable(

@@ -34,7 +34,7 @@ from dsx.memory.layer_record import (
 )
 from dsx.memory.ledger import Label
 from dsx.memory.meter import ADD, would_be_in_place
-from dsx.memory.module_gathers import GATHERED, ModuleGathers
+from dsx.memory.module_gathers import GATHERED, ModuleGathers, linear_of_zero3
 from dsx.models import families
 from dsx.models.config_values import at
 from dsx.models.params import layer_kinds, vocabulary_rows
@@ -490,11 +490,9 @@ class _LayerTracing:
         buffers = 0 if self.owner is None else sum(map(_bytes, self.owner.buffers()))
         buffers += getattr(self.owner, "tower_bytes", 0)
         names = {id(parameter): name for name, parameter in named}
-        if hooked:
-            for _, parameter in named:
-                # By these linears know ZeRO-3's parameters, DeepSpeed's linear in backward, too.
-                parameter.ds_id = parameter.ds_status = None  # type: ignore[attr-defined]
         with self.recorder, self.recorder.alone(), ExitStack() as hooks:
+            if hooked:
+                hooks.enter_context(linear_of_zero3(parameter for _, parameter in named))
             if hooked and self.module is not None and self.owner is not None:
                 self._gathers = ModuleGathers(self.recorder, self.module, self.owner, names)
             warm = self._warm_up()

@@ -6,7 +6,7 @@ and hold as much. Which parameters a run really gathers when is :mod:`dsx.memory
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from dsx.memory.device import swapped
 
 GATHERED = "w"
 """Name of the memory that a parameter is gathered into, which is not the layer's."""
@@ -187,6 +189,20 @@ class ModuleGathers:
             _, dtype, device = self._shapes[id(parameter)]
             parameter.data = torch.empty(0, dtype=dtype, device=device)
             return recorder.renumbered(key)
+
+
+def linear_of_zero3(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
+    """Inside, torch's linear is what DeepSpeed puts in its place.
+
+    That one saves its input, of a frozen parameter too, and the parameter (deepspeed/runtime/zero/linear.py),
+    where torch's saves a view, which would keep what was gathered.
+    """
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+
+    for parameter in parameters:
+        # By these linears know ZeRO-3's parameters, DeepSpeed's linear in backward, too.
+        parameter.ds_id = parameter.ds_status = None  # type: ignore[attr-defined]
+    return swapped(nn.functional, "linear", zero3_linear_wrap)
 
 
 def _gathered_whole(module: nn.Module) -> bool:

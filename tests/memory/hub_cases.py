@@ -103,6 +103,7 @@ def config(drawn: dict[str, Any]) -> dict[str, Any]:
             "schedule": {"name": drawn["schedule"]},
             "recompute": drawn["recompute"],
             "mlp_tiles": drawn.get("tiles", 1),
+            "adapter": drawn.get("adapter"),
             "data": {"sequence_length": 128, "documents": drawn["documents"]},
             "train": {"steps": 2, "output": "runs/paper"},
         },

@@ -44,6 +44,12 @@ def test_so_is_that_of_attention_that_alone_is_recomputed(number):
     require_alike({**case(number), "recompute": "selective", "eager": number % 2 == 0})
 
 
+@pytest.mark.parametrize("number", often((1, 2), 2))
+def test_so_is_that_of_adapters_beside_frozen_routers_at_zero_3(number):
+    """DeepSpeed's linear keeps a router's input, though its weight gets no gradient."""
+    require_alike({**case(number), "adapter": {"rank": 4}, "zero": 3, "recompute": "none", "offload": False})
+
+
 def require_alike(drawn):
     context = drawn.get("context", 1)
     world = drawn["tensor"] * drawn["pipeline"] * drawn["data"] * context
