@@ -13,6 +13,7 @@ compares real ranks of the run's own layout beside this.
 from __future__ import annotations
 
 import copy
+import hashlib
 import inspect
 import json
 import math
@@ -20,10 +21,11 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from itertools import product
-from typing import Any, TypeAlias
+from pathlib import Path
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +36,7 @@ from dsx.hub.cut_regions import RANKS
 from dsx.hub.model_structure import BlockCall, structure_of
 from dsx.hub.shrunk import kinds_of, random_model, shrunk
 from dsx.hub.tensor_plan import SUMMAND, SUMMED, BlockPlan, children, divide, generic, heads_of, is_region
+from dsx.memory.record_cache import code_version, keep
 from dsx.models.transformers_settings import torch_forms
 
 _COLUMNS = ("colwise", "qkv_colwise", "packed_colwise")
@@ -63,19 +66,32 @@ class DerivedPlan:
         """The styles as ``dsx.parallel.tensor_plan`` has them, of a list of blocks at ``blocks``."""
         return {f"{blocks}.*.{path}": style for path, style in self.styles.items()}
 
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """What ``asdict`` gave. Raises KeyError, TypeError or ValueError for other text."""
+        held = json.loads(text)
+        by_head = {name: tuple(names) for name, names in held["by_head"].items()}
+        return cls(**held | {"counts": tuple(held["counts"]), "by_head": by_head})
+
 
 @lru_cache(maxsize=8)
 def derived_plan(config: str) -> DerivedPlan:
-    """The plan of a model, by the JSON of its config.json.
+    """The plan of a model, by the JSON of its config.json: from the cache, if this machine has found it.
 
     It is empty where no small model of it runs, or nothing can be cut.
     """
+    name = f"{hashlib.sha256(config.encode()).hexdigest()[:32]}.json"
+    place = Path.home() / ".cache" / "dsx" / "plans" / code_version() / name
+    with suppress(OSError, KeyError, TypeError, ValueError):
+        return DerivedPlan.from_json(place.read_text(encoding="utf-8"))
     try:
         with torch_forms(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
-            return _tried(config)
+            found = _tried(config)
     except Exception:  # noqa: BLE001 - whatever the family's code does on this machine
         return DerivedPlan()
+    keep(place, json.dumps(asdict(found)))
+    return found
 
 
 _Region: TypeAlias = tuple[str, BlockPlan]

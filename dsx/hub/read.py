@@ -173,6 +173,12 @@ def block_plan(model: HubModel, structure: ModelStructure, number: int) -> Block
     return _plan_of_block(structure, *plan_of(structure, model.tensor_plan, model.config), number)
 
 
+def cut_alike(one: HubModel, other: HubModel) -> bool:
+    """Whether ranks cut the blocks of two models of a family by the same tensor plan."""
+    a, b = (plan_of(structure_of(each.config), each.tensor_plan, each.config) for each in (one, other))
+    return a == b
+
+
 def derived_patterns(model: HubModel) -> dict[str, str | None]:
     """The derived part of a model's tensor plan, in the form of ``dsx.parallel.tensor_plan``."""
     structure = structure_of(model.config)

@@ -29,9 +29,11 @@ from dsx.engine.notes import keep_proof_of
 from dsx.engine.zero.building import without_a_trace
 from dsx.errors import DsxError, LayoutError
 from dsx.hub.model_structure import structure_of
+from dsx.hub.read import cut_alike
 from dsx.launch.entry import AGREED
 from dsx.launch.processes import agree
 from dsx.models import families
+from dsx.models.config_values import at
 from dsx.models.spec import HubModel, Model
 from dsx.models.transformers_settings import first_line, quiet_transformers
 from dsx.nn.parallel import TensorParallel
@@ -197,6 +199,10 @@ def _tried(
         return Proof(
             layout=layout_words(config.mesh), why_not=f"no small model of it can be made ({error.what})"
         )
+    one, small, tensor = config.model, job.config().model, config.mesh.tp
+    if tensor > 1 and isinstance(one, HubModel) and isinstance(small, HubModel) and not cut_alike(one, small):
+        what = "the tensor plan of the small model is another than the run's"
+        raise LayoutError(at("dsx.parallel.tensor", tensor), what, f"use 1; {_OUT}")
     return _job_tried(job, config, groups)
 
 

@@ -6,6 +6,7 @@ That ranks train right by them, tests/verify/test_proof.py and test_families.py 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ import torch
 from all_families.tiny import tiny_config
 from torch import Tensor, nn
 
-from dsx.hub.derived_plan import derived_plan
-from dsx.hub.read import derived_patterns, hub_model
+from dsx.hub.derived_plan import DerivedPlan, derived_plan
+from dsx.hub.read import cut_alike, derived_patterns, hub_model
 from dsx.hub.tensor_plan import BlockPlan
 
 Json = dict[str, Any]
@@ -108,6 +109,30 @@ def test_arguments_by_head_are_cut_with_samples_before_them_or_without() -> None
     assert torch.equal(own_a, a[:, 2:])
     assert torch.equal(own_b, b.view(3, 4, 1, 5)[:, 2:].reshape(6, 1, 5))
     assert (c is a, d) == (True, None)
+
+
+def test_a_plan_is_derived_once_on_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    derived_plan.cache_clear()
+    found = found_for("bloom")
+    derived_plan.cache_clear()
+    monkeypatch.setattr("dsx.hub.derived_plan.random_model", lambda _: 1 / 0)
+    assert found.by_head
+    assert found_for("bloom") == found
+    (kept,) = tmp_path.rglob("*.json")
+    kept.write_text("{}")
+    derived_plan.cache_clear()
+    assert found_for("bloom") == DerivedPlan()
+    assert kept.read_text() == "{}"  # what failed is not kept
+    derived_plan.cache_clear()
+
+
+def test_models_that_are_cut_otherwise_are_told_apart() -> None:
+    """As the proof's small model has to be cut as the run's."""
+    config = config_of("opt")
+    whole = "model.decoder.layers.*.fc1"
+    assert cut_alike(hub_model(config), hub_model({**config, "num_hidden_layers": 1}))
+    assert not cut_alike(hub_model(config), hub_model(config, {whole: None}))
 
 
 def test_what_no_small_model_shows_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

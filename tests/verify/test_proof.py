@@ -166,6 +166,29 @@ def _own_keys(_rank: int) -> None:
 PLANTS["keys"] = _own_keys
 
 
+def _other_plan(_rank: int) -> None:
+    """The small model's attention stays whole."""
+    from dsx.verify import small_step
+
+    made = small_step.trial
+
+    def trial(config: Any, **how: Any) -> Any:
+        small = made(config, **how)
+        small.content["dsx"]["parallel"]["tensor_plan"] = {"model.layers.*.self_attn.o_proj": None}
+        return small
+
+    small_step.trial = trial
+
+
+PLANTS["plan"] = _other_plan
+
+
+def test_a_small_model_that_is_cut_otherwise_vouches_for_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ranks.RankError) as failed:
+        proved(content(tmp_path, parallel={"tensor": 2, "pipeline": 1}), 2, tmp_path, "plan")
+    assert "dsx.parallel.tensor = 2: the tensor plan of the small model is another" in str(failed.value.error)
+
+
 def test_attention_that_does_not_see_whole_rows_ends_the_run(tmp_path: Path) -> None:
     given = content(tmp_path, parallel={"context": 2}, model={"config": QWEN3, "implementation": "dsx"})
     with pytest.raises(ranks.RankError) as failed:
