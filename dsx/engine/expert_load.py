@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from dsx.config.run import RunConfig
 from dsx.engine.pipeline_module import PipelineModule
@@ -39,6 +40,11 @@ class ExpertLoad:
     def begin(self) -> None:
         if self._held:
             torch._foreach_zero_([tally.counts for _, tally in self._held])
+
+    def biases(self) -> dict[str, Tensor]:
+        """This rank's biases by ``block.path``."""
+        told = ((layer, tally) for layer, tally in self._held if tally.bias is not None)
+        return {f"{tally.number}.{tally.bias}": layer.block.get_buffer(tally.bias) for layer, tally in told}
 
     def move_biases(self) -> None:
         """Move each bias by ``speed`` towards equal loads. Collective over the ranks of this stage's data.

@@ -421,7 +421,8 @@ class TrainingComparison:
         if finding is not None:
             return finding
         batches = self._bench.batches(index)
-        expected = self._bench.reference.evaluate(weights, batches)
+        biases = {name: each for rank in self._run.ranks for name, each in rank.biases[index].items()}
+        expected = self._bench.reference.evaluate(weights | biases, batches)
         places = {
             _OF_ONE: expected.gradients,
             _LOSS_OF_ONE: {"the loss": torch.tensor(expected.loss)},
@@ -434,7 +435,9 @@ class TrainingComparison:
         }
         finding = not_finite(places, index + 1)
         if finding is None:
-            finding = self._compare(index, step, weights, expected, batches)
+            finding = self._compare(index, step, weights | biases, expected, batches)
+        if finding is None:
+            finding = self._bias_finding(index, expected)
         self._previous = expected.gradients
         return finding
 
@@ -623,6 +626,21 @@ class TrainingComparison:
         }
         facts = norm_facts(self._places, None, norm, squares, expected)
         return diagnosis.diagnose_clipping(facts, by_stage, self._run.clipping, self._degrees, step=index + 1)
+
+    def _bias_finding(self, index: int, expected: Evaluation) -> diagnosis.ParityFinding | None:
+        """The finding for a router's bias that is on some rank another one than after this step."""
+        for rank in self._run.ranks:
+            for name, values in rank.biases[index + 1].items():
+                off = float((values - expected.biases[name]).abs().max())
+                if off > self._bench.tolerances.weight:
+                    return diagnosis.ParityFinding(
+                        cause=diagnosis.BIASES,
+                        what=f"block {name} on rank {rank.rank} is off by {off:.2g} after the step",
+                        why="tokens of some ranks or micro-batches are not counted, or counted twice",
+                        step=index + 1,
+                        tensor=name,
+                    )
+        return None
 
     def _frozen_finding(self, index: int, step: ObservedStep) -> diagnosis.ParityFinding | None:
         """The finding for a frozen weight that has a gradient, or that is not what it was to the last bit."""

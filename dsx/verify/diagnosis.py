@@ -11,6 +11,7 @@ from textwrap import wrap
 from dsx.parallel.mesh import AXES, Mesh
 from dsx.terminal import aligned
 
+BIASES = "biases of routers"
 BIAS_PER_RANK = "bias added per tensor rank"
 CLIPPING = "clipping"
 DATA_NOT_AVERAGED = "not averaged over data parallelism"

@@ -83,6 +83,7 @@ class RankObservation:
         known: Its parameters by logical name.
         built: Weights as the model was built, before anything was put into them.
         weights: Weights before each step, and after the last; empty on data-parallel ranks but the first.
+        biases: Of routers, by block and path, before each step and after the last.
         outputs: Layer -> its output for the first micro-batch of the first step.
     """
 
@@ -90,6 +91,7 @@ class RankObservation:
     known: dict[str, TensorInfo]
     built: dict[str, Tensor]
     weights: Sequence[dict[str, Weight]]
+    biases: Sequence[dict[str, Tensor]]
     steps: Sequence[RankStep]
     outputs: dict[str, Tensor]
 

@@ -41,6 +41,7 @@ from dsx.nn.adapter import merged
 from dsx.nn.loss import TokenMean
 from dsx.nn.parallel import TensorParallel
 from dsx.parallel.mesh import ALONE
+from dsx.verify.routers import Routers
 
 _TORCH = {"adam": "AdamW", "adamw": "AdamW", "adagrad": "Adagrad"}
 _NOT_TORCHS = {"torch_adam", "adam_w_mode", "fused", "fp32_optimizer_states"}
@@ -125,11 +126,13 @@ class Evaluation:
     Attributes:
         gradients: The gradients by logical tensor; tensors without one are left out.
         outputs: Layer -> its output for the first micro-batch, where the reference has such layers.
+        biases: Of routers, by block and path, after the step.
     """
 
     loss: float
     gradients: dict[str, Tensor]
     outputs: dict[str, Tensor] = field(default_factory=dict)
+    biases: dict[str, Tensor] = field(default_factory=dict)
 
 
 class ReferenceFailedError(ModelError):
@@ -163,6 +166,8 @@ class Transformers:
         self._family = config.model.family
         with _of_transformers(self._family):
             self._model = with_weights(settings)
+        self._routers = Routers(self._model, config)
+        self._balanced = bool(getattr(self._model.config, "output_router_logits", False))
         held = dict(self._model.named_parameters())
         specs, freeze = config.param_specs, config.model.freeze
         if freeze and config.model.adapter is None:
@@ -199,7 +204,7 @@ class Transformers:
     def evaluate(
         self, weights: Mapping[str, Tensor], batches: Sequence[Batch], among: Sequence[Batch] | None = None
     ) -> Evaluation:
-        """Loss and gradient at these weights, over the trained tokens of the micro-batches.
+        """Loss and gradient at these weights, and routers' biases, over the micro-batches' trained tokens.
 
         ``among``: the micro-batches whose average number of trained tokens counts, in place of ``batches``.
 
@@ -214,17 +219,20 @@ class Transformers:
         made = dict(self._changed_weights())
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in made.items()}
         total = 0.0
+        self._routers.begin(weights)
         for batch, times in _counted(batches):
             for ids, labels in _documents(batch):
                 with _of_transformers(self._family):
                     outputs = self._outputs(ids, leaves)
                     loss = _summed(outputs.logits, labels) / tokens
                     extra = getattr(outputs, "aux_loss", None)
-                    if extra is not None:  # of routers, where the config asks for it
+                    if extra is not None and self._balanced:  # of routers
                         loss = loss + self._model.router_aux_loss_coef * extra
+                    loss = loss + self._routers.z_loss() * ids.numel() / batch[1].numel()
                     loss = loss * times / len(batches)
                     loss.backward()
                 total += loss.item()
+            self._routers.count(times)
         used = [name for name, leaf in leaves.items() if leaf.grad is not None]
         if used:
             torch.autograd.backward([made[name] for name in used], [leaves[name].grad for name in used])
@@ -233,7 +241,8 @@ class Transformers:
             for spec in self._specs
             if spec.trained
         }
-        return Evaluation(loss=total, gradients={k: g for k, g in gradients.items() if g is not None})
+        found = {name: each for name, each in gradients.items() if each is not None}
+        return Evaluation(loss=total, gradients=found, biases=self._routers.moved())
 
     @torch.no_grad()
     def supposed_losses(
@@ -278,7 +287,7 @@ class Transformers:
     def _outputs(
         self, ids: Tensor, changed: Mapping[str, Tensor], more: Mapping[str, Tensor] = _NOTHING
     ) -> Any:
-        given = {"input_ids": ids, "use_cache": False, **more}
+        given = {"input_ids": ids, "use_cache": False, **self._routers.asked, **more}
         return functional_call(self._model, dict(changed), (), given)
 
     def _changed_weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -76,8 +76,6 @@ def trial(
     if config.model.adapter is not None:
         block["adapter"] = _adapter(config, changes, full=full)
     block["tracking"] = {}
-    changes += [f"dsx.moe.{key}: off: one process has none" for key, given in block["moe"].items() if given]
-    block["moe"] = {}
     if block["recompute"] == "auto":
         block["recompute"] = "none"
         changes.append("dsx.recompute: auto -> none (there is no profile)")

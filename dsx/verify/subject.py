@@ -68,7 +68,7 @@ class Subject:
 def observe_steps(subject: Subject, batches: Batches, steps: int) -> RankObservation:
     """Train ``steps`` steps and record everything. A collective call over all ranks."""
     watch = _Watch(subject)
-    weights, seen = [watch.weights()], []
+    weights, biases, seen = [watch.weights()], [watch.biases()], []
     outputs: dict[str, Tensor] = {}
     for step in range(steps):
         whole = subject.groups.replica == 0 and subject.groups.mesh.cp == 1  # else they are of parts of rows
@@ -78,6 +78,7 @@ def observe_steps(subject: Subject, batches: Batches, steps: int) -> RankObserva
         if norm is not None and not math.isfinite(norm):  # on all ranks
             seen[-1] = replace(seen[-1], not_finite=watch.not_finite(batches(step)))
         weights.append(watch.weights())
+        biases.append(watch.biases())
     known = {
         name: TensorInfo(
             shape=tuple(getattr(parameter, "ds_shape", parameter.shape)),
@@ -91,6 +92,7 @@ def observe_steps(subject: Subject, batches: Batches, steps: int) -> RankObserva
         known=known,
         built=subject.built,
         weights=weights,
+        biases=biases,
         steps=seen,
         outputs=outputs,
     )
@@ -173,6 +175,12 @@ class _Watch:
             if self._subject.groups.is_first_of(parameter):
                 found[name] = Weight(values=values, spread=spread)
         return found
+
+    def biases(self) -> dict[str, Tensor]:
+        load = getattr(self._subject.engine, "expert_load", None)
+        return (
+            {name: each.float().to("cpu", copy=True) for name, each in load.biases().items()} if load else {}
+        )
 
     def _spread(self, values: Tensor, parameter: nn.Parameter) -> float:
         """The largest difference between data-parallel ranks, each of which has all of ``values``."""

@@ -276,7 +276,10 @@ def test_copies_of_experts_on_tensor_parallel_ranks_are_compared_whole() -> None
     """A bias behind experts' sum is whole over tensor parallelism, and cut over the ranks of experts."""
     mesh, whole = Mesh.of(tp=2, dp=2, ep=2), torch.randn(4, 3)
     spec = ParamSpec(name="1.b", layer=1, shape=(4, 3), init=Init(kind="zeros"), hf=("b",), experts=0)
-    known, nothing = {"1.b": TensorInfo(shape=(2, 3), spec=spec, copy=False)}, {"weights": [], "steps": []}
+    known, nothing = (
+        {"1.b": TensorInfo(shape=(2, 3), spec=spec, copy=False)},
+        dict.fromkeys(["weights", "biases", "steps"], ()),
+    )
     ranks = []
     for rank in range(mesh.size):
         (_, at), (_, tp) = (mesh.at(rank).along(axis) for axis in ("ep", "tp"))

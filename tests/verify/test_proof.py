@@ -620,6 +620,35 @@ def test_what_a_tensor_plan_does_not_name_trains_as_in_one_process(name: str, tm
         assert f"tensor {size} as one process: loss " in line
 
 
+def _large_z_loss(_rank: int) -> None:
+    from dsx.hub import balance
+
+    right = balance.loss_of
+    balance.loss_of = lambda sums, told: 1.05 * right(sums, told)
+
+
+def _own_tokens_alone(_rank: int) -> None:
+    """Biases follow the tokens of one's own rank."""
+    from dsx.engine import expert_load
+
+    expert_load.dist = Mock()  # type: ignore[attr-defined]
+
+
+OF_ROUTERS = {f"{FAMILY}: loss": _large_z_loss, f"{diagnosis.BIASES}: block 1": _own_tokens_alone}
+PLANTS |= OF_ROUTERS
+
+
+@pytest.mark.parametrize("plant", ["", *OF_ROUTERS])
+def test_a_z_loss_and_biases_of_routers_are_proved(plant: str, tmp_path: Path) -> None:
+    model = {"config": {**SMALL, **EXPERTS, "model_type": "glm4_moe", "head_dim": 16}}
+    moe = {"z_loss": 0.001, "bias_update_speed": 0.001}
+    data = {"source": "own", "sequence_length": 32, "documents": "apart"}
+    given = content(tmp_path, model=model, parallel={"expert": 2}, moe=moe, data=data)
+    with pytest.raises(ranks.RankError, match=plant) if plant else nullcontext():
+        for line, _ in proved(given, 2, tmp_path, plant):
+            assert "data 2 as one process: loss " in line
+
+
 @pytest.mark.slow
 def test_experts_of_a_derived_plan_compile(tmp_path: Path) -> None:
     model = {"config": {**SMALL, **SINKS}, "implementation": "transformers"}
