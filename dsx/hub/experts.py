@@ -9,11 +9,13 @@ what comes to it (:mod:`dsx.nn.experts`), every row as a token with one expert t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from dsx.hub.model_structure import structure_of
 from dsx.hub.values import buffer_dtypes
@@ -69,20 +71,96 @@ def tallies_of(block: nn.Module, number: int, device: torch.device | str | None)
     return [Tally(number, *each, bias, device) for each, bias in zip(held, biases, strict=True)]
 
 
-def share_experts(block: nn.Module, ep: ExpertParallel, split: WeightGradients | None) -> bool:
+class Beside:
+    """A child that a module calls with its own input once its experts have run, such as shared experts.
+
+    It runs while rows travel, and the family's code, which asks for its output later, is given that.
+    """
+
+    def __init__(self, parent: nn.Module, name: str) -> None:
+        self._parent, self._name, self._forward = parent, name, parent.forward
+        self._child = parent.get_submodule(name)
+        self._given: Tensor | None = None
+        self._early: tuple[Tensor, Any] | None = None
+        parent.forward = self._around
+
+    def _around(self, *given: Any, **named: Any) -> Any:
+        """The parent's forward, which finds this in the place of the child."""
+        if torch.compiler.is_compiling() or not given:  # a compiled block calls it where its graph has it
+            return self._forward(*given, **named)
+        self._given = given[0]
+        vars(self._parent)[self._name] = self
+        try:
+            return self._forward(*given, **named)
+        finally:
+            del vars(self._parent)[self._name]
+            self._given = self._early = None
+
+    def run(self) -> None:
+        """Call the child with what its parent was given."""
+        given, self._given = self._given, None
+        self._early = None if given is None else (given, self._child(given))
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        """The child's output, for whoever calls it."""
+        early, self._early = self._early, None
+        if early is not None and not named and len(given) == 1 and given[0] is early[0]:
+            return early[1]
+        return self._child(*given, **named)
+
+
+def called_beside(block: nn.Module, width: int) -> dict[str, str]:
+    """By path of experts the child of the module above them that :class:`Beside` is for, found by a call.
+
+    Args:
+        block: On the meta device, as transformers makes it.
+        width: The hidden size.
+    """
+    above = {path: block.get_submodule(path.rpartition(".")[0]) for path, _ in experts_in(block)}
+    named = ((path, _called_after(above[path], experts, width)) for path, experts in experts_in(block))
+    return {path: name for path, name in named if name is not None}
+
+
+def _called_after(parent: nn.Module, experts: Any, width: int) -> str | None:
+    """The first child that ``parent`` calls after its experts, if that is once and with its own input."""
+    names = {each: name for name, each in parent.named_children() if any(True for _ in each.parameters())}
+    called: list[tuple[nn.Module, tuple[Any, ...]]] = []
+
+    def note(module: nn.Module, given: tuple[Any, ...], more: dict[str, Any]) -> None:
+        called.append((module, (*given, *more.values())))
+
+    hooks = [each.register_forward_pre_hook(note, with_kwargs=True) for each in names]
+    x = torch.empty(1, 4, width, device="meta", dtype=next(parent.parameters()).dtype)
+    experts.forward = lambda hidden, *_, **__: torch.empty_like(hidden)
+    with suppress(Exception):  # it takes more than x, or branches on values: then nothing runs beside
+        functional_call(parent, {name: each.to("meta") for name, each in parent.named_buffers()}, (x,))
+    del experts.forward
+    for hook in hooks:
+        hook.remove()
+    order = [module for module, _ in called]
+    after, given = next(iter(called[order.index(experts) + 1 :] if experts in order else ()), (None, ()))
+    alone = after is not None and order.count(after) == 1 and len(given) == 1 and given[0] is x
+    return names[after] if after is not None and alone else None
+
+
+def share_experts(
+    block: nn.Module, ep: ExpertParallel, split: WeightGradients | None, beside: Mapping[str, str]
+) -> bool:
     """Have each of a block's modules of experts hold this rank's and compute what comes to them.
 
     Args:
         block: On the meta device. Its parameters get the shapes of this rank's part with their storage.
         ep: The ranks that hold the experts together.
         split: Where the block's weight gradients wait when the backward is divided.
+        beside: As :func:`called_beside` has found it of the block.
 
     Returns:
         Whether there are any, for which rows travel.
     """
-    found = [module for _, module in experts_in(block)] if ep.size > 1 else []
-    for module in found:
-        module.forward = SharedExperts(module, ep, split)
+    found = [*experts_in(block)] if ep.size > 1 else []
+    for path, module in found:
+        early = Beside(block.get_submodule(path.rpartition(".")[0]), beside[path]) if path in beside else None
+        module.forward = SharedExperts(module, ep, split, early)
         for name, inner in [*module.named_children()]:
             if not any(True for _ in inner.parameters()):
                 # ZeRO-3 counts the modules that run. A rank to which no row comes runs no activation, and
@@ -95,7 +173,10 @@ def share_experts(block: nn.Module, ep: ExpertParallel, split: WeightGradients |
 class SharedExperts:
     """The forward of a module of experts, of which the other ranks hold the rest."""
 
-    def __init__(self, module: Any, ep: ExpertParallel, split: WeightGradients | None) -> None:
+    def __init__(
+        self, module: Any, ep: ExpertParallel, split: WeightGradients | None, beside: Beside | None = None
+    ) -> None:
+        self._beside = None if beside is None else beside.run
         self._module, self._ep, self._split, self._forward = module, ep, split, module.forward
         self._experts: int = module.num_experts
         module.num_experts = self._experts // ep.size
@@ -123,6 +204,6 @@ class SharedExperts:
             return found
 
         routes = index.reshape(len(tokens), -1), weights.reshape(len(tokens), -1)
-        told = {"ep": self._ep, "experts": self._experts, "split": self._split}
+        told = {"ep": self._ep, "experts": self._experts, "split": self._split, "beside": self._beside}
         y = over_ranks(tokens, *routes, compute=compute, **told)
         return y.view_as(hidden)

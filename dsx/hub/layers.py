@@ -26,7 +26,7 @@ from dsx.hub.context import (
     put_context,
 )
 from dsx.hub.context_probe import mixers
-from dsx.hub.experts import share_experts, tallies_of
+from dsx.hub.experts import called_beside, share_experts, tallies_of
 from dsx.hub.feed_forward import feed_forwards
 from dsx.hub.model_structure import BlockCall, structure_of
 from dsx.hub.on_meta import copied
@@ -213,7 +213,11 @@ class HubBlock(nn.Module):
         plan = block_plan(model, structure, number)
         summed = apply_plan(self.block, plan, weights.tp, weights.split, around.paths)
         self.tallies = tallies_of(self.block, number, weights.device)
-        self._split = weights.split if share_experts(self.block, weights.ep, weights.split) else None
+        beside = (
+            called_beside(structure.list_of_blocks[number], model.hidden_size) if weights.ep.size > 1 else {}
+        )
+        shares = share_experts(self.block, weights.ep, weights.split, beside)
+        self._split = weights.split if shares else None
         pass_states(self.block, around.passing, weights.cp)
         gather_around(self.block, around.paths - around.passing, weights.cp)
         settled(self, model, weights, {f"block.{path}" for path in summed})

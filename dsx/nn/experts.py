@@ -79,8 +79,15 @@ class ExpertParallel:
 
         Meanwhile weight gradients are computed that wait in ``split``.
         """
+        return self.arrived(self.start(rows, sent, received), split)
+
+    def start(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> collectives.Pending:
+        """Begin to exchange rows, which must be left alone meanwhile."""
         found = rows.new_empty((sum(received), *rows.shape[1:]))
-        pending = collectives.start_exchange(found, rows.contiguous(), self.group, [*received], [*sent])
+        return collectives.start_exchange(found, rows.contiguous(), self.group, [*received], [*sent])
+
+    def arrived(self, pending: collectives.Pending, split: WeightGradients | None) -> Tensor:
+        """The rows of an exchange that has begun; meanwhile as in :meth:`exchange`."""
         if split is not None:
             split.meanwhile()
         return pending.wait()
@@ -105,15 +112,16 @@ class _Travel(torch.autograd.Function):
         sent: Sequence[int],
         received: Sequence[int],
         split: WeightGradients | None,
+        pending: collectives.Pending | None,
     ) -> Tensor:
         ctx.way = ep, sent, received, split
-        return ep.exchange(rows, sent, received, split)
+        return ep.exchange(rows, sent, received, split) if pending is None else ep.arrived(pending, split)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         ep, sent, received, split = ctx.way
-        return ep.exchange(gradient, received, sent, split), None, None, None, None
+        return ep.exchange(gradient, received, sent, split), None, None, None, None, None
 
 
 def _gathered(x_TH: Tensor, order: Tensor, each: int) -> Tensor:
@@ -175,6 +183,7 @@ def over_ranks(
     experts: int,
     compute: Callable[[Tensor, Tensor], Tensor],
     split: WeightGradients | None = None,
+    beside: Callable[[], None] | None = None,
 ) -> Tensor:
     """What the experts of all ranks make of this rank's tokens. A collective call over the ranks.
 
@@ -187,6 +196,7 @@ def over_ranks(
         compute: This rank's experts: gives [R, H] for rows [R, H] and the number of each one's expert among
             this rank's, int64 [R]. Where R is 0 it must still pass gradients to rows and parameters.
         split: Has weight gradients to compute while rows travel; None if no backward is divided.
+        beside: Computes what needs no experts while rows travel to them.
 
     Returns:
         [T, H], in the dtype of ``hidden_TH``.
@@ -200,10 +210,14 @@ def over_ranks(
     there = ep.counts_of_all(counts)
     sent, received = ep.splits(counts, there, len(chosen))
     order = order[: sum(sent)]
-    rows = _Travel.apply(_Spread.apply(hidden_TH, order, each), ep, sent, received, split)
+    spread, pending = _Spread.apply(hidden_TH, order, each), None
+    if beside is not None:  # after the spread, so that gradients of tokens are summed in the usual order
+        pending = ep.start(spread.detach(), sent, received)
+        beside()
+    rows = _Travel.apply(spread, ep, sent, received, split, pending)
     numbers = torch.arange(own, device=there.device).repeat(ep.size)
     which = numbers.repeat_interleave(there.flatten(), output_size=sum(received))
-    back = _Travel.apply(compute(rows, which), ep, received, sent, split)
+    back = _Travel.apply(compute(rows, which), ep, received, sent, split, None)
     weighted = back * weights_Tk.flatten()[order].unsqueeze(-1)
     summed: Tensor = _Collect.apply(weighted, order, tokens, each)
     return summed.to(hidden_TH.dtype)

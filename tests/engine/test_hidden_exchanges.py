@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 import ranks
+from engine.test_expert_load import FAMILIES
 from often import often
 from parity import dsx_run, oracle
 from parity.dsx_run import Case
@@ -120,3 +122,44 @@ def test_what_runs_between_start_and_wait(name: str, tmp_path: Path) -> None:
                 assert share > 1, action
                 assert below == [min(share, sum(below) - at * share) for at in range(size)], action
         assert case.schedule == "1f1b" or any(map(any, counts.values()))
+
+
+def beside(
+    rank: int, world_size: int, case: Case, folder: Path, *, hidden: bool
+) -> tuple[list[str], list[float]]:
+    """Starts and waits of a first forward with calls of shared experts, and figures of two steps."""
+    from dsx.hub import layers
+
+    found: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        if not hidden:
+            patch.setattr(layers, "called_beside", lambda *_: {})
+        engine, _ = dsx_run.build(case, folder)
+        send = dist.all_to_all_single
+
+        def sent(out: Any, x: Any, received: Any, *how: Any, **named: Any) -> Any:
+            work = send(out, x, received, *how, **named)
+            found.append("counts" if received is None else "start")
+            return _Travelling(work, lambda: found.append("wait"))
+
+        patch.setattr(dist, "all_to_all_single", sent)
+        for name, module in engine.pipeline.chunks.named_modules():
+            if name.endswith("shared_experts"):
+                module.register_forward_pre_hook(lambda *_: found.append("shared"))
+        figures = []
+        for step in (0, 1):
+            figures += [*dsx_run.losses_of(engine, case, [step]), float(engine.get_global_grad_norm())]
+    return found[: found.index("start") + 6], figures
+
+
+def test_shared_experts_run_while_rows_travel_and_nothing_else_changes(tmp_path: Path) -> None:
+    oracle.CONFIGS["deepseek_v3-tiny"] = FAMILIES["deepseek_v3"]
+    case = Case(
+        family="deepseek_v3-tiny", dp=2, ep=2, zero=3, recompute="full", implementation="transformers"
+    )
+    folder = oracle.save_model(case.family, tmp_path / "model")
+    (now, figures), *_ = ranks.run(partial(beside, hidden=True), 2, case, folder)
+    (before, expected), *_ = ranks.run(partial(beside, hidden=False), 2, case, folder)
+    assert now == ["counts", "wait", "start", "shared", "wait", "start", "wait", "counts"]
+    assert before == ["counts", "wait", "start", "wait", "start", "wait", "shared", "counts"]
+    assert figures == expected, "to the last bit"
