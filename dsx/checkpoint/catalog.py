@@ -299,6 +299,7 @@ class Catalog:
         links_allowed: Whether a file may be a link out of the folder, as in Hugging Face's cache.
         others: Catalogs of other folders whose files some pieces lie in, by the first part of the files'
             names here.
+        float32: For a parameter's name the dtypes of a model that keeps it in float32, as its family does.
     """
 
     root: Path
@@ -311,6 +312,7 @@ class Catalog:
     tile_digests: Mapping[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
     links_allowed: bool = False
     others: Mapping[str, Catalog] = field(default_factory=dict)
+    float32: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         seen: set[tuple[str, str]] = set()
@@ -319,6 +321,10 @@ class Catalog:
                 what = f"{entry} is listed twice"
                 raise CheckpointError(str(self.root), what, "use an undamaged copy of the checkpoint")
             seen.add(entry.key)
+
+    def dtype_in(self, name: str, dtype: str) -> str:
+        """A parameter's own dtype in a model of ``dtype``."""
+        return "float32" if dtype in self.float32.get(name, ()) else dtype
 
     @property
     def by_key(self) -> dict[tuple[str, str], Entry]:

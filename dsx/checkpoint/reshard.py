@@ -21,6 +21,7 @@ from dsx.checkpoint.formats.deepspeed.module import as_model
 from dsx.checkpoint.formats.deepspeed.plan import StockLayout
 from dsx.checkpoint.formats.deepspeed.reader import FORMAT as STOCK
 from dsx.checkpoint.formats.huggingface import catalog
+from dsx.checkpoint.formats.huggingface.names import in_memory
 from dsx.checkpoint.layouts import (
     Pipeline,
     TargetDegrees,
@@ -192,9 +193,10 @@ def _named(source: Catalog, wanted: WantedTarget) -> Catalog:
         return source
     forms = () if wanted.run is None else forms_of(wanted.run.hf_config)
     named = as_model(source, specs, forms=forms)
-    if names != "hf":
-        return named
-    return catalog.as_hf(named, specs, in_files=wanted.format == catalog.FORMAT)
+    if names == "hf":
+        named = catalog.as_hf(named, specs, in_files=wanted.format == catalog.FORMAT)
+    own = {name: each.float32 for each in specs for name in (each.name, *each.hf, *in_memory(each).hf)}
+    return replace(named, float32=own)
 
 
 def under_hf_names(source: Catalog, hf_config: Mapping[str, Any]) -> Catalog:

@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import dsx as dsx_library
 import ranks
 from dsx.checkpoint.compare import compare, only_in
+from dsx.checkpoint.execute import ConversionOptions
 from dsx.checkpoint.open import open_checkpoint
+from dsx.checkpoint.reshard import WantedTarget, prepare
 from dsx.hub.read import hub_model
 from float32_families import FAMILIES
 from often import often
@@ -41,6 +44,13 @@ def test_what_stays_in_float32_is_what_from_pretrained_keeps(
     known = hub_model(model.config.to_dict())
     low = str(dtype).removeprefix("torch.")
     assert {spec.in_module for spec in known.params if spec.dtype_in(low) == "float32"} == wanted
+    model.save_pretrained(tmp_path / "theirs")  # and what `dsx reshard --precision` keeps
+    precision = {"bfloat16": "bf16", "float16": "fp16"}[low]
+    target = WantedTarget(format="hf", precision=precision)
+    prepare(open_checkpoint(tmp_path), tmp_path / "ours", target).run(ConversionOptions())
+    ours, theirs = (load_file(tmp_path / each / "model.safetensors") for each in ("ours", "theirs"))
+    assert {n: t.dtype for n, t in ours.items()} == {n: t.dtype for n, t in theirs.items()}
+    assert all(torch.equal(each, theirs[name]) for name, each in ours.items())
 
 
 def _batches(step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -356,12 +356,12 @@ def target_of(source: Catalog, root: Path, *, files: int, precision: str | None 
 def _entries(source: Catalog, precision: str | None) -> Iterator[Entry]:
     """Blank entries: every weight, made of its master if need be, and every other state."""
     told = PRECISIONS.get(precision or str(source.facts.get("precision")), "float32")
-    for states in source.by_name.values():
-        weight = states.get("weight")
+    for name, states in source.by_name.items():
+        weight, dtype = states.get("weight"), source.dtype_in(name, told)
         if weight is None:
-            weight = replace(next(iter(states.values())), state="weight", dtype=told)
+            weight = replace(next(iter(states.values())), state="weight", dtype=dtype)
         elif precision is not None and weight.role != "buffer":
-            weight = replace(weight, dtype=told)
+            weight = replace(weight, dtype=dtype)
         yield replace(weight, pieces=())
         for state, entry in states.items():
             if state != "weight" and not (state == "master" and weight.dtype == entry.dtype):

@@ -511,7 +511,7 @@ def _weights(source: Catalog, precision: str | None) -> list[Entry]:
             continue
         dtype = entry.dtype
         if entry.role != "buffer" and (precision is not None or entry.state == "master"):
-            dtype = PRECISIONS.get(str(told), dtype)
+            dtype = source.dtype_in(entry.name, PRECISIONS.get(str(told), dtype))
         entries.append(replace(entry, state="weight", dtype=dtype, pieces=(), aliases=()))
     return entries
 
