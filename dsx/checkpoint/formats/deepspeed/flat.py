@@ -118,6 +118,7 @@ class Fragment:
         offset: Byte of the first element.
         strides: Of the local tensor in the file, where it is whole and not row-major; else None.
         over_all: Every rank has a part of it, those of other tensor-parallel ranks too.
+        expert: Which of the ranks that hold a stack of experts together has it.
     """
 
     name: str
@@ -130,6 +131,7 @@ class Fragment:
     offset: int
     strides: tuple[int, ...] | None = None
     over_all: bool = False
+    expert: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,27 +158,34 @@ class OptimizerState:
     groups: tuple[OptimizerGroup, ...]
 
 
-def sharded_state(files: StockFiles, rank: int, weights: Mapping[str, tuple[int, ...]]) -> OptimizerState:
+def sharded_state(
+    files: StockFiles, rank: int, weights: Mapping[str, tuple[int, ...]], experts: int = 1
+) -> OptimizerState:
     """The optimizer state of model-parallel ``rank`` under ZeRO or BF16_Optimizer.
 
     ``weights`` has the local shape of every one that is stored: BF16_Optimizer at stage 0 writes no others.
+    ``experts`` is over how many neighbours DeepSpeed has its groups of experts (``moe``).
     """
     model = files.models[rank, 0]
     states = [_Saved.of(files.optimizers[rank, replica]) for replica in files.replicas]
+    first = states[0]
     # Per group (stage 3: per sub-group) name -> local shape, in flat order; a dict: DeepSpeed before 0.5.4.
     told = model.content.get("param_shapes") or _mapped_shapes(states, weights)
     shapes: list[Mapping[str, tuple[int, ...]]] = [told] if isinstance(told, dict) else list(told)
     settings = config_of(model.content).get("zero_optimization") or {}
     turns = len(files.replicas) if isinstance(settings, dict) and settings.get("round_robin_gradients") else 1
     fragments: list[Fragment] = []
-    if states[0].per_parameter:
+    if first.per_parameter:
         fragments += _per_parameters(files, states, shapes)
     else:
         for number, group in enumerate(shapes):
-            fragments += _per_group(states, number, group, turns) if group else ()
-    if not states[0].per_parameter and turns > 1:
+            ranks = experts if number < len(first.flats) and first.settings_of(number).get("moe") else 1
+            for at in range(ranks) if group else ():
+                own = _per_group(states[at::ranks], number, group, turns)
+                fragments += (replace(one, expert=at) for one in own)
+    if not first.per_parameter and turns > 1:
         shapes = [in_turns_undone(group, turns) for group in shapes]
-    return OptimizerState(tuple(fragments), tuple(_groups(states[0], shapes)))
+    return OptimizerState(tuple(fragments), tuple(_groups(first, shapes)))
 
 
 def whole(ref: TensorRef, file: TorchFile, name: str, state: str) -> Fragment:
@@ -256,7 +265,11 @@ class _Saved:
     def numbers(self, number: int) -> dict[str, float]:
         """The optimizer's states of a flat buffer that are one number."""
         held = self.states.get(self.key(number), {})
-        return numbers_of(held, self.param_groups[self.group_of(number)], self.file)
+        return numbers_of(held, self.settings_of(number), self.file)
+
+    def settings_of(self, number: int) -> Mapping[str, Any]:
+        """Hyperparameters of a flat buffer's group."""
+        return self.param_groups[self.group_of(number)]
 
     def group_of(self, number: int) -> int:
         if not self.per_parameter:
@@ -368,7 +381,7 @@ def _fragments(
     start, stop = interval
     flat = saved.flats[number].numel
     sizes = (flat, flat + (saved.paddings[number] if number < len(saved.paddings) else 0))
-    is_muon = bool(saved.param_groups[saved.group_of(number)].get("use_muon"))
+    is_muon = bool(saved.settings_of(number).get("use_muon"))
     for state, ref in saved.tensors(number):
         if (
             len(ref.shape) != 1

@@ -1,23 +1,30 @@
-"""Weights of a mixture of experts that DeepSpeed's AutoEP trained, under the names of transformers' model.
+"""A mixture of experts that DeepSpeed's AutoEP trained, under the names of transformers' model.
 
 AutoEP puts a module of its own in the place of a family's (deepspeed/module_inject/auto_ep_layer.py): its
 router is ``router``, whose matrix is ``router.gate``, and which may have the family's name as an alias; its
 experts are three stacks, w1 the gate, w2 down and w3 up, of which ``engine.save_checkpoint`` writes each
 expert's matrices to a file of their own, as ``PREFIX.w1.EXPERT`` (deepspeed/runtime/engine.py,
-``_save_moe_checkpoint``). Optimizer states are divided over an expert's replicas, and are not read.
+``_save_moe_checkpoint``). ZeRO 1 and 2 divide the optimizer states of stacks over the replicas of a rank's
+experts, whose group has ``moe`` among its settings; ranks that hold a layer's experts together are neighbours
+(deepspeed/utils/groups.py, ``_create_expert_and_data_parallel``). Those of ZeRO-0 have no names.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from dsx.checkpoint.catalog import Entry, Piece, Role
-from dsx.checkpoint.formats.deepspeed.files import AUTOEP_LAYERS, StockFiles
+from dsx.checkpoint.formats.deepspeed.cut import ShardLayout
+from dsx.checkpoint.formats.deepspeed.files import AUTOEP_LAYERS, StockFiles, config_of
+from dsx.checkpoint.formats.deepspeed.flat import OptimizerGroup, OptimizerState, sharded_state
 from dsx.checkpoint.formats.torch_file import TensorRef, TorchFile
 from dsx.errors import CheckpointError
+from dsx.models.param import ITEM_BYTES
 
-LEFT_BEHIND = "optimizer: states of DeepSpeed's mixtures of experts are not read; the weights are"
+_NOT_READ = ("round_robin_gradients", "use_data_before_expert_parallelism")  # other places of states
 _MATRICES = ("w1", "w2", "w3")
 _ROUTER = "router."
 _USUAL_ROUTER = "gate"  # in all of AutoEP's presets
@@ -49,6 +56,62 @@ def entries_of(files: StockFiles) -> Iterator[Entry]:
         raise _unfit(extra, f"{where.name} tells of no such layer")
     for layer in layers:
         yield from _stacks(files, layer)
+
+
+def unread_states(files: StockFiles) -> str | None:
+    """What keeps optimizer states of a mixture from being read; None if nothing does."""
+    config = config_of(files.first)
+    settings = {**config, **(config.get("zero_optimization") or {})}
+    told = next((f"with {key}" for key in _NOT_READ if settings.get(key)), None)
+    why = told if files.optimizers else "at ZeRO-0, where they have no names,"
+    return why and f"optimizer: states of DeepSpeed's mixtures of experts {why} are not read; the weights are"
+
+
+def states_of(
+    files: StockFiles, weights: Iterable[Entry]
+) -> tuple[OptimizerState, dict[str, str], list[Entry]]:
+    """Groups and numbers of the optimizer, the family's name of each parameter, and every state of each."""
+    layers, shapes = files.first[AUTOEP_LAYERS], {entry.name: entry.shape for entry in weights}
+    names = _names(files.first["module"], [str(layer["module_path"]) for layer in layers])
+    rows: dict[str, int] = {}  # of a stack in the family's
+    (ranks,) = {int(layer["ep_size"]) for layer in layers}
+    for layer in layers:
+        own = int(layer["num_experts"]) // ranks
+        if [each["experts"] for each in layer["expert_placement"]["ranks"]] != [
+            [*range(at * own, at * own + own)] for at in range(ranks)
+        ]:
+            raise _unread(str(files.root), "experts that are not dealt out in their order")
+        prefix = str(layer["expert_key_prefix"])
+        stacks = dict(zip(_MATRICES, ("gate_up_proj", "down_proj", "gate_up_proj"), strict=True))
+        names |= {f"{prefix}.{each}": f"{prefix}.{home}" for each, home in stacks.items()}
+        rows |= {f"{prefix}.w1": 0, f"{prefix}.w2": 0, f"{prefix}.w3": shapes[names[f"{prefix}.w1"]][1] // 2}
+    state = sharded_state(files, 0, {}, ranks)
+    held: dict[tuple[str, str, str], list[Piece]] = defaultdict(list)
+    for one in state.fragments:
+        item = ITEM_BYTES[one.dtype]
+        for part in ShardLayout(one.shape).parts(0, one.shape, one.start, one.stop):
+            piece = part.at(one.file, one.offset - one.start * item, item)
+            if one.name in rows:
+                expert, row, column = piece.start
+                expert, row = expert + one.expert * one.shape[0], row + rows[one.name]
+                piece = replace(piece, start=(expert, row, column))
+            held[names[one.name], one.state, one.dtype].append(piece)
+    entries = [
+        Entry(name=name, state=kind, shape=shapes[name], dtype=dtype, role="trained", pieces=tuple(pieces))
+        for (name, kind, dtype), pieces in held.items()
+    ]
+    return replace(state, groups=_joined(state.groups)), names, entries
+
+
+def _joined(groups: Iterable[OptimizerGroup]) -> tuple[OptimizerGroup, ...]:
+    """The user's groups, of which DeepSpeed has made two each: experts by themselves."""
+    found: dict[str, OptimizerGroup] = {}
+    for group in groups:
+        kept = {key: value for key, value in group.settings.items() if key not in ("moe", "name")}
+        before = found.setdefault(repr(kept), replace(group, names=(), settings=kept, numbers={}))
+        numbers = {state: {**before.numbers.get(state, {}), **one} for state, one in group.numbers.items()}
+        found[repr(kept)] = replace(before, names=(*before.names, *group.names), numbers=numbers)
+    return tuple(found.values())
 
 
 def _names(module: Mapping[str, Any], paths: Iterable[str]) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Stock DeepSpeed checkpoints, as ``engine.save_checkpoint`` writes them, as a catalog.
 
-ZeRO 0 to 3, BF16_Optimizer, FP16_Optimizer, PipelineModule, tensor parallelism, and the weights of AutoEP's
-mixtures of experts (:mod:`dsx.checkpoint.formats.deepspeed.mixture`); written and read by deepspeed 0.19.8,
+ZeRO 0 to 3, BF16_Optimizer, FP16_Optimizer, PipelineModule, tensor parallelism, and AutoEP's mixtures
+of experts (:mod:`dsx.checkpoint.formats.deepspeed.mixture`); written and read by deepspeed 0.19.8,
 older forms where they differ. What is in which file: :mod:`dsx.checkpoint.formats.deepspeed.files`; where a
 parameter lies: :mod:`dsx.checkpoint.formats.deepspeed.flat`; how tensor parallelism cut it:
 :mod:`dsx.checkpoint.formats.deepspeed.cut`.
@@ -272,13 +272,20 @@ def catalog_of(root: Path, rules: Rules | None = None) -> Catalog:
 
 
 def _mixture(files: StockFiles, rules: Rules | None) -> Catalog:
-    """The weights of a mixture of experts, and what is known of the run. Of rules, names alone matter."""
-    facts = facts_of(files, {}, {})
+    """A mixture of experts. Of rules, names alone matter."""
+    entries = [*mixture.entries_of(files)]
+    unread, states, names = mixture.unread_states(files), dict[int, OptimizerState](), dict[str, str]()
+    if unread is None:
+        states[0], names, more = mixture.states_of(files, entries)
+        entries += more
+    facts = facts_of(files, states, names)
+    if unread is not None:
+        facts["left_behind"] = [*facts.get("left_behind", ()), unread]
     catalog = Catalog(
         root=files.root,
         format=FORMAT,
-        entries=tuple(mixture.entries_of(files)),
-        facts={**facts, "left_behind": [*facts.get("left_behind", ()), mixture.LEFT_BEHIND]},
+        entries=tuple(entries),
+        facts=facts,
         checksums=tuple(checksum for file in files.all for checksum in file.checksums),
     )
     return with_names(catalog, rules.names, rules.source) if rules and rules.names else catalog
