@@ -35,7 +35,7 @@ from dsx.data.files import LocalFiles, Tables, open_source
 from dsx.data.masks import Encoded, Masks
 from dsx.data.order import Shares, keyed_hash, permute
 from dsx.data.packs import Packs, Sample, Sequences, require_some
-from dsx.data.records import example, open_records
+from dsx.data.records import example, record_units
 from dsx.data.tokenizers import TokenIds, Tokenizer, load_tokenizer
 from dsx.data.units import Unit
 from dsx.errors import DataError
@@ -459,7 +459,7 @@ _PLACES = 64  # parts of a source that the held-out text is gathered from
 
 def open_stream(data: DataConfig, name: str) -> StreamedSource:
     """The one source of ``data``, to be streamed."""
-    units = (open_source(data) if data.format == "text" else open_records(data)).units(data.lanes)
+    units = open_source(data).units(data.lanes) if data.format == "text" else record_units(data)
     if not units:
         raise DataError(
             f'dsx.data.source = "{data.source}"', "it holds no text", "name files with text in them"

@@ -16,6 +16,7 @@ from typing import Any
 
 from dsx.config.schema import DataConfig
 from dsx.data.files import LocalFiles, Tables, not_csv, not_utf8, open_source
+from dsx.data.units import Stamp, Unit
 from dsx.errors import DataError
 from dsx.terminal import shortened
 
@@ -109,11 +110,36 @@ def open_records(data: DataConfig) -> Tables:
             f'source "{data.source}" is running text, which has no records',
             "name files of jsonl, json, parquet or csv, or a hub data set",
         )
-    is_csv = isinstance(source.source, LocalFiles) and source.source.builder == "csv"
-    if data.streaming and is_csv:  # whose cells a stream would take for numbers where they look like some
-        what = "records of csv are not streamed"
-        raise DataError(f'dsx.data.source = "{data.source}"', what, "write jsonl, or leave streaming out")
     return source
+
+
+@dataclass(frozen=True, slots=True)
+class _CsvRecords:
+    """The records of a CSV file as a unit of a stream, all cells text; positions are rows, read again."""
+
+    name: str
+    stamp: Stamp
+
+    def documents(self, start: int | None) -> Iterator[tuple[int, str]]:
+        """See :class:`dsx.data.units.Unit`; a row with other cells than the first line names is a list."""
+        self.stamp.check()
+        for number, row in enumerate(_file_rows(self.stamp.path)):
+            if number >= (start or 0):
+                yield number, json.dumps([row.problem] if row.cells is None else row.cells)
+        self.stamp.check()
+
+    def place(self, at: int) -> str:
+        return f"{self.stamp.path}, row {at + 1}"
+
+
+def record_units(data: DataConfig) -> tuple[Unit, ...]:
+    """Parts of the records of ``data.source`` for a stream. Raises DataError as :func:`open_records` does."""
+    tables = open_records(data)
+    source = tables.source
+    if not isinstance(source, LocalFiles) or source.builder != "csv":
+        return tables.units(data.lanes)
+    files = [(path.as_posix(), Stamp.of(source.root / path)) for path in source.paths]
+    return tuple(_CsvRecords(f"{name}:{stamp.size_bytes}", stamp) for name, stamp in files)
 
 
 def _rows(data: DataConfig) -> Iterator[_Row]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import random
 from collections import Counter
@@ -37,7 +38,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for part in range(2):
         write(made / f"chats{part}.jsonl", ROWS[part::2])
     datasets.Dataset.from_list(ROWS).to_parquet(str(made / "chats.parquet"))
+    write_csv(made / "chats.csv", ROWS)
     return made
+
+
+def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerows([["messages"], *([json.dumps(row["messages"], indent=1)] for row in rows)])
 
 
 def config(folder: Path, source: str, **keys: Any) -> DataConfig:
@@ -74,6 +82,7 @@ def documents(sample: list[list[int]]) -> list[tuple[list[int], list[int]]]:
         ("chats*.jsonl", {}),
         ("chats.parquet", {"train_on": "each", "held_out": 0.2}),
         ("chats*.jsonl", {"documents": "joined", "train_on": "last"}),
+        ("chats.csv", {}),
     ],
 )
 def test_a_stream_has_every_document_and_goes_on_anywhere(
@@ -151,6 +160,6 @@ def test_what_a_stream_says_of_records(folder: Path, tmp_path: Path) -> None:
     named = DataConfig.model_validate({**dated.model_dump(), "chat_date": "2001-02-03", "train_on": "last"})
     (sample,) = taken(opened(named, tmp_path), 0, 1).values()
     assert torch.tensor(sample[1]).ne(-100).any()
-    (tmp_path / "a.csv").write_text("messages\n")
-    with pytest.raises(DataError, match="records of csv are not streamed"):
-        opened(config(folder, str(tmp_path / "a.csv")), tmp_path)
+    write_csv(tmp_path / "a.csv", [*ROWS, {"messages": []}])
+    with pytest.raises(DataError, match=r"a\.csv, row 81: messages is empty"):
+        taken(opened(config(folder, str(tmp_path / "a.csv")), tmp_path), 0, 200)
