@@ -21,7 +21,7 @@ from dsx.checkpoint.formats.huggingface import catalog as hugging_face
 from dsx.config.run import RunConfig
 from dsx.errors import CheckpointError
 from dsx.models.param import ParamSpec
-from dsx.models.params import stored_specs
+from dsx.models.params import stored_specs, tower_specs
 from dsx.models.spec import RETIRED, HubModel, Model
 
 _SAMPLE_BYTES = 1 << 20
@@ -153,8 +153,9 @@ def _with(source: Catalog, base: Catalog, fact: Mapping[str, Any]) -> Catalog:
         raise CheckpointError(
             f"{source.root}: model", f"it cannot be made again ({error})", "use the dsx that wrote it"
         ) from error
-    own = stored_specs(replace(model, adapter=None), pad_multiple=int(fact["vocab_multiple"]))
-    base = as_model(under_known_names(base, model), own, forms=forms_of(facts.get("hf_config") or {}))
+    plain = replace(model, adapter=None)
+    own = stored_specs(plain, pad_multiple=int(fact["vocab_multiple"]))
+    base = as_model(under_known_names(base, plain), own, forms=forms_of(facts.get("hf_config") or {}))
     wanted = {spec.name for spec in own} - {entry.name for entry in source.entries}
     added = tuple(
         replace(
@@ -211,7 +212,7 @@ def names_in(config: Mapping[str, Any], model: Model) -> hugging_face.NamesOf | 
     if text_key(config) is not None:
         from dsx.hub.composite import CompositeNames  # here: as below
 
-        return CompositeNames(config).of
+        return CompositeNames(config, [spec.hf_whole for spec in tower_specs(model) if not spec.adapts]).of
     if not isinstance(model, HubModel):
         return None
     from dsx.hub.read import folder_names  # here: dsx's own families need neither torch nor transformers

@@ -63,6 +63,7 @@ from typing import Any, Literal
 
 from dsx.errors import CheckpointError
 from dsx.models.param import ITEM_BYTES, Box, ParamSpec
+from dsx.models.params import tower_specs
 from dsx.models.spec import HubModel, Model
 
 
@@ -77,6 +78,8 @@ def model_fact(model: Model) -> dict[str, Any]:
     else:
         left_out = ("shared_kv", "adapter", "freeze")
         told = {key: value for key, value in asdict(model).items() if key not in left_out}
+    if isinstance(model, HubModel) and tower_specs(model):
+        told["pictures"] = {"config": json.loads(model.pictures), "tower": model.tower}
     if model.adapter is not None:
         told["adapter"] = asdict(model.adapter)
     fact: dict[str, Any] = json.loads(json.dumps(told))

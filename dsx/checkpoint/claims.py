@@ -7,6 +7,7 @@ files.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
@@ -253,7 +254,12 @@ def model_of_fact(fact: Mapping[str, Any]) -> Model:
     if "config" in told:
         from dsx.hub.read import hub_model  # here: dsx's own families need neither torch nor transformers
 
-        model: Model = hub_model(told["config"])
+        made = hub_model(told["config"])
+        if pictures := told.get("pictures"):
+            from dsx.hub.composite import with_tower  # here: as above
+
+            made = with_tower(made, json.dumps(pictures["config"], sort_keys=True), pictures["tower"])
+        model: Model = made
     elif told["family"] not in FAMILIES:
         raise ModelError(
             at("family", told["family"]),
@@ -266,8 +272,8 @@ def model_of_fact(fact: Mapping[str, Any]) -> Model:
         model = ModelSpec(**{key: value for key, value in told.items() if key in known})
     if adapter is None:
         return model
-    made: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in adapter.items()}
-    return replace(model, adapter=Adapter(**made))
+    given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in adapter.items()}
+    return replace(model, adapter=Adapter(**given))
 
 
 def forms_of(config: Mapping[str, Any]) -> Iterator[tuple[ParamSpec, ...]]:

@@ -6,7 +6,7 @@ folder again: the other tensors byte for byte, the trained ones under the names 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,18 +34,19 @@ class Composite:
         folder: Its tensors under its own names.
         key: The part of its config that is the language model's.
         names: The folder's name of each tensor of the language model, by that in a folder of its own.
+        beside: The folder's name of each of the tower's, by that which transformers writes.
         architecture: transformers' class of it.
     """
 
     folder: Catalog
     key: str
     names: Mapping[str, str]
+    beside: Mapping[str, str]
     architecture: str
 
-    @property
-    def tower(self) -> tuple[Entry, ...]:
-        """Every tensor that is not the language model's; one of whatever type keeps it."""
-        inside = set(self.names.values())
+    def tower(self, held: Collection[str]) -> tuple[Entry, ...]:
+        """Every tensor that is neither the language model's nor ``held``; one of whatever type keeps it."""
+        inside = {*self.names.values(), *held}
         return tuple(replace(one, role="buffer") for one in self.folder.entries if one.name not in inside)
 
     def config_with(self, text: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,12 +55,15 @@ class Composite:
         return own | {self.key: hugging_face.with_dtype(text, ())}
 
     def inside(self, spec: ParamSpec) -> ParamSpec:
-        """A parameter of the language model under the folder's names."""
-        return replace(spec, hf=tuple(self.names[name] for name in spec.hf))
+        """A parameter under the folder's names."""
+        names = self.beside if spec.tower else self.names
+        return replace(spec, hf=tuple(names[name] for name in spec.hf))
 
 
-def composite_at(root: Path | None) -> Composite | None:
+def composite_at(root: Path | None, *, tower: bool = False) -> Composite | None:
     """The composite model in a folder; None if there is none, or the folder is of one model.
+
+    ``tower``: Whether anything of its tower was trained, so that the folder must have all of it.
 
     Raises:
         CheckpointError: The folder cannot be read.
@@ -74,7 +78,9 @@ def composite_at(root: Path | None) -> Composite | None:
     folder, known = hugging_face.catalog_of(root), CompositeNames(config)
     found = known.of(folder.by_name, root)
     names = known.names | {own: name for name, own in found.items() if own is not None}
-    return Composite(folder=folder, key=key, names=names, architecture=known.architecture)
+    others = known.of_tower(folder.by_name, root) if tower else {}
+    beside = {own: name for name, own in others.items() if own is not None}
+    return Composite(folder=folder, key=key, names=names, beside=beside, architecture=known.architecture)
 
 
 def fact_of(root: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -105,18 +111,19 @@ def whole(source: Catalog, merge: Merge | None, folder: Path | None) -> tuple[Ca
     fact = source.facts.get("composite")
     if fact is None:
         return source, merge
-    found = composite_at(folder_of(source, fact, folder, "the other parts of the model"))
+    root, tower = folder_of(source, fact, folder, "the other parts of the model"), source.facts.get("model")
+    found = composite_at(root, tower="pictures" in (tower or {}))
     assert found is not None, "a digest tells one folder from another"
+    names = {**found.names, **found.beside}
     if merge is not None:
-        products = {found.names[name]: product for name, product in merge.products.items()}
-        inner = hugging_face.under_model_names(merge.source, found.names)
-        merge = replace(merge, source=inner, products=products)
-    tower = (replace(entry, pieces=moved_below(_HOME, entry)) for entry in found.tower)
+        products = {names[name]: product for name, product in merge.products.items()}
+        merge = replace(merge, source=hugging_face.under_model_names(merge.source, names), products=products)
+    source = hugging_face.under_model_names(source, names)
+    others = (replace(each, pieces=moved_below(_HOME, each)) for each in found.tower(source.by_name))
     sums = (replace(one, file=f"{_HOME}/{one.file}") for one in found.folder.checksums)
-    source = hugging_face.under_model_names(source, found.names)
     return replace(
         source,
-        entries=(*source.entries, *tower),
+        entries=(*source.entries, *others),
         facts={**source.facts, "hf_config": found.config_with(source.facts["hf_config"])},
         checksums=(*source.checksums, *sums),
         others={**source.others, _HOME: found.folder},

@@ -31,7 +31,7 @@ from dsx.models.adapters import (
 )
 from dsx.models.param import NF4_BLOCK, ParamSpec
 from dsx.models.params import param_specs
-from dsx.models.spec import Adapter, Model
+from dsx.models.spec import Adapter, HubModel, Model
 
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """Files of an adapter's folder."""
@@ -83,7 +83,7 @@ def adapter_of(
             "pip install 'bitsandbytes>=0.48' (dsx's extra \"quantized\" brings it)",
         )
     ties = saved.pop("ties", False)
-    specs = param_specs(replace(model, adapter=None))
+    specs = _all_specs(model)
     if saved:
         saved |= _names_here(block.path, told, saved, specs)
     adapter = Adapter(**saved | given)
@@ -119,6 +119,12 @@ def adapter_of(
         _require_possible_start(block.path, adapter, specs)
         _require_same(block.path, given, adapter, Adapter(**saved), model)
     return adapter
+
+
+def _all_specs(model: Model) -> tuple[ParamSpec, ...]:
+    """What an adapter may be put on, or train itself: parameters, and those of the tower of pictures."""
+    tower = model.tower_params if isinstance(model, HubModel) else ()
+    return param_specs(replace(model, adapter=None)) + tuple(each for each in tower if not each.buffer)
 
 
 def _require_whole_blocks(adapter: Adapter, model: Model) -> None:
@@ -350,14 +356,19 @@ def peft_settings(
     if adapter.targets == ALL_LINEAR:
         told["target_modules"] = sorted(_ends(name for spec in specs for name, _ in targeted(adapter, spec)))
     if modules:
-        own = [spec for spec in specs if not spec.adapts]
-        also = {name for spec in own for name in names_of(spec) if is_also(adapter, name)}
-        full = {
-            "target_modules": {name for spec in own for name, _ in targeted(adapter, spec)},
-            "target_parameters": {spec.hf_whole for spec in own if is_targeted_stack(adapter, spec)},
-            "modules_to_save": also | {"lm_head"} if tied else also,
-        }
-        told |= {key: sorted(placed(name, modules) for name in held) or None for key, held in full.items()}
+        full: dict[str, set[str]] = {"modules_to_save": {"lm_head"} if tied else set()}
+        for spec in _all_specs(model):
+            inner = {} if spec.tower else modules
+            named = {
+                "target_modules": {name for name, _ in targeted(adapter, spec)},
+                "target_parameters": {spec.hf_whole} if is_targeted_stack(adapter, spec) else (),
+                "modules_to_save": {name for name in names_of(spec) if is_also(adapter, name)},
+            }
+            for key, held in named.items():
+                full.setdefault(key, set()).update(placed(name, inner) for name in held)
+        outer = tuple(f"{name}." for name in full["modules_to_save"])  # PEFT saves what is inside with it
+        full["modules_to_save"] -= {name for name in full["modules_to_save"] if name.startswith(outer)}
+        told |= {key: sorted(held) or None for key, held in full.items()}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -213,8 +213,8 @@ class DataConfig(TextSource):
     pictures: bool = Field(
         default=False,
         description="Chat: turns may hold pictures, files on this machine, which the processor in the folder "
-        "dsx.model.path prepares and the model's own tower reads: frozen, on the first stage. A chat is then "
-        "one sequence, not packed with others.",
+        "dsx.model.path prepares and the model's own tower reads, on the first stage: frozen but for what "
+        "dsx.train.tower and dsx.adapter name. A chat is then one sequence, not packed with others.",
     )
     too_long: Literal["truncate", "drop", "refuse"] = Field(
         default="truncate",
@@ -497,6 +497,12 @@ class TrainConfig(SchemaBlock):
         description="Parameters that are not trained: regular expressions, each searched for anywhere in the "
         'Hugging Face names, e.g. ["embed_tokens", "layers\\\\.[0-9]\\\\."].',
     )
+    tower: tuple[str, ...] = Field(
+        default=(),
+        strict=False,  # as above
+        description="Parameters of the tower of pictures that are trained; the rest of it is frozen: such "
+        'expressions for names of the composite model, e.g. ["multi_modal_projector"], or ["."] for all.',
+    )
     resume: str = Field(
         default="auto",
         min_length=1,
@@ -520,7 +526,7 @@ class TrainConfig(SchemaBlock):
         "drawn in output/trace.",
     )
 
-    @field_validator("freeze")
+    @field_validator("freeze", "tower")
     @classmethod
     def _are_expressions(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
         for pattern in patterns:

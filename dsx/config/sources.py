@@ -223,6 +223,7 @@ def _with_pictures(
 ) -> tuple[Model, list[str]]:
     """The model, with the tower of the composite one if that runs. Raises ConfigError if there is none."""
     if not dsx.data.pictures:
+        _refuse_tower(dsx, "no tower runs without pictures", "set dsx.data.pictures to true")
         return spec, []
     from dsx.hub.composite import text_key  # here: other runs need nothing of it
 
@@ -241,9 +242,31 @@ def _with_pictures(
         if degree not in (1, "auto"):
             what = f"{at(f'dsx.parallel.{key}', degree)}: ranks would share rows that have pictures in them"
             raise refusal(what, f"set dsx.parallel.{key} to 1")
-    said = f"{place}: its tower, frozen, is on every rank of the first stage"
+    if dsx.adapter is not None:
+        fix = "name the tower's modules in dsx.adapter.targets or train_also"
+        _refuse_tower(dsx, "beside an adapter the model itself is frozen", fix)
+    said = f"{place}: its tower is on every rank of the first stage"
     said += "; estimates count its weights, not what it computes with, nor masks of pictures"
-    return replace(spec, pictures=json.dumps(given, sort_keys=True)), [said]
+    return _with_tower(spec, dsx, given, place), [said]
+
+
+def _refuse_tower(dsx: DsxConfig, what: str, fix: str) -> None:
+    if dsx.train.tower:
+        raise ConfigError(at("dsx.train.tower", list(dsx.train.tower)), what, fix)
+
+
+def _with_tower(spec: HubModel, dsx: DsxConfig, given: dict[str, Any], place: str) -> HubModel:
+    """The model with the tower, of which ``dsx.train.tower`` names parameters."""
+    from dsx.hub.composite import with_tower  # here: other runs need nothing of it
+
+    found = with_tower(spec, json.dumps(given, sort_keys=True), dsx.train.tower)
+    names = {name for each in found.tower_params if not each.buffer for name in (each.hf_whole, *each.hf)}
+    for number, pattern in enumerate(dsx.train.tower):
+        if not any(re.search(pattern, name) for name in names):
+            fix = suggest(pattern, {".".join(each.split(".")[:3]) for each in names}, otherwise=min(names))
+            what = f"no parameter of the tower of {place} has it in its name"
+            raise ConfigError(at(f"dsx.train.tower[{number}]", pattern), what, fix)
+    return found
 
 
 def _adapted(spec: Model, dsx: DsxConfig, given: dict[str, Any]) -> Model:

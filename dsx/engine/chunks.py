@@ -19,6 +19,7 @@ from dsx.errors import ModelError
 from dsx.nn.embedding import TiedUse
 from dsx.nn.loss import of_head
 from dsx.nn.offload import HostCopies
+from dsx.nn.parameters import is_of_tower
 
 
 def checkpoint_non_reentrant(function: Callable[..., Any], *inputs: Any) -> Any:
@@ -106,9 +107,13 @@ class Tie:
     group: dist.ProcessGroup
 
     def left_out(self, module: nn.Module) -> list[str]:
-        """Names of the trainable parameters of a rank's copy of the module that are not tied."""
+        """Names of the trainable parameters of a rank's copy of the module that are not tied.
+
+        The tower of pictures is in the first alone.
+        """
         tied = {id(parameter) for parameter in self.parameters}
-        return [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in tied]
+        own = ((name, p) for name, p in module.named_parameters() if p.requires_grad and id(p) not in tied)
+        return [name for name, p in own if not is_of_tower(p)]
 
 
 class Chunks(nn.Module):

@@ -9,7 +9,8 @@ that needs it shows so.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from dsx.errors import ModelError
 from dsx.hub.disk_names import FolderNames, disk_forms
@@ -26,7 +28,8 @@ from dsx.hub.on_meta import parameters_on_meta
 from dsx.hub.shrunk import random_model, shrunk
 from dsx.models.adapters import placed
 from dsx.models.config_values import at
-from dsx.models.param import Init, ParamSpec
+from dsx.models.param import TOWER, Init, ParamSpec
+from dsx.models.spec import HubModel
 from dsx.models.transformers_settings import first_line, quiet_transformers, torch_forms
 
 _OF_ALL = ("quantization_config", "auto_map")
@@ -156,11 +159,31 @@ def _modules(whole: Any, text: ModelStructure) -> dict[str, str]:
     return {text.base: stacks[0], text.head: heads[0]}
 
 
+@lru_cache(maxsize=8)
+def tower_of(config: str) -> tuple[ParamSpec, ...]:
+    """Every tensor of a composite model, by its config as JSON, that is not its language model's."""
+    return CompositeNames(json.loads(config)).tower
+
+
+def with_tower(model: HubModel, config: str, trained: Sequence[str]) -> HubModel:
+    """A language model with the tower of the composite one, of which ``trained`` names what is trained."""
+    patterns = [re.compile(each) for each in trained]
+    params = tuple(
+        replace(
+            spec,
+            trained=any(pattern.search(name) for pattern in patterns for name in (*spec.hf, spec.hf_whole)),
+        )
+        for spec in tower_of(config)
+    )
+    return replace(model, pictures=config, tower=tuple(trained), tower_params=params)
+
+
 class CompositeNames:
     """Which tensors of a composite model's folder are its language model's.
 
     Args:
         config: Content of the folder's config.json.
+        beside: Names, in the composite model, of the tower's that are read like the language model's.
 
     Attributes:
         whole: The composite model, without weights.
@@ -172,7 +195,7 @@ class CompositeNames:
         ModelError: The language model's tensors are stored otherwise in a folder of its own.
     """
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    def __init__(self, config: Mapping[str, Any], beside: Collection[str] = ()) -> None:
         self.whole, self.modules = _empty(_described(config)), modules_in(config)
         whole, modules = self.whole, self.modules
         text = structure_of(json.dumps(language_config(config), sort_keys=True)).model
@@ -189,7 +212,9 @@ class CompositeNames:
                 raise _refusal(whole.config, f"{home} is stored otherwise than {name} by itself")
             self.names |= dict(zip(form.names, other.names, strict=True))
             self._inside |= dict(zip(other.names, form.names, strict=True))
-        # What is of the tower is not read, in whatever form it is stored.
+        self._inside |= {each: each for name in beside for each in (name, *there[name].names)}
+        inside |= {*beside}
+        # What else is of the tower is not read, in whatever form it is stored.
         read = {name: replace(form, exact=form.exact or name not in inside) for name, form in there.items()}
         self._names, self._forms = FolderNames(whole, read), there
 
@@ -199,17 +224,23 @@ class CompositeNames:
         inside = set(self._inside)
         return tuple(
             ParamSpec(
-                name=name,
+                name=f"{TOWER}{name}",
                 layer=0,
                 shape=tuple(self.whole.get_parameter_or_buffer(name).shape),
                 init=Init(kind="zeros"),
                 hf_whole=name,
                 buffer=form.buffer,
+                tower=True,
+                linear=self._is_matrix(name),
                 **form.in_spec,
             )
             for name, form in self._forms.items()
             if name not in inside
         )
+
+    def _is_matrix(self, name: str) -> bool:
+        owner, _, leaf = name.rpartition(".")
+        return leaf == "weight" and type(self.whole.get_submodule(owner)) is nn.Linear
 
     def of_tower(self, held: Collection[str], folder: str | Path) -> dict[str, str | None]:
         """As :meth:`FolderNames.of` for the tower; None for what is the language model's."""

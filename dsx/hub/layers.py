@@ -83,7 +83,8 @@ class HubEmbedding(nn.Module):
         structure = structure_of(model.config)
         self.word: Any = copied(structure.model.get_submodule(structure.embedding))
         others = {f"word.{name}" for name, _ in self.word.named_parameters() if name != "weight"}
-        settled(self, model, weights, others if weights.tp.size > 1 else set())
+        own = {path: spec for path, spec in weights.specs.items() if not spec.tower}
+        settled(self, model, replace(weights, specs=own), others if weights.tp.size > 1 else set())
         self.num_valid, self._balance = _vocabulary(self.word, weights), model.balance
         self._scale, self._tp = structure.scale, weights.tp
         self.tower = Tower(model, weights) if model.pictures else None
@@ -94,8 +95,9 @@ class HubEmbedding(nn.Module):
         ids_BS, _, places = Stream.first(given if pictures is None else given[0])
         y: Tensor = self.word(ids_BS)
         y = y if self._scale == 1.0 else y * self._scale
-        if self.tower is not None and pictures is not None:
-            y, places = self._seen(self.tower, ids_BS, y, pictures)
+        if self.tower is not None:
+            y, told = self._seen(self.tower, ids_BS, y, pictures)
+            places = told or places
         return Stream(y, None if self._balance is None else fresh_sums(self._balance, y), places).flat()
 
     @property
@@ -104,12 +106,12 @@ class HubEmbedding(nn.Module):
         return 0 if self.tower is None else self.tower.num_bytes
 
     def _seen(
-        self, tower: Tower, ids_BS: Tensor, y_BsH: Tensor, pictures: Mapping[str, Tensor]
+        self, tower: Tower, ids_BS: Tensor, y_BsH: Tensor, pictures: Mapping[str, Tensor] | None
     ) -> tuple[Tensor, Told]:
         """The vectors with pictures among them, and what blocks are told."""
-        tp, cut = self._tp, self._tp.sequence
+        tp, cut = self._tp, self._tp.sequence and pictures is not None
         y = collectives.gather_from(y_BsH, tp, collectives.SEQUENCE) if cut else y_BsH
-        y, told = tower(ids_BS, y, pictures)
+        y, told = tower(y, ids_BS, pictures)
         if not cut:
             return y, told
         y, *added = (collectives.scatter_to(each, tp, collectives.SEQUENCE) for each in (y, *told.added))

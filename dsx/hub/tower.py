@@ -7,8 +7,9 @@ stage gives these to the family's text forward, as it gives it positions of pack
 model is called with may only be added between blocks, as Qwen3-VL's deeper features are: the text forward,
 run around blocks that give zeros, shows what.
 
-The tower is frozen, whole on every rank of the first stage, and no part of what ZeRO, checkpoints and
-exports see: an exported folder has it byte for byte from the folder that it was read from.
+The tower is whole on every rank of the first stage. What of it is trained, adapters too, is a parameter of
+the first layer like others, whose gradients are equal on all tensor-parallel ranks. What is frozen is no part
+of what ZeRO, checkpoints and exports see: an exported folder has it byte for byte from where it was read.
 """
 
 from __future__ import annotations
@@ -26,12 +27,16 @@ from torch.utils._pytree import tree_leaves
 from dsx.errors import ModelError
 from dsx.hub.composite import CompositeNames
 from dsx.hub.model_structure import BlockCall, structure_of
+from dsx.hub.tensor_plan import set_dropouts
 from dsx.models.config_values import at
-from dsx.models.param import ParamSpec
+from dsx.models.param import TOWER, ParamSpec
 from dsx.models.spec import HubModel
 from dsx.models.transformers_settings import first_line, quiet_transformers
+from dsx.nn.adapter import attach
 from dsx.nn.documents import Told
-from dsx.nn.parameters import Weights
+from dsx.nn.linear import LocalLinear
+from dsx.nn.parallel import TensorParallel
+from dsx.nn.parameters import Weights, initialise, own_dtype
 
 _FLAGS = (bool, int, str, type(None))
 _SAID_ELSEWHERE = ("inputs_embeds", "input_ids", "use_cache", "return_dict", "past_key_values")
@@ -45,18 +50,37 @@ class _HandedOverError(Exception):
         self.named = named
 
 
-class Tower:
-    """What of a composite model is not its language model.
+class _Joined(torch.autograd.Function):
+    """Hands vectors on, and gives parameters gradients of zero beside those that they get."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.forms = [(each.shape, each.dtype) for each in parameters]
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (given,) = gradients
+        return given, *(given.new_zeros((), dtype=dtype).expand(shape) for shape, dtype in ctx.forms)
+
+
+class Tower(nn.Module):
+    """What of a composite model is not its language model. Parameters of it are what is trained alone.
 
     Args:
         model: The language model; its ``pictures`` is the config of the composite one.
-        weights: Where and in which dtype it computes. The values come by :meth:`fill`.
+        weights: Where and in which dtype it computes. The values of what is frozen come by :meth:`fill`.
+
+    Attributes:
+        specs: What is frozen.
     """
 
     def __init__(self, model: HubModel, weights: Weights) -> None:
+        super().__init__()
         with unset_fake_temporarily():  # an estimate asks for its size alone
             self._names = CompositeNames(json.loads(model.pictures))
-        self._whole, self.specs = self._names.whole, self._names.tower
+        self._whole: Any
+        vars(self)["_whole"] = self._names.whole  # its modules are none of the layer's
         self._whole.requires_grad_(requires_grad=False).eval()
         self._device, self._dtype = torch.device(weights.device or "cpu"), weights.dtype
         self._structure = structure_of(model.config)
@@ -65,10 +89,47 @@ class Tower:
         self._words = list[Tensor]()
         self._whole.get_input_embeddings().forward = lambda *_: self._words.pop()
         self._is_tried = False
+        own = {_path(spec): spec for spec in weights.specs.values() if spec.tower}
+        self.specs = tuple(spec for spec in model.tower_params if _path(spec) not in own)
+        self._trains = self._z3_leaf = bool(
+            own
+        )  # gathered as one, because a rank's rows may be without pictures
+        if own:
+            self._begin_training(model, own, weights)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tower:
-        """Itself: nobody trains it."""
-        return self
+    def _begin_training(self, model: HubModel, own: Mapping[str, ParamSpec], weights: Weights) -> None:
+        """Give what is trained storage, values and tags, and make it parameters of the layer."""
+        form: dict[str, Any] = {"dtype": self._dtype, "device": self._device}
+        for path in {spec.adapts.removeprefix(TOWER) for spec in own.values() if spec.adapts}:
+            place = path.rpartition(".")[0]
+            linear: Any = self._whole.get_submodule(place)
+            made = LocalLinear(
+                linear.in_features, linear.out_features, bias=linear.bias is not None, init=None, **form
+            )
+            self._whole.set_submodule(place, made.requires_grad_(requires_grad=False))
+        if model.adapter is not None:
+            held = {_path(spec): spec for spec in model.tower_params if not spec.buffer} | {**own}
+            attach(self._whole, held, model.adapter, TensorParallel(), None)
+        set_dropouts(self._whole, weights.tp, sharded=False)
+        for path, spec in own.items():
+            owner, _, name = path.rpartition(".")
+            if not spec.adapts:
+                dtype = own_dtype(spec, self._dtype)
+                empty = nn.Parameter(torch.empty(spec.shape, dtype=dtype, device=self._device))
+                setattr(self._whole.get_submodule(owner), name, empty)
+            holder: nn.Module = self
+            for part in filter(None, owner.split(".")):
+                if part not in dict(holder.named_children()):
+                    holder.add_module(part, nn.Module())
+                holder = holder.get_submodule(part)
+            holder.register_parameter(name, self._whole.get_parameter(path))
+        initialise(self, dict(own), weights.tp, seed=weights.seed)
+
+    @property
+    def hidden(self) -> nn.Module:
+        """The composite model that computes."""
+        whole: nn.Module = self._whole
+        return whole
 
     def names_of(self, held: Collection[str], folder: str | Path) -> dict[str, str | None]:
         """As :meth:`CompositeNames.of`, for the tower's tensors."""
@@ -81,7 +142,8 @@ class Tower:
 
     def fill(self, spec: ParamSpec, value: Tensor) -> None:
         """Give a tensor of ``specs`` its value, of any dtype."""
-        owner, name = self._whole.get_submodule(spec.name.rpartition(".")[0]), spec.name.rpartition(".")[2]
+        path, _, name = _path(spec).rpartition(".")
+        owner = self._whole.get_submodule(path)
         if value.is_floating_point():
             value = value.to(self._device, self._dtype)
         if spec.buffer:
@@ -89,17 +151,27 @@ class Tower:
         else:
             setattr(owner, name, nn.Parameter(value.to(self._device), requires_grad=False))
 
-    def __call__(self, ids_BS: Tensor, y_BSH: Tensor, given: Mapping[str, Tensor]) -> tuple[Tensor, Told]:
+    def forward(
+        self, y_BSH: Tensor, ids_BS: Tensor, given: Mapping[str, Tensor] | None
+    ) -> tuple[Tensor, Told]:
         """Word vectors with pictures in the places of their tokens, and what blocks are told.
 
         Args:
+            y_BSH: The vectors.
             ids_BS: Token ids, int64 [B, S].
-            y_BSH: Their vectors.
-            given: What the family's processor made of pictures and text, by the names of its forward.
+            given: What the family's processor made of pictures and text, by the names of its forward; None
+                where there is nothing.
 
         Raises:
             ModelError: Its forward refuses that, or hands over what dsx does not understand.
         """
+        y, told = (y_BSH, Told()) if given is None else self._seen(y_BSH, ids_BS, given)
+        # On every rank, at every micro-batch, each of them gets a gradient, which ZeRO sums over ranks.
+        return (_Joined.apply(y, *own) if (own := tuple(self.parameters())) else y), told
+
+    def _seen(self, y_BSH: Tensor, ids_BS: Tensor, given: Mapping[str, Tensor]) -> tuple[Tensor, Told]:
+        if self.training != self._whole.training and self._trains:
+            self._whole.train(self.training)
         self._words.append(y_BSH)
         floats = {key: each.to(self._dtype) for key, each in given.items() if each.is_floating_point()}
         try:
@@ -168,7 +240,7 @@ class Tower:
         if self._structure.plain_end:
             end = base.get_submodule(self._structure.after[0])
             end.register_forward_pre_hook(lambda _, given: ends.append(given[0]))
-        with torch.no_grad():
+        with torch.set_grad_enabled(self._trains and torch.is_grad_enabled()):
             base(inputs_embeds=y, use_cache=False, **named)
         return calls, ends[0] if ends else None
 
@@ -178,6 +250,11 @@ class Tower:
             f"dsx cannot train it with pictures: {why}",
             "train it on text alone (dsx.data.pictures: false)",
         )
+
+
+def _path(spec: ParamSpec) -> str:
+    """Where the composite model has a parameter."""
+    return spec.name.removeprefix(TOWER)
 
 
 def _hand_over(_stack: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:

@@ -102,9 +102,9 @@ def is_also(adapter: Adapter, module: str) -> bool:
 def targeted(adapter: Adapter, spec: ParamSpec) -> Iterator[tuple[str, tuple[int, int]]]:
     """Those of :func:`modules_of` that get an adapter: linears of blocks, as PEFT chooses them.
 
-    See check_target_module_exists in peft/tuners/tuners_utils.py.
+    "all-linear" are the language model's. See check_target_module_exists in peft/tuners/tuners_utils.py.
     """
-    if not spec.linear or is_stack(spec):
+    if not spec.linear or is_stack(spec) or (spec.tower and adapter.targets == ALL_LINEAR):
         return
     for module, rows in modules_of(spec):
         kept = any(re.match(rf"(^|.*\.){key}($|\..*)", module) for key in adapter.train_also)
@@ -187,6 +187,7 @@ def _of_linear(
             init=init,
             hf=hf,
             adapts=base.name,
+            tower=base.tower,
             float32=base.float32,
             **cut,
             **several,
@@ -227,10 +228,10 @@ def homes(specs: Sequence[ParamSpec]) -> Iterator[tuple[str, str, bool]]:
         The name of the matrix, what the names of its factors in PEFT's files begin with, and whether it is
         transposed in transformers' module, as GPT-2's are.
     """
-    bases = {spec.name: spec for spec in specs}
+    bases = {spec.name: spec for spec in specs}  # without those of the tower, which a text model has not
     end = IN_FILES[A]
     for spec in specs:
-        for name in spec.hf if spec.adapts and spec.name.endswith(A) else ():
+        for name in spec.hf if spec.adapts in bases and spec.name.endswith(A) else ():
             base, start = bases[spec.adapts], name.removesuffix(end)
             if len(base.shape) > _MATRIX:
                 yield base.hf_whole, start, False
@@ -265,7 +266,7 @@ def peft_specs(specs: Iterable[ParamSpec], modules: Mapping[str, str] | None = N
 
 def in_peft(spec: ParamSpec, modules: Mapping[str, str] | None = None) -> ParamSpec:
     """A parameter under the names of PEFT's files, which have a model's own in the form of its modules."""
-    if modules:
+    if modules and not spec.tower:
         own = in_peft(spec)
         hf, copies = (
             tuple(PREFIX + placed(name.removeprefix(PREFIX), modules) for name in names)

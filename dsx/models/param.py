@@ -35,6 +35,9 @@ Box = tuple[tuple[int, int], ...]
 """A rectangular part of a tensor: (start, stop) per dim."""
 
 
+TOWER = "0.tower."
+"""What names of the parameters of a tower of pictures begin with, which are the first layer's."""
+
 _SPLIT, _SHARED = "tp", "ep"  # the axes that divide a tensor along its ``split``, and along its ``experts``
 _MOST_DIGITS = 6  # of a layer's number
 
@@ -101,6 +104,7 @@ class ParamSpec:
             under another name; empty if they have it as the module does.
         hf_copies: Names of the same tensor in transformers' module, which files leave out.
         buffer: It is a buffer of the module: stored as parameters are, and never trained.
+        tower: It is of the tower of pictures, and its names are those of the composite model.
         float32: The dtypes of a run's weights beside which it stays float32 (``bfloat16``, ``float16``).
         trained: Whether it gets gradients; a frozen parameter keeps its first value.
         linear: It is the matrix of a linear, outputs by inputs, or those of experts, one behind the other.
@@ -127,6 +131,7 @@ class ParamSpec:
     hf_whole: str = ""
     hf_copies: tuple[str, ...] = ()
     buffer: bool = False
+    tower: bool = False
     float32: tuple[str, ...] = ()
     trained: bool = True
     linear: bool = False

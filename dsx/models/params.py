@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
+from itertools import takewhile
 
 from dsx.models.family import LayerParams
 from dsx.models.hf_config import FAMILIES
@@ -94,10 +95,27 @@ def _settled(specs: Iterable[ParamSpec], model: Model) -> tuple[ParamSpec, ...]:
             for spec in specs
         )
     if model.adapter is None:
-        return tuple(specs)
+        return _with_tower(specs, model)
     from dsx.models.adapters import adapted  # here: other models need nothing of it
 
-    return adapted(specs, model.adapter)
+    return _with_tower(adapted(specs, model.adapter), model)
+
+
+def tower_specs(model: Model) -> tuple[ParamSpec, ...]:
+    """What is trained of the tower of pictures; the rest of it is no parameter of a run."""
+    held = model.tower_params if isinstance(model, HubModel) else ()
+    if held and model.adapter is not None:
+        from dsx.models.adapters import adapted  # as above
+
+        held = adapted((replace(spec, trained=True) for spec in held), model.adapter)
+    return tuple(spec for spec in held if spec.trained and not spec.buffer)
+
+
+def _with_tower(specs: Iterable[ParamSpec], model: Model) -> tuple[ParamSpec, ...]:
+    """What is trained of the tower stands behind the other parameters of the first layer."""
+    found = tuple(specs)
+    first = sum(1 for _ in takewhile(lambda spec: spec.layer == 0, found))
+    return (*found[:first], *tower_specs(model), *found[first:])
 
 
 @lru_cache(maxsize=8)
@@ -113,7 +131,8 @@ def layer_adapters(model: Model) -> tuple[Adapter | None, ...]:
         held[spec.layer].append(spec)
     if model.tied_embeddings:
         held[-1] = held[0]
-    return tuple(of_layer(adapter, specs) for specs in held)
+    found = tuple(of_layer(adapter, specs) for specs in held)
+    return (adapter, *found[1:]) if tower_specs(model) else found
 
 
 def in_float32(model: Model, precision: str) -> tuple[ParamSpec, ...]:
@@ -125,8 +144,10 @@ def frozen_names(spec: ParamSpec, freeze: Iterable[str]) -> dict[str, bool]:
     """The Hugging Face names of a parameter, each with whether a regular expression is found in it.
 
     If one is found in the name that transformers' module has for a tensor whose parts have names of their
-    own in files, it is found in all.
+    own in files, it is found in all. In those of the tower none is, which are parameters if they are trained.
     """
+    if spec.tower:
+        return dict.fromkeys(spec.hf, False)
     patterns = [re.compile(pattern) for pattern in freeze]
     whole = any(pattern.search(spec.hf_whole) for pattern in patterns if spec.hf_whole)
     return {name: whole or any(pattern.search(name) for pattern in patterns) for name in spec.hf}

@@ -238,6 +238,8 @@ class HubModel:
         freeze: As :attr:`ModelSpec.freeze`.
         pictures: Config of the composite model that it is the language model of, as JSON, if the tower of
             that runs too (:mod:`dsx.hub.tower`); empty if it does not.
+        tower: Regular expressions of the tower's tensors that are trained, where there is no adapter.
+        tower_params: Every tensor of the tower, and whether these name it.
     """
 
     family: str
@@ -270,6 +272,8 @@ class HubModel:
     adapter: Adapter | None = None
     freeze: tuple[str, ...] = ()
     pictures: str = ""
+    tower: tuple[str, ...] = ()
+    tower_params: tuple[ParamSpec, ...] = field(default=(), repr=False, compare=False)
 
     def window(self, block: int, sequence_length: int) -> int:
         """As :meth:`ModelSpec.window`."""

@@ -199,6 +199,12 @@ def stays_float32(parameter: nn.Parameter, dtype: torch.dtype) -> bool:
     return parameter.dtype == torch.float32 == own and dtype != own
 
 
+def is_of_tower(parameter: nn.Parameter) -> bool:
+    """Whether it is of the tower of pictures, which the head does not use where it is the word embedding."""
+    spec = getattr(parameter, "dsx_spec", None)
+    return spec is not None and spec.tower
+
+
 def fresh_parameter(
     shape: tuple[int, ...],
     tp: TensorParallel,

@@ -35,7 +35,7 @@ from dsx.data.tokenizers import Tokenizer, load_tokenizer
 from dsx.errors import CheckpointError, ConfigError, DataError, DsxError
 from dsx.models.adapters import PREFIX, homes, is_factor, peft_specs
 from dsx.models.custom_code import check_model_code
-from dsx.models.param import ParamSpec
+from dsx.models.param import TOWER, ParamSpec
 from dsx.models.params import param_specs
 from dsx.models.spec import Model
 from dsx.models.transformers_settings import first_line, quiet_transformers, with_cap
@@ -99,6 +99,8 @@ def load_transformers(
             raise CheckpointError(str(adapter), what, "give that model's folder (--model)")
         folder, config = base, None
     source = completed(of_today(open_checkpoint(folder)))
+    text = tuple(entry for entry in source.entries if not entry.name.startswith(TOWER))
+    source = replace(source, entries=text)
     # Before the weights: the cheap things that can be wrong come first.
     hf_config = _config(source, config)
     file = str(config or source.root / hf_names.CONFIG)

@@ -18,7 +18,7 @@ from dsx.config.deepspeed import precision
 from dsx.config.resolve import resolve
 from dsx.config.run import RunConfig
 from dsx.config.schema import NO_TOKENIZER, OWN
-from dsx.models.adapters import ALL_LINEAR
+from dsx.models.adapters import ALL_LINEAR, names, names_of
 from dsx.models.custom_code import without_code
 from dsx.models.family import BYTES_VOCABULARY
 from dsx.models.params import frozen_names, layer_adapters, layer_kinds
@@ -79,7 +79,7 @@ def trial(
     if block["recompute"] == "auto":
         block["recompute"] = "none"
         changes.append("dsx.recompute: auto -> none (there is no profile)")
-    changes += _without_pictures(config, block["data"])
+    changes += _without_pictures(config, block)
     hf_config = dict(config.hf_config)
     if not full:
         hf_config, layers = _sizes(config)
@@ -115,10 +115,19 @@ def trial(
 
 
 def _without_pictures(config: RunConfig, block: dict[str, Any]) -> list[str]:
-    """Have the ``dsx.data`` block read none, and say so."""
+    """Have the ``dsx`` block read none, and train nothing of the tower, and say so."""
     if not config.dsx.data.pictures:
         return []
-    block |= {"pictures": False, "documents": "joined"}
+    block["data"] |= {"pictures": False, "documents": "joined"}
+    block["train"]["tower"] = []
+    if (adapter := block["adapter"]) is not None:
+        text = [spec for spec in config.param_specs if not spec.tower]
+        known = {name for spec in text for name in names_of(spec)}
+        for key in ("targets", "train_also"):
+            if isinstance(held := adapter.get(key), list):
+                adapter[key] = [each for each in held if any(names((each,), name) for name in known)]
+        if not any(spec.adapts for spec in text):
+            block["adapter"] = None
     return ["dsx.data.pictures: off: the language model alone is compared"]
 
 
@@ -156,7 +165,7 @@ def _adapter(config: RunConfig, changes: list[str], *, full: bool) -> dict[str, 
     if isinstance(adapter.targets, tuple) and not any(map(_NUMBERED.search, adapter.targets)):
         return block
     if adapter.targets != ALL_LINEAR:  # some layers' alone, which a model with fewer may not have
-        ends = {end for own in layer_adapters(config.model) if own is not None for end in own.targets}
+        ends = {end for own in layer_adapters(config.model)[1:] if own is not None for end in own.targets}
         block["targets"] = sorted(ends)
         changes.append("dsx.adapter.targets: " + ", ".join(block["targets"]) + " of every block")
     return block

@@ -181,7 +181,7 @@ def test_older_and_newer_names_are_read_and_written_again(prefix: str, tmp_path:
     assert found is not None
     assert found.names["model.layers.1.mlp.up_proj.weight"] == f"{prefix}layers.1.mlp.up_proj.weight"
     text = {name for name in held if name.startswith(prefix)} | {"lm_head.weight"}
-    assert {entry.name for entry in found.tower} == held.keys() - text
+    assert {entry.name for entry in found.tower(())} == held.keys() - text
 
 
 def refusal(family: str, **outer: Any) -> str:

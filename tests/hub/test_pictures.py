@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,18 +10,31 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import LoraConfig, PeftModel
 from transformers import AutoModelForImageTextToText
 
 import dsx
 import ranks
+from dsx.checkpoint.execute import ConversionOptions
+from dsx.checkpoint.open import open_checkpoint
+from dsx.checkpoint.reshard import WantedTarget, prepare
 from dsx.errors import ConfigError
 from hub import tiny_pictures
-from hub.test_hub_weights import engine_of, tensors_in
+from hub.test_hub_weights import engine_of, same, tensors_in
 from often import often
 from parity import oracle
 from parity.oracle import ADAMW, CLIPPING
 
+ONCE = ConversionOptions(workers=1)
 STEPS = 5
+PEFT: dict[str, Any] = {
+    "task_type": "CAUSAL_LM",
+    "r": 4,
+    "lora_alpha": 8,
+    "target_modules": ["q_proj", "v_proj", "fc1", "qkv"],
+    "modules_to_save": ["multi_modal_projector", "merger"],
+    "init_lora_weights": False,
+}
 
 
 def config_of(folder: Path, *, tp: int = 1, pp: int = 1, dp: int = 1, **changes: Any) -> dict[str, Any]:
@@ -28,7 +42,7 @@ def config_of(folder: Path, *, tp: int = 1, pp: int = 1, dp: int = 1, **changes:
         "model": {"path": str(folder), "vocab_multiple": 8},
         "parallel": {"tensor": tp, "pipeline": pp, "sequence_parallel": changes.get("sequence", True)},
         "recompute": changes.get("recompute", "none"),
-        "adapter": changes.get("adapter"),
+        "adapter": {"path": str(folder.parent / "adapter")} if "adapter" in changes else None,
         "proof": "off",
         "data": {
             "source": "none.jsonl",
@@ -38,7 +52,12 @@ def config_of(folder: Path, *, tp: int = 1, pp: int = 1, dp: int = 1, **changes:
             "too_long": "drop",
             "sequence_length": tiny_pictures.SEQUENCE,
         },
-        "train": {"steps": STEPS, "output": "unused"},
+        "train": {
+            "steps": STEPS,
+            "output": "unused",
+            "tower": changes.get("tower", []),
+            "freeze": changes.get("freeze", []),
+        },
     }
     return {
         "train_micro_batch_size_per_gpu": tiny_pictures.ROWS,
@@ -53,12 +72,18 @@ def config_of(folder: Path, *, tp: int = 1, pp: int = 1, dp: int = 1, **changes:
     }
 
 
-def reference(folder: Path, family: str, **shown: Any) -> tuple[list[float], list[float]]:
+def reference(folder: Path, family: str, changes: dict[str, Any]) -> tuple[list[float], list[float]]:
     """Losses and norms of one process; the folder ``trained`` beside ``model`` is what it ends with."""
     model = AutoModelForImageTextToText.from_pretrained(folder / "model", dtype=torch.float32)
-    model.requires_grad_(requires_grad=False)
-    model.get_decoder().requires_grad_()
-    model.get_output_embeddings().requires_grad_()
+    text = {*model.get_decoder().parameters(), *model.get_output_embeddings().parameters()}
+    tower, shown = changes.get("tower", []), {"shown": changes.get("shown", tiny_pictures.ROWS)}
+    for name, each in model.named_parameters():
+        named = any(re.search(pattern, name) for pattern in tower)
+        each.requires_grad_(requires_grad=not changes.get("freeze") if each in text else named)
+    if "adapter" in changes:
+        PeftModel(model, LoraConfig(**PEFT)).save_pretrained(folder / "adapter")
+        model = AutoModelForImageTextToText.from_pretrained(folder / "model", dtype=torch.float32)
+        model = PeftModel.from_pretrained(model, folder / "adapter", is_trainable=True)
     model.train()
     trained = [each for each in model.parameters() if each.requires_grad]
     for each in trained:
@@ -83,9 +108,8 @@ def reference(folder: Path, family: str, **shown: Any) -> tuple[list[float], lis
 
 
 def trained(_rank: int, world_size: int, folder: Path, family: str, changes: dict[str, Any]) -> Any:
-    shown = {"shown": changes.pop("shown")} if "shown" in changes else {}
+    shown = {"shown": changes.get("shown", tiny_pictures.ROWS)}
     engine = engine_of(config_of(folder / "model", **changes), world_size)
-    assert not any("vision" in name for name, _ in engine.pipeline.named_parameters())
     losses, norms, dp = [], [], changes.get("dp", 1)
 
     def batches(step: int) -> Iterator[Any]:
@@ -102,10 +126,13 @@ def trained(_rank: int, world_size: int, folder: Path, family: str, changes: dic
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
-    "tp-pp": {"tp": 2, "pp": 2},
+    "tp-pp": {"tp": 2, "pp": 2, "tower": ["."]},
     "tp": {"tp": 2, "sequence": False, "recompute": "full"},
-    "zero3": {"dp": 2, "zero": 3},
+    "zero3": {"dp": 2, "zero": 3, "tower": ["."]},
     "some": {"pp": 2, "shown": 1},
+    "projector": {"dp": 2, "zero": 1, "tower": ["projector|merger"], "freeze": ["."]},
+    "lora": {"tp": 2, "pp": 2, "zero": 1, "adapter": True},
+    "plain": {"tp": 2, "pp": 2, "sequence": False, "tower": ["projector|merger"], "zero": 1},
 }
 
 
@@ -115,9 +142,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def test_pictures_train_as_in_one_process(family: str, layout: str, tmp_path: Path) -> None:
     """Losses, norms and every tensor of the exported folder, the tower's among them, after five steps."""
     changes = dict(LAYOUTS[layout])
-    shown = {"shown": changes["shown"]} if "shown" in changes else {}
     tiny_pictures.model_of(family).save_pretrained(tmp_path / "model")
-    losses, norms = reference(tmp_path, family, **shown)
+    losses, norms = reference(tmp_path, family, changes)
     size = changes.get("tp", 1) * changes.get("pp", 1) * changes.get("dp", 1)
     found = ranks.run(trained, size, tmp_path, family, changes)[0]
     torch.testing.assert_close(found[0], losses, rtol=1e-5, atol=0)
@@ -128,10 +154,53 @@ def test_pictures_train_as_in_one_process(family: str, layout: str, tmp_path: Pa
         torch.testing.assert_close(ours[name], tensor, rtol=0, atol=1e-5, msg=name)
 
 
+def resumed(_rank: int, world_size: int, folder: Path, changes: dict[str, Any], name: str) -> None:
+    """Two steps of which the first is in a checkpoint of ``saved``; ``name`` is that or begins there."""
+    engine = engine_of(config_of(folder / "model", **changes), world_size)
+    if name != "saved":
+        engine.load_checkpoint(str(folder / "run"))
+    for step in range(int(name != "saved"), 2):
+        batches = list(tiny_pictures.micro_batches("gemma3", step))
+        engine.train_batch(iter(batches[engine.groups.dp_rank :: changes.get("dp", 1)]))
+        if not step:
+            engine.save_checkpoint(str(folder / "run"))
+            dsx.export_hf(engine, folder / "first")
+    dsx.export_hf(engine, folder / name)
+
+
+@pytest.mark.parametrize("trained", [{"tower": ["projector"]}, {"adapter": True}])
+def test_what_is_trained_of_the_tower_is_in_checkpoints(trained: dict[str, Any], tmp_path: Path) -> None:
+    """It is resumed in another layout, and a folder that is made of the checkpoint is what a run exports."""
+    model = tiny_pictures.model_of("gemma3")
+    model.save_pretrained(tmp_path / "model")
+    PeftModel(model, LoraConfig(**PEFT)).save_pretrained(tmp_path / "adapter")
+    ranks.run(resumed, 2, tmp_path, trained | {"dp": 2, "zero": 3}, "saved")
+    ranks.run(resumed, 4, tmp_path, trained | {"tp": 2, "pp": 2, "zero": 1}, "resumed")
+    ours, theirs = tensors_in(tmp_path / "resumed"), tensors_in(tmp_path / "saved")
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=0, atol=1e-5, msg=name)
+    prepare(open_checkpoint(tmp_path / "run"), tmp_path / "hf", WantedTarget(format="hf")).run(ONCE)
+    first = tensors_in(tmp_path / "first")
+    if "adapter" in trained:
+        prepare(open_checkpoint(tmp_path / "run"), tmp_path / "peft", WantedTarget(format="peft")).run(ONCE)
+        assert same(tensors_in(tmp_path / "peft"), first)
+        whole = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype=torch.float32)
+        merged: Any = PeftModel.from_pretrained(whole, tmp_path / "first").merge_and_unload()
+        merged.save_pretrained(tmp_path / "merged")
+        first = tensors_in(tmp_path / "merged")
+    found = tensors_in(tmp_path / "hf")
+    assert found.keys() == first.keys()
+    for name, tensor in first.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-6, msg=name)
+
+
 def test_what_pictures_cannot_have_is_refused_by_name(tmp_path: Path) -> None:
     tiny_pictures.model_of("gemma3").save_pretrained(tmp_path / "model")
     for block, told in (
         ({"parallel": {"context": 2}}, r"dsx\.parallel\.context = 2: ranks would share rows"),
+        ({"train": {"tower": ["projectr"]}}, r"train\.tower\[0\].*projectr.*no parameter of the tower"),
+        ({"data": {"pictures": False}, "train": {"tower": ["."]}}, "no tower runs without pictures"),
         ({"model": {"weights": "random"}}, "the tower is read from a folder with weights"),
         ({"model": {"implementation": "dsx"}}, r"dsx has modules of|works with transformers' modules"),
     ):

@@ -37,7 +37,7 @@ from dsx.errors import CheckpointError, ModelError
 from dsx.launch.processes import agree
 from dsx.models.adapters import PREFIX, in_peft, peft_specs, placed, targeted
 from dsx.models.param import ParamSpec
-from dsx.models.params import stored_specs
+from dsx.models.params import stored_specs, tower_specs
 from dsx.models.spec import Adapter, Model
 from dsx.nn.adapter import begin, left
 from dsx.nn.quantized import is_quantized, quantize
@@ -79,7 +79,7 @@ def layer_weights(
             base = files.enter_context(_checked(lambda: hf.HfWeights(folder, names_of), own))
             read = base.read if model.adapter is None else partial(_read_left, base, model.adapter)
             fills.append(partial(fill_base, read, buffers, at))
-            fills.append(partial(_fill_tower, folder))
+            fills.append(partial(_fill_tower, folder, model.adapter))
         if model.adapter is not None:
             fills.append(lambda _, layer: quantize(layer))
             fills.append(lambda _, layer: begin(layer))
@@ -140,13 +140,16 @@ def fill_base(
             layer.get_buffer(spec.name.partition(".")[2]).copy_(read(spec))
 
 
-def _fill_tower(folder: str | Path, index: int, layer: nn.Module) -> None:
+def _fill_tower(folder: str | Path, adapter: Adapter | None, index: int, layer: nn.Module) -> None:
     """Give the layer that reads pictures the tower of a composite model's folder."""
     tower = getattr(layer, "tower", None)
     if index == 0 and tower is not None:
         with hf.HfWeights(folder, tower.names_of) as weights:
             for spec in tower.specs:
-                tower.fill(spec, weights.read(spec))
+                tower.fill(
+                    spec, weights.read(spec) if adapter is None else _read_left(weights, adapter, spec)
+                )
+        begin(tower.hidden)
 
 
 def _fill_trained(weights: hf.HfWeights, at: Coordinates, index: int, layer: nn.Module) -> None:
@@ -231,11 +234,12 @@ def export_weights(
         return None if spec.adapts else spec if within is None else within.inside(spec)
 
     with _claimed(folder):
-        tower = [] if within is None else catalog.shards(within.tower, shard_bytes)
+        named = [spec for each in own if (spec := stored(each)) is not None]
+        held = {name for spec in named for name in spec.hf}
+        tower = [] if within is None else catalog.shards(within.tower(held), shard_bytes)
         beside = [partial(hf.tensors_of, within.folder, shard) for shard in tower if within is not None]
         files = _write(pipeline, folder, own, stored, shard_bytes, beside=beside)
-        named = [spec for each in own if (spec := stored(each)) is not None]
-        others = {entry.name for shard in tower for entry in shard}
+        others = None if within is None else {entry.name for shard in tower for entry in shard}
         whole = config if within is None else within.config_with(config)
         agree(lambda: hf.finish(folder, whole, files, named, others))
     return folder
@@ -389,7 +393,7 @@ def export_hf(
             "give the model's Hugging Face config: dsx.export_hf(engine, folder, config={...})",
         )
     model = None if run is None else run.model
-    within = None if run is None else composite_at(run.weights)
+    within = None if run is None else composite_at(run.weights, tower=bool(tower_specs(run.model)))
     if run is not None and run.model.adapter is not None:
         modules = (composite_fact(run) or {}).get("modules")
         folder = export_adapter(engine.pipeline, folder, run.model, run.dsx.model.path, modules)

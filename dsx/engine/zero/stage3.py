@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import zip_longest
+from itertools import filterfalse, zip_longest
 from typing import Any, TypeAlias
 
 import deepspeed
@@ -45,6 +45,7 @@ from dsx.engine.zero.replica_check import GradientPart
 from dsx.errors import ConfigError, LayoutError
 from dsx.nn.embedding import TiedUse
 from dsx.nn.parallel import uncompiled
+from dsx.nn.parameters import is_of_tower
 from dsx.parallel.groups import Groups
 from dsx.schedules.gathers import ChunkHolds, GatherPlan, StepTrace
 from dsx.schedules.schedule import Schedule
@@ -432,7 +433,7 @@ class Stage3Adapter(ZeroAdapter):
             if z3_leaf_module(module):
                 _reduce_with_input(module)
             if isinstance(module, TiedUse):
-                for parameter in module.tied_module.parameters():
+                for parameter in filterfalse(is_of_tower, module.tied_module.parameters()):
                     deepspeed.zero.register_external_parameter(module, parameter)
 
     def before_backward(self) -> None:

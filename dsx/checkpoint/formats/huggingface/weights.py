@@ -226,7 +226,7 @@ def finish(
     config: Mapping[str, Any],
     files: Mapping[str, str],
     specs: Sequence[ParamSpec],
-    others: Collection[str] = (),
+    others: Collection[str] | None,
 ) -> None:
     """Complete an export whose shards are all written: index, config, sync, then rename into place.
 
@@ -237,12 +237,14 @@ def finish(
         config: The model's Hugging Face config; ``architectures`` and ``dtype`` are set to what was written.
         files: File name of every tensor, as all calls of :func:`write_shard` returned them.
         specs: Every tensor of the model.
-        others: Names of tensors that ride along, of a composite model, whose class ``config`` names.
+        others: Names of tensors that ride along, of a composite model, whose class ``config`` names; None of
+            another.
     """
     folder = Path(folder)
     check_absent(folder)
     partial = partial_of(folder)
-    _require_all(partial, files, {*others, *(name for spec in specs for name in spec.hf)})
+    beside = {*(others or ())}
+    _require_all(partial, files, {*beside, *(name for spec in specs for name in spec.hf)})
     names = sorted(set(files.values()))
     held = [entry for name in names for entry in contents(partial, name)[0]]
     # Left by an export that never finished, or the empty shard of a stage that has a tied head alone.
@@ -254,10 +256,10 @@ def finish(
             "weight_map": dict(sorted(files.items())),
         }
         store.write_atomically(partial / INDEX, as_json(index))
-    buffers = {*others, *(name for spec in specs if spec.buffer for name in spec.hf)}
+    buffers = {*beside, *(name for spec in specs if spec.buffer for name in spec.hf)}
     weights = [entry for entry in held if entry.name not in buffers]
     complete = dict(config)
-    if not others:
+    if others is None:
         complete["architectures"] = [_class_of(str(config["model_type"]))]
     store.write_atomically(partial / CONFIG, as_json(with_dtype(complete, weights)))
     _put_in_place(partial, folder)
