@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from queue import SimpleQueue
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch.utils._pytree import tree_map
@@ -40,11 +40,15 @@ class Shuffled:
     def __init__(self, sequences: Windows, *, seed: int) -> None:
         self.epoch, self._seed = sequences, seed
 
-    def take(self, sample: int) -> Sample:
-        """The sample of that number; any order of numbers will do."""
+    def place(self, sample: int) -> tuple[Windows, int]:
+        """Where the sample of that number is; any order of numbers will do."""
         epoch, place = divmod(sample, len(self.epoch))
         key = keyed_hash("train", self._seed, epoch)
-        return self.epoch.window(permute(place, len(self.epoch), key))
+        return self.epoch, permute(place, len(self.epoch), key)
+
+    def take(self, sample: int) -> Sample:
+        """The sample itself."""
+        return _at(*self.place(sample))
 
 
 class Mixed:
@@ -61,13 +65,21 @@ class Mixed:
     def __init__(self, parts: Mapping[str, Windows], shares: Shares, *, seed: int) -> None:
         self._parts, self._shares, self._seed = list(parts.items()), shares, seed
 
-    def take(self, sample: int) -> Sample:
-        """The sample of that number; any order of numbers will do."""
+    def place(self, sample: int) -> tuple[Windows, int]:
+        """Where the sample of that number is; any order of numbers will do."""
         source, local = self._shares.locate(sample)
         name, sequences = self._parts[source]
         epoch, place = divmod(local, len(sequences))
         key = keyed_hash("train", self._seed, name, epoch)
-        return sequences.window(permute(place, len(sequences), key))
+        return sequences, permute(place, len(sequences), key)
+
+    def take(self, sample: int) -> Sample:
+        """The sample itself."""
+        return _at(*self.place(sample))
+
+
+def _at(sequences: Windows, place: int) -> Sample:
+    return sequences.window(place)
 
 
 class Batches:
@@ -75,7 +87,8 @@ class Batches:
 
     The ranks' next micro-batches take the next ``dp * B`` global samples, rank ``d`` the rows ``d * B`` to
     ``(d + 1) * B`` of them. So step ``t`` covers samples ``t * G`` to ``(t + 1) * G`` with
-    ``G = B * accumulation * dp``, whatever the layout.
+    ``G = B * accumulation * dp``, whatever the layout. Chats with pictures are rows of their own lengths: in
+    a step the longest come first, so that rows, and ranks, have about as many tokens as those beside them.
 
     Args:
         samples: Training sequences by global number.
@@ -85,6 +98,7 @@ class Batches:
         dp_rank: This rank's place in it.
         cursor: First global sample, as a checkpoint stored it.
         islands: Of which this job is one, whose own samples are then numbered from 0.
+        multiple_of: What lengths of rows are multiples of.
 
     Raises:
         DataError: Fewer sequences than one optimizer step takes, or a cursor that no micro-step begins at.
@@ -100,7 +114,9 @@ class Batches:
         dp_rank: int,
         cursor: int = 0,
         islands: Islands | None = None,
+        multiple_of: int = 1,
     ) -> None:
+        self._multiple_of = multiple_of
         self._batch, whole = micro_batch_size * accumulation * dp, samples.epoch
         taken = self._batch * (1 if islands is None else islands.count)
         if whole is not None and len(whole) < taken:
@@ -135,19 +151,31 @@ class Batches:
                 f"no micro-batch begins there with {self._rows} sequences x {self._dp} data-parallel ranks",
                 f"resume with micro-batch size x data parallelism dividing {value}",
             )
-        self._cursor = value
+        self._cursor, self._first = value, value
+        self._sorted: tuple[int, list[int]] = (-1, [])
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> MicroBatch:
-        first = self._cursor + self._dp_rank * self._rows
-        numbers: Iterable[int] = range(first, first + self._rows)
+        step, done = divmod(self._cursor - self._first, self._batch)
+        if self._sorted[0] != step:
+            self._sorted = step, self._of_step(self._first + step * self._batch)
+        first = done + self._dp_rank * self._rows
+        rows = [self._samples.take(sample) for sample in self._sorted[1][first : first + self._rows]]
+        self._cursor += self.step
+        return _micro_batch(rows, self._multiple_of)
+
+    def _of_step(self, first: int) -> list[int]:
+        """The samples of a step."""
+        numbers: Iterable[int] = range(first, first + self._batch)
         if self._islands is not None:
             numbers = (self._islands.global_sample(own, self._batch) for own in numbers)
-        rows = [self._samples.take(sample) for sample in numbers]
-        self._cursor += self.step
-        return _micro_batch(rows)
+        place: Callable[[int], tuple[Any, int]] | None = getattr(self._samples, "place", None)
+        if place is None or not hasattr(place(first)[0], "chat_length"):
+            return [*numbers]
+        held = {number: place(number) for number in numbers}
+        return sorted(held, key=lambda number: -held[number][0].chat_length(held[number][1]))
 
 
 class EvaluationBatches:
@@ -163,6 +191,7 @@ class EvaluationBatches:
         dp: Data-parallel degree.
         dp_rank: This rank's place in it.
         max_tokens: Take about this many label tokens over all ranks, in whole micro-batches; None: all.
+        multiple_of: As for :class:`Batches`.
 
     Raises:
         DataError: Too few held-out sequences for one micro-batch on every rank.
@@ -176,7 +205,9 @@ class EvaluationBatches:
         dp: int,
         dp_rank: int,
         max_tokens: int | None = None,
+        multiple_of: int = 1,
     ) -> None:
+        self._multiple_of = multiple_of
         unit = micro_batch_size * dp
         empty: Callable[[], Sample] | None = getattr(sequences, "empty", None)
         self._empty = None if empty is None else cache(empty)  # with pictures it takes a processor's run
@@ -203,7 +234,7 @@ class EvaluationBatches:
         for number in range(self._count):
             first = (number * self._dp + self._dp_rank) * self._rows
             places = range(first, first + self._rows)
-            yield _micro_batch([self._at(place) for place in places])
+            yield _micro_batch([self._at(place) for place in places], self._multiple_of)
 
     def _at(self, place: int) -> Sample:
         if self._empty is not None and place >= self._wanted:
@@ -211,11 +242,11 @@ class EvaluationBatches:
         return self._sequences.window(permute(place, len(self._sequences), keyed_hash("evaluation")))
 
 
-def _micro_batch(rows: list[Sample]) -> MicroBatch:
+def _micro_batch(rows: list[Sample], multiple_of: int) -> MicroBatch:
     if isinstance(rows[0][-1], Seen):
         from dsx.data.pictures import together  # here: other data need nothing of it
 
-        return together(rows)
+        return together(rows, multiple_of)
     inputs, labels, *positions = map(torch.stack, zip(*rows, strict=True))
     return MicroBatch((inputs, *positions) if positions else inputs, labels)
 

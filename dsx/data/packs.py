@@ -31,10 +31,12 @@ class Seen(NamedTuple):
     Attributes:
         tokens: Numbers for every token [S], by the names of the family's forward.
         pictures: Pixels, sizes and grids, one behind the other along the first dim.
+        length: Tokens of the chat, behind which is padding.
     """
 
     tokens: dict[str, torch.Tensor]
     pictures: dict[str, torch.Tensor]
+    length: int = 0
 
 
 class Windows(Protocol):
@@ -200,6 +202,10 @@ class Packs:
     def kept(self, most: int | None = None) -> list[int]:
         """The numbers of the first so many documents that are packed, or of all."""
         return [int(number) for number in np.flatnonzero(self._lengths)[:most]]
+
+    def length(self, number: int) -> int:
+        """Tokens of a document, as packed."""
+        return int(self._lengths[number])
 
     def document(self, number: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """The ids of a document, as packed, and whether each is trained on."""

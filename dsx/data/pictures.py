@@ -273,21 +273,33 @@ class PictureRows:
         inputs, labels = self.packs.row(number)
         room = self.sequence_length - len(own)
         tokens = {key: F.pad(value, (0, room)) for key, value in found.seen.tokens.items()}
-        return inputs, labels, Seen(tokens, found.seen.pictures)
+        return inputs, labels, Seen(tokens, found.seen.pictures, len(own))
+
+    def chat_length(self, index: int) -> int:
+        """Tokens of a chat."""
+        return self.packs.length(self._kept[index])
 
 
-def together(rows: Sequence[Sample]) -> MicroBatch:
-    """A micro-batch of chats with pictures: ids [B, S] with what the processor made, and labels [B, S].
+_LENGTHS = 8
 
+
+def together(rows: Sequence[Sample], multiple_of: int = 1) -> MicroBatch:
+    """A micro-batch of chats with pictures: ids [B, s] with what the processor made, and labels [B, s].
+
+    Padding behind the longest chat is left out, but for what makes s one of eight lengths up to S, for which
+    memory and compiled code are made again, and one that ``multiple_of`` tensor-parallel ranks can share.
     Pictures of several sizes are filled up with zeros, as processors do within a chat.
     """
     inputs, labels, seen = zip(*rows, strict=True)
-    made = {key: torch.stack([each.tokens[key] for each in seen]) for key in seen[0].tokens}
+    unit = -(-len(inputs[0]) // (_LENGTHS * multiple_of)) * multiple_of
+    end = -(-max(each.length for each in seen) // unit) * unit or unit  # beyond S, slices end there
+    made = {key: torch.stack([each.tokens[key][:end] for each in seen]) for key in seen[0].tokens}
     for key in dict.fromkeys(key for each in seen for key in each.pictures):
         held = [each.pictures[key] for each in seen if key in each.pictures]
         most = [max(sizes) for sizes in zip(*(each.shape[1:] for each in held), strict=True)]
         made[key] = torch.cat([_filled(each, most) for each in held])
-    return MicroBatch((torch.stack(inputs), made), torch.stack(labels))
+    ids, labels_BS = torch.stack(inputs), torch.stack(labels)
+    return MicroBatch((ids[:, :end].contiguous(), made), labels_BS[:, :end].contiguous())
 
 
 def _filled(tensor: Tensor, most: Sequence[int]) -> Tensor:

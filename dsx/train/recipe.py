@@ -224,6 +224,7 @@ def training_batches(
         dp_rank=dp_rank,
         cursor=cursor,
         islands=config.islands,
+        multiple_of=config.mesh.tp,
     )
     return Prefetched(batches, depth=ahead, pin=torch.cuda.is_available()) if ahead else batches
 
@@ -405,4 +406,5 @@ def _evaluation_batches(
         dp=config.mesh.num_shares,
         dp_rank=dp_rank,
         max_tokens=round(config.dsx.train.eval_tokens * share),
+        multiple_of=config.mesh.tp,
     )

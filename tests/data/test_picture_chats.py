@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 from dsx.config.schema import DataConfig
+from dsx.data.batches import Batches, Shuffled
 from dsx.data.corpus import Corpus, prepare
 from dsx.data.packs import Seen
 from dsx.data.pictures import together
@@ -86,7 +87,7 @@ def test_nothing_of_a_picture_is_trained_on(tmp_path: Path) -> None:
 
 def test_a_micro_batch_fills_up_pictures_of_several_sizes() -> None:
     ids = torch.arange(4)
-    row = partial(Seen, {"kinds": ids})
+    row = partial(Seen, {"kinds": ids}, length=4)
     small, large = torch.ones(1, 3, 2, 5), torch.ones(2, 3, 4, 3)
     given = [row({"pixels": small}), row({}), row({"pixels": large})]
     (inputs, seen), labels = together([(ids, -ids, each) for each in given])
@@ -97,6 +98,25 @@ def test_a_micro_batch_fills_up_pictures_of_several_sizes() -> None:
     assert torch.equal(seen["pixels"][:1, :, :2], small)
     assert torch.equal(seen["pixels"][1:, ..., :3], large)
     assert seen["pixels"].sum() == small.numel() + large.numel()
+
+
+def test_a_step_has_its_chats_in_rows_of_like_lengths(tmp_path: Path) -> None:
+    """The same chats as in the order without lengths, no token of them lost, over two ranks of two rows."""
+    picture_chats.save_processor(tmp_path / "model")
+    picture_chats.chats(tmp_path)
+    rows: Any = opened(tmp_path).train
+    text, unit = Shuffled(rows, seed=1), SEQUENCE // 8
+    shares = [
+        Batches(text, micro_batch_size=2, accumulation=3, dp=2, dp_rank=rank, multiple_of=3)
+        for rank in (0, 1)
+    ]
+    found = [ids for _ in range(3) for share in shares for ids in next(share).inputs[0].tolist()]
+    chats = sorted((rows.packs.document(number)[0].tolist() for number in range(12)), key=len, reverse=True)
+    taken = [next(own for own in chats if ids[: len(own)] == own) for ids in found]
+    assert sorted(taken) == sorted(chats)
+    assert [*map(len, taken)] == [*map(len, chats)]
+    for one, other, longest in zip(found[::2], found[1::2], taken[::2], strict=True):
+        assert len(one) == len(other) == -(-len(longest) // unit) * unit
 
 
 def chat_with(part: Any) -> str:
