@@ -28,11 +28,12 @@ from dsx.hub.context import (
 from dsx.hub.context_probe import mixers
 from dsx.hub.experts import called_beside, share_experts, tallies_of
 from dsx.hub.feed_forward import feed_forwards
-from dsx.hub.model_structure import BlockCall, structure_of
+from dsx.hub.model_structure import BlockCall, counted, structure_of
 from dsx.hub.on_meta import copied
 from dsx.hub.read import block_plan
 from dsx.hub.state_passing import pass_states
 from dsx.hub.tensor_plan import apply_plan, set_dropouts, sum_gradients
+from dsx.hub.top import Top
 from dsx.hub.tower import Tower
 from dsx.models.spec import HubModel, Recompute
 from dsx.nn import collectives
@@ -82,11 +83,16 @@ class HubEmbedding(nn.Module):
         super().__init__()
         structure = structure_of(model.config)
         self.word: Any = copied(structure.model.get_submodule(structure.embedding))
-        others = {f"word.{name}" for name, _ in self.word.named_parameters() if name != "weight"}
+        if "word.bias" in weights.specs:  # of the head, with whose matrix it is
+            self.word.bias = structure.model.get_submodule(structure.head).bias
+        others = {
+            f"word.{name}" for name, _ in self.word.named_parameters() if name not in ("weight", "bias")
+        }
         own = {path: spec for path, spec in weights.specs.items() if not spec.tower}
         settled(self, model, replace(weights, specs=own), others if weights.tp.size > 1 else set())
         self.num_valid, self._balance = _vocabulary(self.word, weights), model.balance
-        self._scale, self._tp = structure.scale, weights.tp
+        self._scale, self._tp, self._cp = structure.scale, weights.tp, weights.cp
+        self._padding = model.padding
         self.tower = Tower(model, weights) if model.pictures else None
 
     def forward(self, given: Any) -> Given:
@@ -98,6 +104,8 @@ class HubEmbedding(nn.Module):
         if self.tower is not None:
             y, told = self._seen(self.tower, ids_BS, y, pictures)
             places = told or places
+        if self._padding is not None and places is None:
+            places = Places(counted(collectives.gather_rows(ids_BS, self._cp), self._padding))
         return Stream(y, None if self._balance is None else fresh_sums(self._balance, y), places).flat()
 
     @property
@@ -118,11 +126,11 @@ class HubEmbedding(nn.Module):
         return y, Told((*told.of_stages, *added))
 
 
-def _vocabulary(table: Any, weights: Weights, *, linear: bool = False) -> int | None:
+def _vocabulary(table: Any, weights: Weights) -> int | None:
     """Make an embedding of the family look up this rank's rows, or be the head with ``as_head=True``.
 
     What the family's own forward does to a vector that it has looked up, it does here too. An output
-    ``linear`` is made the head alike, with its bias. Returns how many rows are no padding, None for all.
+    linear is made the head alike. Returns how many rows are no padding, None for all.
     """
     tp, split, look_up = weights.tp, weights.split, table.forward
     size, rows = weights.specs["word.weight"].shape[0], table.weight.shape[0]
@@ -132,7 +140,7 @@ def _vocabulary(table: Any, weights: Weights, *, linear: bool = False) -> int | 
         table.padding_idx = padding - first if first <= padding < first + rows else None
 
     def forward(x: Tensor, *, as_head: bool = False, loss: Callable[..., Tensor] | None = None) -> Tensor:
-        bias = table.bias if linear else None
+        bias = getattr(table, "bias", None)
         if loss is not None:
             return loss(x, table.weight, bias=bias, num_valid=num_valid)
         if as_head:
@@ -151,7 +159,7 @@ class HubStart(nn.Module):
         structure = structure_of(model.config)
         self._tp, self._sums, self._cp = weights.tp, model.balance is not None, weights.cp
         self._handed: Tensor | None = None
-        self._takes_positions = structure.takes_positions
+        self._takes_positions, self._padding = structure.takes_positions, model.padding
         self.base = structure.stripped(structure.before, self._called, weights.device, weights.dtype)
         put_context(self.base, weights.cp, ShapesAlone)
         set_dropouts(self.base, weights.tp, sharded=False)
@@ -166,7 +174,13 @@ class HubStart(nn.Module):
         """[B, s, H] to what blocks take."""
         stream = Stream.of(given, sums=self._sums)
         assert not isinstance(stream.places, Told), "pictures are refused where this layer is needed"
-        return stream.then(self._started(stream.hidden, stream.places))
+        places = stream.places
+        if self._padding is not None and places is not None:
+            if places.documents is None:  # made for this layer alone
+                stream = stream._replace(places=None)
+            else:
+                places = Places(places.positions + self._padding + 1)
+        return stream.then(self._started(stream.hidden, places))
 
     def _started(self, x_BsH: Tensor, places: Places | None) -> Tensor:
         tp, cut = self._tp, self._tp.sequence
@@ -307,7 +321,7 @@ def _used_in_loops(kind: type) -> frozenset[str]:
 
 
 class HubEnd(nn.Module):
-    """What the family does between its last block and the head: mostly a norm."""
+    """What the family does between its last block and the matrix of its head: mostly a norm."""
 
     def __init__(self, model: HubModel, weights: Weights) -> None:
         super().__init__()
@@ -320,6 +334,9 @@ class HubEnd(nn.Module):
         if self._plain is not None:
             norm = self.base.get_submodule(self._plain)
             self.base = _only(self._plain, norm)
+        self._top = Top(structure, keep=structure.above) if structure.above else None
+        if self._top is not None:
+            self.above = self._top.model
         held = {path for path, _ in self.named_parameters()}
         settled(self, model, weights, held if weights.tp.sequence else set())
 
@@ -329,6 +346,10 @@ class HubEnd(nn.Module):
     @carried
     def forward(self, x: Tensor) -> Tensor:
         """What the last block gives to [B, s, H]."""
+        y = self._ended(x)
+        return y if self._top is None else self._top.reached(y)
+
+    def _ended(self, x: Tensor) -> Tensor:
         if self._plain is not None:
             y: Tensor = self.base.get_submodule(self._plain)(x)
             return y
@@ -348,22 +369,13 @@ def _only(path: str, module: nn.Module) -> nn.Module:
     return module
 
 
-class Ending:
-    """The family's forward after its base: scaling, output linear, soft cap."""
+class Ending(Top):
+    """The family's forward after :class:`HubEnd`: scaling, output linear, soft cap."""
 
     def __init__(self, model: HubModel, cp: ContextParallel) -> None:
         structure = structure_of(model.config)
-        self._cp = cp
-        whole = structure.model
-        base, head = _Base(), _HeadOf()
-        memo: dict[int, Any] = {}
-        for path, place in ((structure.base, base), (structure.head, head)):
-            module = whole.get_submodule(path)
-            vars(place).update({k: v for k, v in vars(module).items() if k not in vars(place)})
-            memo[id(module)] = place  # with the module's own settings, which the family's forward may read
-        self._model: Any = copied(whole, memo)
-        self._base, self._head, self._sums = base, head, model.balance is not None
-        self._told = bool(model.pictures)
+        super().__init__(structure, past=structure.above)
+        self._cp, self._sums, self._told = cp, model.balance is not None, bool(model.pictures)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ending:
         """Itself, which has no weights."""
@@ -371,11 +383,7 @@ class Ending:
 
     def logits(self, x: Tensor, linear: Callable[[Tensor], Tensor], num_valid: int | None) -> Tensor:
         """[B, s, H] to this rank's logits [B, S, V], padding at -inf."""
-        self._base.given, self._head.given = (x,), (linear,)
-        try:
-            y: Tensor = self._model(inputs_embeds=x, use_cache=False).logits
-        finally:
-            self._base.given = self._head.given = ()
+        y = self.run(x, linear)
         if num_valid is None:
             return y
         columns = torch.arange(y.shape[-1], device=y.device)
@@ -394,46 +402,6 @@ class Ending:
         return Stream(y, sums).flat()
 
 
-class _Base(nn.Module):
-    """In the place of the base: gives what the last layer before the head gave."""
-
-    given: tuple[Tensor, ...] = ()
-
-    def forward(self, *_: Any, **__: Any) -> Any:
-        return _Outputs(self.given[0])
-
-
-class _Outputs:
-    """Outputs of a base that hold the hidden states alone."""
-
-    def __init__(self, hidden: Any) -> None:
-        self.last_hidden_state = hidden
-
-    def __getattr__(self, name: str) -> None:
-        return None
-
-    def __getitem__(self, place: int) -> Any:
-        return self.last_hidden_state if place == 0 else None
-
-
-class _HeadOf(nn.Module):
-    """In the place of the output linear."""
-
-    given: tuple[Any, ...] = ()
-
-    @property
-    def weight(self) -> Tensor:
-        """The linear's weight: some families ask for its dtype."""
-        linear = self.given[0]
-        table: Any = linear.func if isinstance(linear, partial) else linear
-        weight: Tensor = table.weight
-        return weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.given[0](x)
-        return y
-
-
 class HubHead(nn.Module):
     """The family's head with weights of its own, its rows cut over the tensor-parallel ranks."""
 
@@ -442,7 +410,7 @@ class HubHead(nn.Module):
         structure = structure_of(model.config)
         self.word: Any = copied(structure.model.get_submodule(structure.head))
         settled(self, model, weights, set())
-        self.num_valid, self._ending = _vocabulary(self.word, weights, linear=True), ending
+        self.num_valid, self._ending = _vocabulary(self.word, weights), ending
 
     def forward(self, given: Given, **loss: Any) -> Given:
         """[B, s, H] to [B, S, V], or to the loss."""

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dsx.errors import ModelError
 from dsx.hub.on_meta import copied, parameters_on_meta, put_plain_modules
+from dsx.hub.top import Top
 from dsx.models.config_values import MOST_LAYERS, at
 from dsx.models.hf_config import SAY_NOTHING
 from dsx.models.transformers_settings import quiet_transformers, torch_forms, with_cap
@@ -276,7 +277,9 @@ class ModelStructure:
         head: Path of the output linear.
         before: Paths below ``base`` of modules with parameters that run before the first block.
         after: Of those that run after the last one.
+        above: Paths of those that run between the base and the matrix of the head.
         scale: What its forward multiplies vectors by that it has looked up, and not those that it is given.
+        padding: The token that positions do not count, which begin behind its number; None if they count all.
         shifts: Whether the first block gets something else than the word embedding's output.
         stream: Sizes of what goes from block to block, samples and tokens aside.
         plain_end: Whether what follows the last block is one module of ``after`` and nothing else.
@@ -293,7 +296,9 @@ class ModelStructure:
     head: str
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
+    above: tuple[str, ...] = ()
     scale: float = 1.0
+    padding: int | None = None
     shifts: bool = False
     stream: tuple[int, ...] = ()
     plain_end: bool = False
@@ -379,6 +384,7 @@ def structure_of(config: str) -> ModelStructure:
         if any(found.extras.values()):
             _require_own(found)
         _look_up(found)
+        _look_for_padding(found)
     return found
 
 
@@ -466,12 +472,13 @@ def _looked_at(found: ModelStructure) -> None:
     uses: list[tuple[str, Any, Any]] = []
     for path in others:
         copied.get_submodule(path).register_forward_hook(partial(_noted, path, order, uses))
-    x = torch.ones(*_PROBED, found.width)
+    x, words = torch.ones(*_PROBED, found.width), _words(copied)
     try:
         with torch.no_grad():
             end = copied(inputs_embeds=x, use_cache=False)
     except Exception as error:  # noqa: BLE001 - whatever the family's code does
         raise _unrun(model, error) from None
+    _require_settled(words - _words(copied))
     if written:
         raise _refusal(
             model, f"{written[0]}, which later blocks get too: state that is carried across blocks"
@@ -488,14 +495,41 @@ def _looked_at(found: ModelStructure) -> None:
             f"{min(both)} runs before and after its blocks" if both else f"{unused[0]} is never used",
         )
     found.shifts, found.stream = handed[0] is not x, tuple(handed[0].shape[2:])
+    _look_behind(found, uses, end.last_hidden_state if hasattr(end, "last_hidden_state") else end[0])
+    _require_stateless(found)
+
+
+def _words(base: nn.Module) -> set[tuple[str, str, str]]:
+    """Settings of the modules below a base that are words: which attention, for example."""
+    every = ((path, *item) for path, module in base.named_modules() for item in vars(module).items())
+    return {(path, name, value) for path, name, value in every if type(value) is str}
+
+
+def _require_settled(changed: set[tuple[str, str, str]]) -> None:
+    """Refuse a forward that has changed such settings for a short sequence."""
+    for _, name, value in changed:
+        what = "its forward has another for short sequences, so that blocks compute otherwise in long ones"
+        raise ModelError(at(name, value), what, "write what it has for short sequences")
+
+
+def _look_behind(found: ModelStructure, uses: list[Any], result: Tensor) -> None:
+    """Note how the base comes to its result, and what runs on that before the matrix of the head."""
     ends = [use for use in uses if use[0] in found.after]
-    result = end.last_hidden_state if hasattr(end, "last_hidden_state") else end[0]
     found.plain_end = (
         len(ends) == 1
         and ends[0][2].is_set_to(result)
         and bool((ends[0][1][0] == len(found.list_of_blocks) + 1).all())
     )
-    _require_stateless(found)
+    base, head = (found.model.get_submodule(path) for path in (found.base, found.head))
+    known = {id(parameter) for module in (base, head) for parameter in module.parameters()}
+    top, order = Top(found), list[Any]()
+    for path, module in found.model.named_modules():
+        own = any(id(parameter) not in known for parameter in module.parameters(recurse=False))
+        if own and path and not f"{found.head}.".startswith(f"{path}."):
+            top.model.get_submodule(path).register_forward_hook(partial(_noted, path, order, []))
+    with suppress(Exception):  # what has not run is in no layer then, and refused for that
+        top.reached(result.to("meta"))
+    found.above = tuple(dict.fromkeys(order))
 
 
 def _noted(path: str, order: list[Any], uses: list[Any], _module: nn.Module, given: Any, gave: Any) -> None:
@@ -657,6 +691,37 @@ def _with_carried(call: BlockCall, value: Tensor) -> BlockCall:
     """A call with a :class:`_Carried` in the place of ``value``."""
     stands = partial(tree_map, lambda each: _Carried() if each is value else each)
     return replace(call, arguments=stands(call.arguments), named=stands(call.named))
+
+
+def _look_for_padding(found: ModelStructure) -> None:
+    """Note whether the positions that a forward makes of tokens are :func:`counted`."""
+    padding, base = getattr(found.model.config, "pad_token_id", None), found.stripped((), _same)
+    tables = [path for path in found.before if isinstance(base.get_submodule(path), nn.Embedding)]
+    if padding is None or not tables:
+        return
+    used = list[Any]()
+    for path in tables:
+        base.get_submodule(path).register_forward_pre_hook(lambda _, given: used.append(given[0]))
+    tokens = torch.full(_PROBED, padding)
+    tokens[:, ::3] = int(padding == 0)
+    with suppress(Exception), torch.no_grad():
+        base(input_ids=tokens, use_cache=False)
+    wanted = counted(tokens, padding)
+    if any(isinstance(each, Tensor) and torch.equal(each, wanted) for each in used):
+        found.padding = padding
+
+
+def _same(_number: int, call: BlockCall) -> Tensor:
+    return call.hidden
+
+
+def counted(ids_BS: Tensor, padding: int) -> Tensor:
+    """Positions [B, S] in whole rows: behind the number of ``padding``, which is at that number itself.
+
+    As ``create_position_ids_from_input_ids`` of transformers/models/roberta/modeling_roberta.py has them.
+    """
+    counts = ids_BS != padding
+    return counts.cumsum(1) * counts + padding
 
 
 def _ids(held: Iterable[tuple[str, Any]]) -> list[tuple[str, int]]:

@@ -10,6 +10,7 @@ from functools import cache, lru_cache
 from importlib.resources import files
 from typing import Any
 
+import torch
 from torch import nn
 
 from dsx.config.wording import suggest
@@ -20,6 +21,7 @@ from dsx.hub.derived_plan import DerivedPlan, counts_heads, derived_plan
 from dsx.hub.disk_names import DiskForm, FolderNames, disk_forms, is_turned
 from dsx.hub.experts import experts_in
 from dsx.hub.model_structure import ModelStructure, settings_of, structure_of
+from dsx.hub.shrunk import random_model, shrunk
 from dsx.hub.tensor_plan import COLUMN, LOCAL_COLUMN, ROW, BlockPlan, check_plan, generic, heads_of
 from dsx.hub.values import float32_beside, laws_of
 from dsx.models.config_values import at
@@ -70,6 +72,7 @@ def _hub_model(text: str, changes: tuple[tuple[str, str | None], ...]) -> HubMod
                 "give the size of the config that makes it at least 1, or leave the part out (null)",
             )
     _check_places(structure, changes)
+    _check_causal(structure, text)
     plan, derived = plan_of(structure, changes, text)
     reader = _Reader(structure, plan, derived, float32_beside(text))
     settings = structure.model.config
@@ -85,7 +88,9 @@ def _hub_model(text: str, changes: tuple[tuple[str, str | None], ...]) -> HubMod
         num_layers=blocks,
         hidden_size=structure.model.get_submodule(structure.embedding).weight.shape[1],
         stream=structure.stream,
+        padding=structure.padding,
         vocab_size=structure.model.get_submodule(structure.head).weight.shape[0],
+        head_size=structure.model.get_submodule(structure.head).weight.shape[1],
         max_positions=getattr(settings, "max_position_embeddings", None) or _MOST_POSITIONS,
         tied_embeddings=reader.tied,
         kinds=kinds,
@@ -119,6 +124,20 @@ def _check_places(structure: ModelStructure, changes: tuple[tuple[str, str | Non
         if style in COLUMN | ROW and not isinstance(inside[pattern], nn.Linear | nn.Parameter):
             what = f"it is no linear but a {type(inside[pattern]).__name__}, which dsx does not cut"
             raise ModelError(where, what, "name its linears, or its parameters")
+
+
+def _check_causal(structure: ModelStructure, config: str) -> None:
+    """Refuse a model that is told to be no decoder, if a small one of it then sees tokens that come later."""
+    if getattr(structure.model.config, "is_decoder", True):
+        return
+    small = random_model(shrunk(json.loads(config), tensor=1)).eval()
+    tokens = torch.full((2, 8), 3)
+    tokens[1, -1] = 4
+    with torch.no_grad():
+        seen, other = small(input_ids=tokens, use_cache=False).logits[:, :-1]
+    if not torch.equal(seen, other):
+        what = "its attention looks at the tokens that are to be predicted"
+        raise ModelError(at("is_decoder", value=False), what, "write true")
 
 
 def folder_names(model: HubModel) -> FolderNames:
@@ -292,6 +311,9 @@ class _Reader:
                 yield self._spec(f"{first + number}.block.{path}", name, **cuts)
         last = first + len(structure.list_of_blocks)
         yield from self._around(last, structure.after)
+        for path in structure.above:
+            for name, _ in self.model.get_submodule(path).named_parameters(recurse=False):
+                yield self._spec(f"{last}.above.{path}.{name}", f"{path}.{name}")
         if not self.tied:
             yield from self._table(last + 1, structure.head)
 
@@ -304,6 +326,11 @@ class _Reader:
                 split=0 if table else None,
                 pad_multiple=1 if table else None,
                 tie=tie if name == "weight" else None,
+            )
+        bias = self.model.get_submodule(self.structure.head).bias
+        if tie and bias is not None:  # where the table is used as head
+            yield self._spec(
+                f"{layer}.word.bias", f"{self.structure.head}.bias", split=0, pad_multiple=1, tie=tie
             )
 
     def _around(self, layer: int, paths: tuple[str, ...]) -> Iterator[ParamSpec]:
@@ -349,8 +376,8 @@ class _Reader:
             if held.isdisjoint((name, *form.copies)):
                 raise ModelError(
                     at("model_type", self.model.config.model_type),
-                    f"{name} is in none of the layers that dsx makes: word embedding, blocks, what is around "
-                    "them, and a head of one matrix",
+                    f"{name} is in none of the layers that dsx makes: word embedding, blocks, what its "
+                    "forward runs around them, and the head",
                     "dsx cannot cut this family into stages: use another",
                 )
 

@@ -442,8 +442,7 @@ def _set_ends(child: nn.Module, tp: TensorParallel, *, tight: bool) -> None:
         )
         child.register_forward_pre_hook(partial(_begun, start=start), with_kwargs=True)
     elif tp.sequence:
-        gather = partial(collectives.gather_from, tp=tp, dim=collectives.SEQUENCE)
-        child.register_forward_pre_hook(partial(_begun, start=gather), with_kwargs=True)
+        child.register_forward_pre_hook(partial(_gathered, tp=tp), with_kwargs=True)
         child.register_forward_hook(partial(_ended, tp=tp))
 
 
@@ -455,6 +454,20 @@ def _begun(
         return (start(given[0]), *given[1:]), named
     name = next(name for name, value in named.items() if isinstance(value, Tensor))
     return given, {**named, name: start(named[name])}
+
+
+def _gathered(_module: nn.Module, given: Any, named: Any, *, tp: TensorParallel) -> tuple[Any, Any]:
+    """Hidden states, and what comes with them for the same tokens, such as a residual, in whole sequences."""
+    first = next(each for each in (*given, *named.values()) if isinstance(each, Tensor))
+    along = first.shape[: collectives.SEQUENCE + 1]
+
+    def whole(each: Any) -> Any:
+        alike = isinstance(each, Tensor) and each.is_floating_point() and each.ndim > collectives.SEQUENCE + 1
+        if each is not first and not (alike and each.shape[: len(along)] == along):
+            return each
+        return collectives.gather_from(each, tp, collectives.SEQUENCE)
+
+    return tuple(map(whole, given)), {name: whole(each) for name, each in named.items()}
 
 
 def _ended(_module: nn.Module, _given: Any, gave: Any, *, tp: TensorParallel) -> Any:

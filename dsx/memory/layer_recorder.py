@@ -763,7 +763,10 @@ def record_request(request: LayerRequest) -> LayerRecord:
     length = shape.length // (shape.tensor if shape.cuts_sequence else 1)
     kinds = layer_kinds(model)
     index = kinds.index(request.kind) + (0 if hub is None else hub.block or 0)
-    sizes = model.stream if request.kind in ("Block", "FinalNorm") else (model.hidden_size,)
+    ends = {"Block": model.stream, "FinalNorm": model.stream, "Head": (model.head_size,)}
+    sizes = ends.get(request.kind, (model.hidden_size,))
+    if request.kind == "Positions" and hub is not None and hub.padding is not None:
+        places = places or [whole]
     hidden = TensorForm((shape.micro_batch, length, *sizes), name, shape.width, request.entered)
     stream = [hidden, *beside, *places]
     with fake_build(device):

@@ -116,7 +116,8 @@ def _layer_spec(layer: Any, *arguments: Any, tied: bool = False, use: Any = None
 
     if not tied:
         return LayerSpec(layer, *arguments)
-    return TiedLayerSpec(TIE, layer, *arguments, forward_fn=use, tied_weight_attr=["word.weight"])
+    shared = [name for name, spec in arguments[1].specs.items() if spec.tie is not None]
+    return TiedLayerSpec(TIE, layer, *arguments, forward_fn=use, tied_weight_attr=shared)
 
 
 def loss(

@@ -46,7 +46,7 @@ def layer_flops(model: Model, sequence_length: int) -> tuple[float, ...]:
         flops[first + block] += 12.0 * model.query_size * (window or sequence_length)
     table = 0 if model.tied_embeddings else head
     trained = any(spec.trained for spec in specs if spec.layer == table and len(spec.shape) > 1)
-    flops[head] = (6.0 if trained else 4.0) * model.vocab_size * model.hidden_size
+    flops[head] = (6.0 if trained else 4.0) * model.vocab_size * model.head_size
     return tuple(flops)
 
 
@@ -104,9 +104,9 @@ def auto_chunk(
         piles_up: Whether there are several micro-batches between the last stage's forwards and backwards.
     """
     columns = vocabulary_rows(model, tensor, pad_multiple=pad_multiple)
-    chunk = head_chunk(tokens, model.hidden_size, columns)
+    chunk = head_chunk(tokens, model.head_size, columns)
     small = tokens < 2 * chunk or tokens * columns * width <= _SMALL_LOGITS
-    return 0 if small or (piles_up and tokens <= model.hidden_size) else chunk
+    return 0 if small or (piles_up and tokens <= model.head_size) else chunk
 
 
 def tiles_of(wanted: MlpTiles, model: Model, tokens: int) -> int:

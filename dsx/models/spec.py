@@ -156,6 +156,11 @@ class ModelSpec:
         return (self.hidden_size,)
 
     @property
+    def head_size(self) -> int:
+        """Columns of the head."""
+        return self.hidden_size
+
+    @property
     def dropout_in_blocks(self) -> float:
         """The largest probability of any dropout inside a block."""
         others = 0.0 if self.adapter is None else self.adapter.dropout
@@ -212,7 +217,9 @@ class HubModel:
         num_layers: Blocks.
         stream: Sizes of what goes from block to block, samples and tokens aside.
         vocab_size: Rows of the head.
+        head_size: Its columns.
         max_positions: Longest sequence that the config allows.
+        padding: The token that positions do not count, which begin behind its number; None if they count all.
         tied_embeddings: Whether the head is the word embedding's table.
         kinds: Kind of every layer of the layer list.
         alike: For every block, the first one that does the same with tensors of the same shapes.
@@ -249,6 +256,7 @@ class HubModel:
     hidden_size: int
     stream: tuple[int, ...]
     vocab_size: int
+    head_size: int
     max_positions: int
     tied_embeddings: bool
     kinds: tuple[str, ...] = field(repr=False)
@@ -265,6 +273,7 @@ class HubModel:
     looked_up: frozenset[str] = field(default=frozenset(), repr=False)
     routed: float = 1.0
     balance: Balance | None = None
+    padding: int | None = None
     whole: tuple[tuple[str, float], ...] = field(default=(), repr=False)
     no_sequence: str | None = None
     no_gathering: str | None = None

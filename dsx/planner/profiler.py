@@ -433,7 +433,7 @@ def _block(run: RunConfig, device: torch.device, dtype: torch.dtype, length: int
     layers = families.layers(run.model, TensorParallel(), dtype=dtype, device=device, split=split)
     bench = LayerBench(device=device, split=split, micro_batches=_ROUNDS, loss=lambda layer, x: layer(x))
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        x = torch.randn(1, length, run.model.hidden_size, device=device, dtype=dtype)
+        x = torch.randn(1, length, *run.model.stream, device=device, dtype=dtype)
         key = LayerKey("Block", ((tuple(x.shape), str(dtype)),), is_last=False)
         bench.output(key, layers[_place(run)], x)
     return bench.costs[key]

@@ -222,12 +222,19 @@ def test_folders_of_others_have_other_names(tmp_path: Path) -> None:
     assert names.of(whole, tmp_path) == whole
 
 
-def test_a_tensor_that_is_in_no_layer_is_refused_by_name() -> None:
-    """Heads of BERT's kind have a transform and a bias of their own."""
-    config = AutoConfig.for_model(
-        "roberta", is_decoder=True, vocab_size=67, hidden_size=32, num_attention_heads=4
-    )
-    with pytest.raises(ModelError, match=r"model_type = .roberta.: lm_head\..* is in none of the layers"):
+@pytest.mark.parametrize(
+    ("family", "told", "message"),
+    [
+        ("roberta", {"tie_word_embeddings": False}, "model_type = .roberta.: lm_head.bias is in none of"),
+        ("roberta", {"is_decoder": False}, "is_decoder = False: its attention looks at the tokens that"),
+        ("big_bird", {}, "attention_type = 'block_sparse': its forward has another for short sequences"),
+    ],
+)
+def test_what_makes_no_causal_model_of_layers_is_refused_by_name(family, told, message) -> None:
+    """A bias that no forward uses, an encoder, and attention that sees all in long sequences alone."""
+    sizes = {"vocab_size": 67, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+    config = AutoConfig.for_model(family, **{"is_decoder": True, **sizes, **told})
+    with pytest.raises(ModelError, match=message):
         hub_model(config.to_dict())
 
 

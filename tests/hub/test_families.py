@@ -27,6 +27,7 @@ SAMPLE = {
     "gpt2": ("tp", "zb"),  # linears called Conv1D, queries, keys and values in one, a table of positions
     "gpt_oss": ("tp-pp", "zb"),  # the same: sinks, and experts with a bias behind their sum
     "granite": ("tp-pp",),  # multipliers of embeddings, residuals, scores and logits
+    "roberta": ("zb",),  # a transform, a bias beside a tied matrix, positions that count no padding
     "mixtral": ("tp", "dp"),  # experts fused in memory, apart in files
     "olmo2": ("tp-pp",),  # norms over all heads together
     "phi": ("pp", "zb"),  # biases everywhere, a part of each head rotated

@@ -73,6 +73,7 @@ _TYPES = ("layer_types", "mlp_layer_types", "layers_block_type")
 
 _FAMILIES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
+    "big_bird": {"attention_type": "original_full"},
     "cohere_compass_text": {
         "layer_types": ["full_attention"] * LAYERS,
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
