@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -21,11 +21,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dsx.hub.model_structure import BlockCall, without_storage
-from dsx.hub.tensor_plan import COLUMN, GATHERS, ROW, SPLITS, SUMMED, BlockPlan, children, divide, is_region
+from dsx.hub.tensor_plan import (
+    COLUMN,
+    GATHERS,
+    ROW,
+    SPLITS,
+    SUMMED,
+    BlockPlan,
+    children,
+    divide,
+    is_mixer,
+    is_region,
+    segments_in,
+)
 from dsx.models.transformers_settings import torch_forms
 
 RANKS = (2, 3, 5, 7)
 """Numbers of ranks that a region is looked at with: the first that its heads, which may be odd, divide by."""
+
+
+_DTYPES = torch.bfloat16, torch.float32  # experts run in the first alone, some mixtures in the second
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +87,40 @@ class UnnamedUses:
     partial: set[str] = field(default_factory=set)
     lost: set[str] = field(default_factory=set)
     given: bool = False
+
+
+class _Splits(TorchDispatchMode):
+    """Notes into which sizes dims of tensors are split, while it is told to."""
+
+    def __init__(self, found: set[tuple[int, ...]]) -> None:
+        super().__init__()
+        self.inside, self.found = False, found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator and note the sizes of its results."""
+        del types
+        gave = func(*args, **(kwargs or {}))
+        if self.inside and func in (torch.ops.aten.split_with_sizes.default, torch.ops.aten.split.Tensor):
+            dim = (kwargs or {}).get("dim", args[2] if len(args) > 2 else 0)
+            self.found.add(tuple(each.shape[dim] for each in gave))
+        return gave
+
+    def stand(self, *_: Any, inside: bool) -> None:
+        """Say whether a mixer computes."""
+        self.inside = inside
+
+
+@contextmanager
+def splits_in(block: nn.Module, found: set[tuple[int, ...]]) -> Iterator[None]:
+    """Inside the context, note in ``found`` into which sizes a block's mixers split dims of tensors."""
+    seen, handles = _Splits(found), list[Any]()
+    for child in (child for _, child in children(block) if is_mixer(child)):
+        handles.append(child.register_forward_pre_hook(partial(seen.stand, inside=True)))
+        handles.append(child.register_forward_hook(partial(seen.stand, inside=False)))
+    with seen:
+        yield
+    for handle in handles:
+        handle.remove()
 
 
 class _Watch(TorchDispatchMode):
@@ -250,10 +299,7 @@ def seen_in(
             they are in no child that is cut.
         ranks: Number of ranks that share the block.
     """
-    for dtype in (
-        torch.bfloat16,
-        torch.float32,
-    ):  # experts run in the first alone, some mixtures in the second
+    for dtype in _DTYPES:
         with suppress(Exception):  # whatever the family's code does with these sizes
             return _seen(copy.deepcopy(block).to("meta", dtype), dtype, plan, call, unnamed, within, ranks)
     return None
@@ -281,11 +327,7 @@ def _seen(
         child.register_forward_pre_hook(lambda *_: watch.stand(inside=False))
         child.register_forward_hook(lambda *_: watch.stand(inside=True))
     region.register_forward_hook(lambda *_: ended.append(True))
-    hidden, arguments, named = tree_map(
-        lambda each: without_storage(each, dtype) if isinstance(each, Tensor) else each,
-        (call.hidden, call.arguments, call.named),
-    )
-    there = BlockCall(hidden, arguments, named, by_name=call.by_name)
+    there = _on_meta(call, dtype)
     with torch.no_grad(), torch_forms(), watch:
         watch.mark(there.hidden, _GIVEN)
         with suppress(Exception):  # what comes behind the child is of no interest
@@ -294,6 +336,24 @@ def _seen(
             watch.seen = UnnamedUses()
             region(there.hidden)
     return watch.seen
+
+
+def _on_meta(call: BlockCall, dtype: torch.dtype) -> BlockCall:
+    hidden, arguments, named = tree_map(
+        lambda each: without_storage(each, dtype) if isinstance(each, Tensor) else each,
+        (call.hidden, call.arguments, call.named),
+    )
+    return BlockCall(hidden, arguments, named, by_name=call.by_name)
+
+
+def splits_of(block: nn.Module, call: BlockCall) -> dict[int, tuple[int, ...]]:
+    """Parts of dims by their size, as the block's code splits them."""
+    found = set[tuple[int, ...]]()
+    for dtype in _DTYPES:
+        small, there = copy.deepcopy(block).to("meta", dtype).eval(), _on_meta(call, dtype)
+        with suppress(Exception), torch.no_grad(), torch_forms(), splits_in(small, found):
+            there.make(small, there.hidden)  # whatever the family's code does behind its mixers
+    return segments_in(block, found)
 
 
 def _cut(block: nn.Module, plan: BlockPlan, ranks: int) -> tuple[set[int], set[int]]:
@@ -322,6 +382,7 @@ def _cut(block: nn.Module, plan: BlockPlan, ranks: int) -> tuple[set[int], set[i
     for path, module in list(block.named_modules()):
         if isinstance(module, nn.Linear) and ranks > 1:
             divide(block.get_submodule(path.rpartition(".")[0]), path, plan, ranks)
+    plan.give_own_heads(block, ranks, 0)
     return sliced, rows
 
 

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import inspect
 import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
@@ -32,10 +31,27 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from dsx.hub.context_probe import FAR, block_calls
-from dsx.hub.cut_regions import RANKS
+from dsx.hub.cut_regions import RANKS, splits_in
 from dsx.hub.model_structure import BlockCall, structure_of
 from dsx.hub.shrunk import kinds_of, random_model, shrunk
-from dsx.hub.tensor_plan import SUMMAND, SUMMED, BlockPlan, children, divide, generic, heads_of, is_region
+from dsx.hub.tensor_plan import (
+    EVALUATED,
+    MEAN,
+    SEGMENTS,
+    SUMMAND,
+    SUMMED,
+    BlockPlan,
+    children,
+    divide,
+    generic,
+    heads_of,
+    is_mixer,
+    is_region,
+    outputs_of,
+    put_means,
+    reads,
+    segments_in,
+)
 from dsx.memory.record_cache import code_version, keep
 from dsx.models.transformers_settings import torch_forms
 
@@ -55,12 +71,21 @@ class DerivedPlan:
         counts: As of :class:`~dsx.hub.tensor_plan.BlockPlan`.
         by_head: Likewise.
         no_sequence: Why sequence parallelism is refused; None if nothing of it is known yet.
+        regions: Paths that count together or not at all.
     """
 
     styles: Mapping[str, str] = field(default_factory=dict)
     counts: tuple[str, ...] = ()
     by_head: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     no_sequence: str | None = None
+    regions: tuple[frozenset[str], ...] = ()
+
+    def within(self, blocks: str, names: Collection[str]) -> DerivedPlan:
+        """What is about ``names`` alone, of a list of blocks at ``blocks``."""
+        inside = [each for each in self.regions if {f"{blocks}.*.{path}" for path in each} <= {*names}]
+        kept = frozenset().union(*inside)
+        styles = {path: style for path, style in self.styles.items() if path in kept}
+        return replace(self, styles=styles, regions=tuple(inside))
 
     def patterns(self, blocks: str) -> dict[str, str | None]:
         """The styles as ``dsx.parallel.tensor_plan`` has them, of a list of blocks at ``blocks``."""
@@ -107,12 +132,14 @@ class _Run:
         call: What it is called with.
         uses: Of each module that ran, by path: arguments, named ones, result; in the order of their ends.
         read: Linears whose matrices the block's own code multiplies by.
+        splits: As of :class:`~dsx.hub.tensor_plan.BlockPlan`.
     """
 
     block: nn.Module
     call: BlockCall
     uses: Mapping[str, list[tuple[Any, Any, Any]]]
     read: Collection[str]
+    splits: Mapping[int, tuple[int, ...]]
 
     @classmethod
     def of(cls, block: nn.Module, call: BlockCall, read: Collection[str]) -> _Run:
@@ -125,11 +152,12 @@ class _Run:
             for path, inner in block.named_modules()
             if path
         ]
-        with torch.no_grad():
+        splits = set[tuple[int, ...]]()
+        with torch.no_grad(), splits_in(block, splits):
             call.make(block, call.hidden)
         for handle in handles:
             handle.remove()
-        return cls(block, call, uses, read)
+        return cls(block, call, uses, read, segments_in(block, splits))
 
     def linears(self, within: str) -> list[str]:
         """Linears below a path, or the block's own, which ran once, in their order."""
@@ -165,17 +193,19 @@ def _tried(config: str) -> DerivedPlan:
 
 def _agreed(found: Collection[tuple[_Run, list[_Region]]]) -> DerivedPlan:
     """The plan of all kinds of blocks: the regions of which no kind says something else."""
-    said = defaultdict[str, list[BlockPlan]](list)
+    said = defaultdict[tuple[str, frozenset[str]], list[BlockPlan]](list)
     for region, plan in (each for _, regions in found for each in regions):
-        said[generic(region)].append(plan)
+        said[generic(region), frozenset(plan.patterns())].append(plan)
     styles, counts, by_head = dict[str, str](), dict[str, None](), dict[str, tuple[str, ...]]()
+    regions = list[frozenset[str]]()
     ran, flat = [{generic(each) for each in run.uses} for run, _ in found], False
-    for path, plans in said.items():
-        every = [{generic(name): style for name, style in plan.styles.items()} for plan in plans]
-        having = sum(not names.isdisjoint((path,) if path else every[0]) for names in ran)
+    for (path, own), plans in said.items():
+        every = [plan.patterns() for plan in plans]
+        having = sum(not names.isdisjoint(own - {path}) for names in ran)
         if any(each != every[0] for each in every) or len(plans) < having:
             continue
         styles |= every[0]
+        regions.append(own)
         counts |= dict.fromkeys(name for plan in plans for name in plan.counts)
         by_head |= {generic(name): names for plan in plans for name, names in plan.by_head.items()}
         uses = (use for run, _ in found for name in every[0] for use in run.uses.get(name, ()))
@@ -187,7 +217,7 @@ def _agreed(found: Collection[tuple[_Run, list[_Region]]]) -> DerivedPlan:
     told = "its own linears work on a flat list of tokens" if flat else None
     if any(isinstance(leaf, nn.Parameter) for leaf in held):
         told = "its blocks use parameters that modules in them hand on"
-    return DerivedPlan(styles, tuple(counts), by_head, told)
+    return DerivedPlan(styles, tuple(counts), by_head, told, tuple(regions))
 
 
 def _regions(run: _Run, width: int) -> Iterator[_Region]:
@@ -206,7 +236,7 @@ def _regions(run: _Run, width: int) -> Iterator[_Region]:
 
 def _inside(run: _Run, path: str, module: nn.Module) -> Iterator[_Region]:
     """The outermost regions of linears in a child of the block, or of the block's own linears."""
-    region = _linears(run, path)
+    region = _mixer(run, path) if path and is_mixer(module) else _linears(run, path)
     if region is not None:
         yield region
     elif path:
@@ -217,9 +247,8 @@ def _inside(run: _Run, path: str, module: nn.Module) -> Iterator[_Region]:
 def _can_be_gathered(run: _Run, path: str, width: int) -> bool:
     """Whether a linear is worth it, and the code of its owner reads its matrix on no path, as kernels do."""
     owner, _, name = path.rpartition(".")
-    source = inspect.getsource(type(run.block.get_submodule(owner)))
-    read = re.search(rf"self\.{re.escape(name)}\.(weight|bias)\b", source)
-    return read is None and 2 * min(run.block.get_parameter(f"{path}.weight").shape) >= width
+    worth = 2 * min(run.block.get_parameter(f"{path}.weight").shape) >= width
+    return worth and not reads(run.block.get_submodule(owner), name)
 
 
 def _linears(run: _Run, path: str) -> _Region | None:
@@ -245,6 +274,157 @@ def _linears(run: _Run, path: str) -> _Region | None:
                     if (proved := _proved(run, plan, path, row, ranks)) is not None:
                         return path, proved
     return None
+
+
+def _mixer(run: _Run, path: str) -> _Region | None:
+    """A region of linears around convolutions and recurrences, by heads or channels."""
+    *columns, row = run.linears(path) or [""]
+    given = {name: run.uses[name][0][0][0] for name in columns}
+    # What has one more linear behind it is a matrix of low rank: only that one's outputs are cut.
+    columns = [
+        name
+        for name in columns
+        if not any(_same(run.uses[name][0][2], each) for other, each in given.items() if other != name)
+    ]
+    if not columns:
+        return None
+    mixer = _Mixer.of(run, path, columns, row)
+    for shared, over in product((0, *mixer.sizes), (False, True) if mixer.norms else (False,)):
+        plan = mixer.plan(shared, mean=over)
+        for counts in mixer.counts(plan):
+            tried = replace(plan, counts=counts)
+            if _proved(run, tried, path, row, mixer.ranks) is None:
+                continue
+            for name in counts:  # what need not count a rank's own stays as it is
+                fewer = replace(tried, counts=tuple(each for each in tried.counts if each != name))
+                if not by_heads(name) and _proved(run, fewer, path, row, mixer.ranks) is not None:
+                    tried = fewer
+            return path, _proved(run, tried, path, row, mixer.ranks) or tried
+    return None
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)
+
+
+@dataclass(frozen=True)
+class _Mixer:
+    """What of a mixer ranks may share.
+
+    Attributes:
+        run: Of its block.
+        columns: Linears that are cut by outputs.
+        row: The one that sums the ranks' parts.
+        others: Parameters and buffers beside linears that have something for each output, by path.
+        convolutions: Those of them that are of convolutions.
+        norms: Modules that may take means of all outputs.
+    """
+
+    run: _Run
+    columns: list[str]
+    row: str
+    others: Mapping[str, Tensor]
+    convolutions: Collection[str]
+    norms: list[str]
+
+    @classmethod
+    def of(cls, run: _Run, path: str, columns: list[str], row: str) -> _Mixer:
+        module, width = run.block.get_submodule(path), run.block.get_parameter(f"{row}.weight").shape[1]
+        owners = {name.rpartition(".")[0] for name in columns}
+        outputs = {len(run.block.get_parameter(f"{name}.weight")) for name in columns}
+        others, norms, convolutions = dict[str, Tensor](), list[str](), list[str]()
+        for name, inner in module.named_modules(prefix=path):
+            if isinstance(inner, nn.Linear):
+                continue
+            held = dict(inner.named_parameters(recurse=False, prefix=name))
+            if isinstance(inner, nn.Conv1d) or name in owners:
+                others |= held
+                convolutions += [*held] if isinstance(inner, nn.Conv1d) else []
+                buffers = dict(inner.named_buffers(recurse=False, prefix=name))
+                others |= {key: each for key, each in buffers.items() if not outputs.isdisjoint(each.shape)}
+            elif wide := {key: each for key, each in held.items() if each.shape == (width,)}:
+                others |= wide
+                norms.append(name)
+        return cls(run, columns, row, others, convolutions, norms)
+
+    @property
+    def _dims(self) -> dict[str, int]:
+        """The size that is cut, by path of a linear, a parameter or a buffer."""
+        linears = {name: len(self.run.block.get_parameter(f"{name}.weight")) for name in self.columns}
+        return linears | {name: each.shape[outputs_of(each)] for name, each in self.others.items()}
+
+    def _parts(self, name: str) -> tuple[int, ...]:
+        """Parts of a linear's outputs, of a convolution or a buffer; other parameters are not split."""
+        size, each = self._dims[name], self.others.get(name)
+        split = name in self.columns or not isinstance(each, nn.Parameter) or name in self.convolutions
+        return self.run.splits.get(size, (size,)) if split else (size,)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Sizes of segments that every rank may need as a whole, as what heads of one group share."""
+        every = (self._parts(name) for name in self._dims)
+        inner = self.run.block.get_parameter(f"{self.row}.weight").shape[1]
+        return list(dict.fromkeys(size for each in every if len(each) > 1 for size in each if size != inner))
+
+    @property
+    def _modules(self) -> dict[str, nn.Module]:
+        paths = dict.fromkeys(name.rpartition(".")[0] for name in (*self.columns, *self.others))
+        return {path: self.run.block.get_submodule(path) for path in paths}
+
+    @property
+    def _heads(self) -> dict[str, int]:
+        return {name: value for name, value in self._held().items() if by_heads(name)}
+
+    @property
+    def ranks(self) -> int:
+        """The first number of simulated ranks that can share its heads."""
+        shared = math.gcd(*(self._heads.values() or self._dims.values()))
+        return next((ranks for ranks in RANKS if shared % ranks == 0), RANKS[0])
+
+    def _held(self) -> dict[str, int]:
+        """Its whole numbers, by path."""
+        return {
+            f"{generic(path)}.{name}": value
+            for path, module in self._modules.items()
+            if not isinstance(module, nn.Conv1d)
+            for name, value in vars(module).items()
+            if type(value) is int and value > 1
+        }
+
+    def plan(self, shared: int, *, mean: bool) -> BlockPlan:
+        """A candidate.
+
+        Args:
+            shared: The size of segments that every rank is given; 0 for none.
+            mean: Whether ranks take means together.
+        """
+        styles = {self.row: "rowwise"}
+        for name in self._dims:
+            parts = self._parts(name)
+            marks = ("all" if part == shared else "own" for part in parts)
+            plain = len(parts) == 1 and name not in self.convolutions
+            styles[name] = "colwise" if plain else f"{SEGMENTS}:{','.join(marks)}"
+        owner, _, name = self.row.rpartition(".")
+        if reads(self.run.block.get_submodule(owner), name):
+            mixed = (each.rpartition(".")[0] for each in self.convolutions)
+            styles |= {each: EVALUATED for each in mixed if each.rpartition(".")[0] == owner}
+        styles |= dict.fromkeys(self.norms if mean else (), MEAN)
+        plan = BlockPlan({}, pairs=heads_of(self.run.block), splits=self.run.splits)
+        return plan.with_styles(styles)
+
+    def counts(self, plan: BlockPlan) -> Iterator[tuple[str, ...]]:
+        """Attributes that may count a rank's heads and features: heads and groups, and sizes besides."""
+        heads, block = self._heads, self.run.block
+        whole = block.get_parameter(f"{self.row}.weight").shape
+        sizes = {whole[1], *self._dims.values()}
+        for name in plan.marks:
+            every = zip(self._parts(name), plan.marks[name], strict=True)
+            sizes |= {part for part, mark in every if mark == "own"}
+        sizes -= {*heads.values()}
+        wide = {name: each for name, each in self._held().items() if each in sizes and "head" not in name}
+        yield (*heads, *wide)
+        yield (*heads, *(name for name in wide if not name.startswith(tuple(map(generic, self.norms)))))
+        yield (*heads, *(name for name, each in wide.items() if each != whole[0]))
 
 
 def _ranks(run: _Run, owners: Collection[str], columns: Collection[str]) -> int:
@@ -280,6 +460,11 @@ def counts_heads(path: str) -> bool:
     """Whether an attribute of a module has a name as if it said how many heads there are."""
     name = path.rpartition(".")[2]
     return "head" in name and re.search("dim|size|group", name) is None
+
+
+def by_heads(path: str) -> bool:
+    """Whether an attribute has a name as if it said how many heads, or groups of them, there are."""
+    return counts_heads(path) or path.endswith("groups")
 
 
 def _heads_in(module: nn.Module) -> list[int]:
@@ -339,7 +524,9 @@ def _part(run: _Run, plan: BlockPlan, row: str, ranks: int, rank: int) -> tuple[
     whole = {
         name: each
         for name, each in block.named_parameters()
-        if plan.cut(block, name, each).split is None and not name.startswith(f"{row}.")
+        if plan.cut(run.block, name, run.block.get_parameter(name)).split is None
+        and not name.startswith(f"{row}.")
+        and name not in plan.styles
     }
     found: list[Tensor] = []
     recorded: Tensor = run.uses[row][0][2].clone()
@@ -350,8 +537,10 @@ def _part(run: _Run, plan: BlockPlan, row: str, ranks: int, rank: int) -> tuple[
 
     block.get_submodule(row).register_forward_hook(ends)
     for name in plan.styles.keys() & run.uses.keys() - {row}:
-        linear = block.get_submodule(name)
-        linear.register_forward_pre_hook(lambda _, given: (given[0].detach(), *given[1:]))
+        if isinstance(linear := block.get_submodule(name), nn.Linear):
+            linear.register_forward_pre_hook(lambda _, given: (given[0].detach(), *given[1:]))
+        elif plan.styles[name] == MEAN:
+            put_means(linear, _replayed(run, name))
     hidden = run.call.hidden.detach().clone().requires_grad_()
     with torch.enable_grad():
         run.call.make(block, hidden)
@@ -362,28 +551,51 @@ def _part(run: _Run, plan: BlockPlan, row: str, ranks: int, rank: int) -> tuple[
     return part.detach(), told
 
 
+def _replayed(run: _Run, path: str) -> Callable[[Tensor], Tensor]:
+    """Gives the means that one process took in a module, one after another."""
+    noted, ((given, named, _),) = list[Tensor](), run.uses[path]
+    module = copy.deepcopy(run.block.get_submodule(path))
+    put_means(module, lambda mean: noted.append(mean) or mean)  # type: ignore[func-returns-value]
+    with torch.no_grad():
+        module(*given, **named)
+    every = iter(noted)
+    return lambda _: next(every)
+
+
 def _cut_for(block: nn.Module, plan: BlockPlan, ranks: int, rank: int) -> nn.Module:
     """A copy of a block as one rank has it, its linears and parameters cut by a plan."""
     made = copy.deepcopy(block)
     for path, module in list(made.named_modules()):
         for own, parameter in list(module.named_parameters(recurse=False)):
             name = f"{path}.{own}" if path else own
-            value, cut = parameter.detach(), plan.cut(block, name, parameter)
-            if plan.styles.get(name) == SUMMAND:
-                value = value / ranks
-            elif plan.keeps(path, ranks) and isinstance(module, nn.Linear):
-                value = value.unflatten(0, (plan.pairs, -1))[rank * plan.pairs // ranks]
-            elif cut.split is not None:
-                pieces = value.split(cut.parts or (value.shape[cut.split],), cut.split)
-                if any(piece.shape[cut.split] % ranks for piece in pieces):
-                    raise ValueError(f"{name}: {tuple(value.shape)}")
-                value = torch.cat([piece.chunk(ranks, cut.split)[rank] for piece in pieces], cut.split)
+            value = _own_value(block, plan, name, parameter.detach(), ranks, rank)
             setattr(module, own, nn.Parameter(value.clone()))
+        for own, buffer in list(module.named_buffers(recurse=False)):
+            if (name := f"{path}.{own}") in plan.marks:
+                setattr(module, own, plan.own(name, buffer, ranks, rank))
         if isinstance(module, nn.Linear):
             module.out_features, module.in_features = module.weight.shape
             divide(made.get_submodule(path.rpartition(".")[0]), path, plan, ranks)
     plan.give_own_heads(made, ranks, rank)
     return made
+
+
+def _own_value(block: nn.Module, plan: BlockPlan, name: str, value: Tensor, ranks: int, rank: int) -> Tensor:
+    """What one rank uses of a parameter."""
+    path, cut = name.rpartition(".")[0], plan.cut(block, name, value)
+    if plan.styles.get(name) == SUMMAND:
+        return value / ranks
+    if marked := plan.marks.keys() & {name, path}:
+        return plan.own(marked.pop(), value, ranks, rank)
+    if plan.keeps(path, ranks) and isinstance(block.get_submodule(path), nn.Linear):
+        kept: Tensor = value.unflatten(0, (plan.pairs, -1))[rank * plan.pairs // ranks]
+        return kept
+    if cut.split is None:
+        return value
+    pieces = value.split(cut.parts or (value.shape[cut.split],), cut.split)
+    if any(piece.shape[cut.split] % ranks for piece in pieces):
+        raise ValueError(f"{name}: {tuple(value.shape)}")
+    return torch.cat([piece.chunk(ranks, cut.split)[rank] for piece in pieces], cut.split)
 
 
 def _experts(run: _Run, path: str, module: nn.Module) -> _Region | None:

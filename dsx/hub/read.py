@@ -6,8 +6,10 @@ import json
 import math
 import tomllib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cache, lru_cache
 from importlib.resources import files
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,13 +18,26 @@ from torch import nn
 from dsx.config.wording import suggest
 from dsx.errors import ModelError
 from dsx.hub.balance import balance_of
-from dsx.hub.cut_regions import completed
-from dsx.hub.derived_plan import DerivedPlan, counts_heads, derived_plan
+from dsx.hub.cut_regions import completed, splits_of
+from dsx.hub.derived_plan import DerivedPlan, by_heads, derived_plan
 from dsx.hub.disk_names import DiskForm, FolderNames, disk_forms, is_turned
 from dsx.hub.experts import experts_in
 from dsx.hub.model_structure import ModelStructure, settings_of, structure_of
 from dsx.hub.shrunk import random_model, shrunk
-from dsx.hub.tensor_plan import COLUMN, LOCAL_COLUMN, ROW, BlockPlan, check_plan, generic, heads_of
+from dsx.hub.tensor_plan import (
+    COLUMN,
+    GATHERS,
+    LOCAL_COLUMN,
+    ROW,
+    STYLES,
+    SUMMED,
+    BlockPlan,
+    check_plan,
+    children,
+    generic,
+    heads_of,
+    is_mixer,
+)
 from dsx.hub.values import float32_beside, laws_of
 from dsx.models.config_values import at
 from dsx.models.family import TIE
@@ -100,6 +115,7 @@ def _hub_model(text: str, changes: tuple[tuple[str, str | None], ...]) -> HubMod
         order=reader.in_order((*params, *buffers)),
         heads=reader.heads,
         query_heads=reader.query_heads,
+        mixer_heads=reader.counted(mixers=True),
         pair_projections=frozenset(reader.pairs(params)),
         own_values=tuple(item for item in reader.memory.items() if reader.laws[item[1]] is None),
         query_size=_query_size(settings),
@@ -121,7 +137,9 @@ def _check_places(structure: ModelStructure, changes: tuple[tuple[str, str | Non
         if pattern not in inside:
             near = suggest(pattern, inside, otherwise="use the model's names, with * for numbers")
             raise ModelError(where, f"no block of {structure.blocks} has such a module or parameter", near)
-        if style in COLUMN | ROW and not isinstance(inside[pattern], nn.Linear | nn.Parameter):
+        if (style or "").partition(":")[0] in COLUMN | ROW and not isinstance(
+            inside[pattern], nn.Linear | nn.Parameter
+        ):
             what = f"it is no linear but a {type(inside[pattern]).__name__}, which dsx does not cut"
             raise ModelError(where, what, "name its linears, or its parameters")
 
@@ -151,7 +169,8 @@ def plan_of(
 ) -> tuple[dict[str, str | None], DerivedPlan]:
     """The tensor plan: the family's, mended by dsx's table, and the user's changes; and what was derived.
 
-    Where the first two cut nothing in any block, the plan is derived from what a small model computes.
+    Where the first two cut nothing in any block, or leave a mixer whole, the plan of that is derived from
+    what a small model computes.
     """
     if ("plan", changes) not in structure.plans:
         structure.plans["plan", changes] = _plan_of(structure, changes, config)
@@ -175,14 +194,29 @@ def _plan_of(
     inside = _inside(structure)
     if not any(style and pattern in inside for pattern, style in plan.items()):
         derived = derived_plan(config)
-        plan |= derived.patterns(structure.blocks)
+    elif whole := _whole(structure, plan):
+        derived = derived_plan(config).within(structure.blocks, whole)
+    plan |= derived.patterns(structure.blocks)
     plan = {key: style or None for key, style in plan.items()}
     return plan | dict(changes), derived
 
 
+def _whole(structure: ModelStructure, plan: Mapping[str, str | None]) -> set[str]:
+    """What a plan leaves alone: modules and parameters of blocks' children, if one of them is a mixer."""
+    whole, shared, mixes = set[str](), set[str](), False
+    for path, child in (each for block in structure.list_of_blocks for each in children(block)):
+        held = (child.named_modules(), child.named_parameters(), child.named_buffers())
+        names = {generic(f"{structure.blocks}.0.{path}.{name}".rstrip(".")) for name, _ in chain(*held)}
+        cut = any(plan.get(name) in STYLES - GATHERS - {SUMMED, "replicate"} for name in names)
+        (shared if cut else whole).update(names)
+        mixes |= not cut and is_mixer(child)
+    return whole - shared if mixes else set()
+
+
 def _inside(structure: ModelStructure) -> dict[str, object]:
-    """Modules and parameters in blocks, by name with ``*`` for numbers."""
+    """Modules, parameters and buffers in blocks, by name with ``*`` for numbers."""
     named: dict[str, object] = dict(structure.model.named_modules())
+    named |= dict(structure.model.named_buffers(remove_duplicate=False))
     named |= dict(structure.model.named_parameters(remove_duplicate=False))
     return {generic(name): each for name, each in named.items() if name.startswith(f"{structure.blocks}.")}
 
@@ -221,11 +255,16 @@ def _plan_of_block(
     )
     if kind not in structure.plans:
         facts = {"pairs": pairs, "rotary": rotary, "counts": counts, "by_head": derived.by_head}
-        said = BlockPlan.of(block, prefix, plan, **facts)
-        proved = derived.styles and plan.items() >= derived.patterns(structure.blocks).items()
-        structure.plans[kind] = said if proved else completed(block, said, structure.calls[number])
-    found: BlockPlan = structure.plans[kind]
-    return found
+        said, call = BlockPlan.of(block, prefix, plan, **facts), structure.calls[number]
+        if said.marks:
+            said = replace(said, splits=splits_of(block, call))
+        proved = plan.items() >= derived.patterns(structure.blocks).items()
+        done = {path for path in said.styles if proved and generic(path) in derived.styles}
+        rest = {path: style for path, style in said.styles.items() if path not in done}
+        found = completed(block, replace(said, styles=rest), call)
+        structure.plans[kind] = replace(found, styles={**said.styles, **found.styles})
+    plan_of_kind: BlockPlan = structure.plans[kind]
+    return plan_of_kind
 
 
 def _number(settings: Any, name: str) -> int | None:
@@ -418,20 +457,23 @@ class _Reader:
             for plan in self.plans
             for path, style in plan.styles.items()
         )
-        if counted := self._counted_heads():
+        if counted := self.counted(mixers=False):
             return (counted, counted)
         queries, pairs = self.query_heads, min((plan.pairs for plan in self.plans), default=0)
         return (queries, pairs) if cut and queries and pairs else None
 
-    def _counted_heads(self) -> int:
-        """What all numbers of heads that a derived plan divides have in common; 0 if it divides none."""
-        counts = [each.rpartition(".") for each in self.derived.counts if counts_heads(each)]
+    def counted(self, *, mixers: bool) -> int:
+        """What all numbers of heads and groups that a derived plan divides have in common; 0 if none.
+
+        Those of mixers, children of blocks with convolutions, or of the others.
+        """
+        counts = [each.rpartition(".") for each in self.derived.counts if by_heads(each)]
         found = [
             vars(block.get_submodule(path.rpartition(".")[0])).get(name, 0)
             for block, plan in zip(self.structure.list_of_blocks, self.plans, strict=True)
             for path in (path for path, style in plan.styles.items() if style in LOCAL_COLUMN)
             for owner, _, name in counts
-            if generic(path).rpartition(".")[0] == owner
+            if generic(path).rpartition(".")[0] == owner and mixers == is_mixer(_child(block, path))
         ]
         return math.gcd(*found)
 
@@ -445,6 +487,11 @@ class _Reader:
                 if parameter.ndim > 1 and self.plans[number].cut(block, path, parameter).split is None:
                     counts[path] = counts.get(path, 0) + parameter.numel()
         yield from ((path.removesuffix(".weight"), count / total) for path, count in counts.items())
+
+
+def _child(block: nn.Module, path: str) -> nn.Module:
+    """The child of a block that has what is at a path."""
+    return next((child for name, child in children(block) if f"{path}.".startswith(f"{name}.")), block)
 
 
 _STACKED = 3  # experts, outputs, inputs

@@ -9,12 +9,15 @@ A plan names modules and parameters and gives each a style, in transformers' wor
 | ``rowwise`` | a linear, a parameter | inputs (the last dim); partial outputs are summed |
 | ``packed_colwise``, ``packed_rowwise`` | the same | two halves, gate and up, each cut |
 | ``qkv_colwise`` | a linear | thirds: queries, keys and values, each cut (dsx's own word) |
+| ``segments:own,all`` | a linear, a parameter | outputs: of parts that the code splits, a rank's or all |
 | ``colwise_gather_output`` | a linear | outputs, which every rank then gets |
 | ``rowwise_split_input`` | a linear | inputs, of which every rank takes its own |
 | ``moe_tp_experts`` | a module | its own parameters have entries; its outputs are partial sums |
 | ``mla_kv_a_proj`` | a linear | nothing: the gradient of its rotary outputs is summed |
 | ``replicated_with_grad_allreduce`` | a module | nothing: its parameters' gradients are summed |
 | ``all_reduce`` | a module | nothing: its outputs are partial sums |
+| ``mean_over_ranks`` | a module | nothing: its means are over the features of all ranks (dsx's own word) |
+| ``as_evaluated`` | a module | nothing: the code around it runs as in evaluation, past fused kernels |
 | ``summand`` | a parameter | nothing: each rank adds its share of it to partial sums (dsx's own word) |
 | ``moe_identity_expert`` | a module | nothing: its input is divided by the number of ranks |
 | ``local_params``, ``replicate`` | a module | nothing |
@@ -27,14 +30,17 @@ and a slice.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, update_wrapper
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from dsx.errors import ModelError
 from dsx.nn import collectives
@@ -43,17 +49,20 @@ from dsx.nn.linear import ColumnParallelLinear, KeyValueLinear, LocalLinear, Row
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.split import WeightGradients
 
-LOCAL_COLUMN = frozenset(("colwise", "packed_colwise", "qkv_colwise"))
+SEGMENTS = "segments"
+LOCAL_COLUMN = frozenset(("colwise", "packed_colwise", "qkv_colwise", SEGMENTS))
 """Styles by which a rank's outputs stay its own."""
 COLUMN = LOCAL_COLUMN | {"colwise_gather_output", "colwise_rep"}
 ROW = frozenset(("rowwise", "packed_rowwise", "rowwise_split_input", "rowwise_rep"))
 SUMMED = "replicated_with_grad_allreduce"
 SUMMAND = "summand"
+MEAN = "mean_over_ranks"
+EVALUATED = "as_evaluated"
 GATHERS = frozenset(("colwise_gather_output", "colwise_rep"))
 SPLITS = frozenset(("rowwise_split_input", "rowwise_rep"))
 _PARTS = {"packed_colwise": 2, "packed_rowwise": 2, "qkv_colwise": 3}
 _WRAPPED = frozenset(("moe_tp_experts", "mla_kv_a_proj", "all_reduce", "moe_identity_expert"))
-STYLES = COLUMN | ROW | _WRAPPED | {SUMMED, SUMMAND, "local_params", "replicate"}
+STYLES = COLUMN | ROW | _WRAPPED | {SUMMED, SUMMAND, MEAN, EVALUATED, "local_params", "replicate"}
 """Every style that dsx knows inside blocks."""
 
 
@@ -66,16 +75,17 @@ class Cut:
 
 
 UNCUT = Cut()
+_MARKS = re.compile(f"{SEGMENTS}:(own|all)(,(own|all))*")
 
 
 def check_plan(plan: Mapping[str, str | None], where: str) -> None:
     """Raise ModelError for a style that dsx does not know."""
     for pattern, style in plan.items():
-        if style is not None and style not in STYLES:
+        if style is not None and (style not in STYLES - {SEGMENTS}) and not _MARKS.fullmatch(style):
             raise ModelError(
                 f"{where}: {pattern} = {style!r}",
                 "dsx knows no such style",
-                f"use {', '.join(sorted(STYLES))}",
+                f"use {', '.join(sorted(STYLES))} (as {SEGMENTS}:own,own,all)",
             )
 
 
@@ -99,6 +109,8 @@ class BlockPlan:
         counts: Attributes that count heads, of modules with cut projections; of one module with its path.
         by_head: Named arguments that have something for each head, by the module's path.
         silent: Paths that the plan leaves alone by name.
+        marks: Of each path whose style is ``segments``, which of them a rank has of its own (``own``).
+        splits: Parts of dims of a size, as the block's code splits them.
     """
 
     styles: Mapping[str, str]
@@ -107,6 +119,8 @@ class BlockPlan:
     counts: tuple[str, ...] = ()
     by_head: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     silent: frozenset[str] = frozenset()
+    marks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    splits: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, block: nn.Module, prefix: str, plan: Mapping[str, str | None], **facts: Any) -> BlockPlan:
@@ -116,10 +130,60 @@ class BlockPlan:
         are the other attributes.
         """
         names = [path for path, _ in block.named_modules() if path]
-        names += [path for path, _ in block.named_parameters(remove_duplicate=False)]
+        named = chain(block.named_parameters(remove_duplicate=False), block.named_buffers())
+        names += [path for path, _ in named]
         said = {path: plan[pattern] for path in names if (pattern := generic(f"{prefix}.{path}")) in plan}
         styles = {path: style for path, style in said.items() if style}
-        return cls(styles, silent=frozenset(said.keys() - styles.keys()), **facts)
+        silent = frozenset(said.keys() - styles.keys())
+        return cls({}, silent=silent, **facts).with_styles(styles)
+
+    def with_styles(self, more: Mapping[str, str]) -> BlockPlan:
+        """The plan with further styles, as plans have them."""
+        words = {path: style.partition(":") for path, style in more.items()}
+        marks = {path: tuple(each.split(",")) for path, (_, _, each) in words.items() if each}
+        styles = {**self.styles, **{path: word for path, (word, _, _) in words.items()}}
+        return replace(self, styles=styles, marks={**self.marks, **marks})
+
+    def patterns(self) -> dict[str, str]:
+        """The styles as plans have them, by path with ``*`` for numbers."""
+        return {
+            generic(path): ":".join((style, ",".join(self.marks[path]))) if path in self.marks else style
+            for path, style in self.styles.items()
+        }
+
+    def parts(self, path: str, size: int) -> tuple[int, ...]:
+        """Parts of a dim of a linear or a parameter at ``path`` that are each cut; empty if it is cut as one.
+
+        Raises:
+            ModelError: It has no such parts.
+        """
+        style, marks = self.styles.get(path), self.marks.get(path, ())
+        if style != SEGMENTS:
+            return _parts(style, size)
+        parts = self.splits.get(size, (size,)) if len(marks) > 1 else (size,)
+        if len(parts) != len(marks):
+            told = f"the block's code splits a dim of {size} into {list(parts)}"
+            raise ModelError(f"{path}: {style}:{','.join(marks)}", told, "leave it whole in the tensor plan")
+        return parts
+
+    def own(self, path: str, whole: Tensor, ranks: int, rank: int) -> Tensor:
+        """Of what is in segments a rank's own ones and all of those that every rank has."""
+        dim = outputs_of(whole)
+        pieces = whole.split(self.parts(path, whole.shape[dim]), dim)
+        every = zip(pieces, self.marks[path], strict=True)
+        return torch.cat(
+            [each if mark == "all" else each.chunk(ranks, dim)[rank] for each, mark in every], dim
+        )
+
+    def own_size(self, owner: str, size: int, ranks: int) -> int:
+        """What one rank has of ``size`` features in a module with path ``owner``."""
+        parts = self.splits.get(size, ())
+        for path, marks in self.marks.items():
+            if len(marks) == len(parts) and path.startswith(f"{owner}." if owner else ""):
+                return sum(
+                    part if mark == "all" else part // ranks for part, mark in zip(parts, marks, strict=True)
+                )
+        return max(size // ranks, 1)  # one is shared where there are fewer
 
     def cut(self, block: nn.Module, path: str, parameter: Tensor) -> Cut:
         """How the parameter at ``path`` is cut."""
@@ -127,24 +191,41 @@ class BlockPlan:
         style = self.styles.get(path)
         linear = isinstance(block.get_submodule(owner), nn.Linear)
         if style is None and linear:
-            style = self.styles.get(owner)
-        if style in COLUMN:
-            dim = max(parameter.ndim - 2, 0)
-            return Cut(dim, _parts(style, parameter.shape[dim]))
+            path, style = owner, self.styles.get(owner)
+        dim = max(parameter.ndim - 2, 0)
+        if style == SEGMENTS:
+            if "all" in self.marks[path] and not linear:
+                return UNCUT  # a rank takes its own of it whenever it is used
+            dim = outputs_of(parameter)
         if style in ROW and not (name == "bias" or (style == "packed_rowwise" and parameter.ndim == 1)):
             dim = parameter.ndim - 1
-            return Cut(dim, _parts(style, parameter.shape[dim]))
-        return UNCUT
+        elif style not in COLUMN:
+            return UNCUT
+        return Cut(dim, self.parts(path, parameter.shape[dim]))
 
     def give_own_heads(self, block: nn.Module, ranks: int, rank: int) -> None:
-        """Have modules whose heads are divided take what arguments have for a rank's heads."""
+        """Have modules count a rank's heads and features, and take what arguments have for its heads."""
+        cut = {
+            generic(path).rpartition(".")[0] for path, style in self.styles.items() if style in LOCAL_COLUMN
+        }
         for path, module in block.named_modules():
+            place = generic(path)
+            for owner, _, count in (each.rpartition(".") for each in self.counts if place in cut):
+                if owner == place and ranks > 1:
+                    self.divide(path, module, count, ranks)
             if names := self.by_head.get(generic(path), ()):
                 counted = (n for key, n in vars(module).items() if "head" in key and key.endswith(_ALL_RANKS))
                 if heads := max(counted, default=0):
                     own = slice(rank * heads // ranks, (rank + 1) * heads // ranks)
                     hook = partial(_own_heads, names=names, heads=heads, own=own)
                     module.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def divide(self, path: str, module: Any, count: str, ranks: int) -> None:
+        """Have an attribute of the module at ``path`` count what one of ``ranks`` has."""
+        every = vars(module).get(count)
+        if isinstance(every, int) and f"{count}{_ALL_RANKS}" not in vars(module):
+            vars(module)[f"{count}{_ALL_RANKS}"] = every
+            setattr(module, count, self.own_size(path, every, ranks))
 
     def keeps(self, path: str, heads: int) -> bool:
         """Whether a key or value projection is kept whole with ``heads`` ranks."""
@@ -176,6 +257,36 @@ def _own_heads(
         for name, each in held.items()
     }
     return given, {**named, **mine}
+
+
+def is_mixer(child: nn.Module) -> bool:
+    """Whether a child of a block has convolutions along the sequence, as recurrent mixers have."""
+    return any(isinstance(inner, nn.Conv1d) for inner in child.modules())
+
+
+def segments_in(block: nn.Module, splits: Collection[tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
+    """Parts of dims by their size, given all sizes into which a block's code splits dims.
+
+    What goes through a convolution may be a part, which is split once more behind it. A size that is split
+    in two ways is left out.
+    """
+    once = {sum(each): each for each in splits if len(each) > 1 and all(each)}
+    sums = [sum(each) for each in splits if len(each) > 1 and all(each)]
+    once = {size: each for size, each in once.items() if sums.count(size) == 1}
+    mixed = {inner.in_channels for inner in block.modules() if isinstance(inner, nn.Conv1d)}
+    inner = {size: once.get(size, (size,)) if size in mixed else (size,) for size in {*chain(*splits)}}
+    return {size: tuple(chain(*(inner[part] for part in each))) for size, each in once.items()}
+
+
+def outputs_of(tensor: Tensor) -> int:
+    """The first dim of a matrix, of a convolution's too, or of what is multiplied with outputs."""
+    return next((dim for dim, size in enumerate(tensor.shape) if size > 1), 0)
+
+
+def reads(module: nn.Module, name: str) -> bool:
+    """Whether the code of a module reads the matrix of its linear ``name`` on any path, as kernels do."""
+    source = inspect.getsource(type(module))
+    return re.search(rf"self\.{re.escape(name)}\.(weight|bias)\b", source) is not None
 
 
 def _parts(style: str | None, size: int) -> tuple[int, ...]:
@@ -211,9 +322,9 @@ def apply_plan(
     inside: set[str] = set()
     for path, child in list(children(block)):
         if type(child) is nn.Linear:
-            style = plan.styles.get(path)
-            _put(block, path, _linear(child, style, tp, split, tight=False))
-            inside |= {f"{path}.{name}" for name, _ in child.named_parameters()} if style else set()
+            _put(block, path, _linear(child, path, plan, tp, split, tight=False))
+            named = path in plan.styles
+            inside |= {f"{path}.{name}" for name, _ in child.named_parameters()} if named else set()
     for path, child in list(mixing_children(block, plan)):
         inside |= {f"{path}.{name}" for name, _ in child.named_parameters()}
         tight = tp.size > 1 and is_region(child, path, plan, tp.size)
@@ -314,7 +425,7 @@ def _set_linears(
             continue
         owner_path, _, last = name.removeprefix(f"{path}.").rpartition(".")
         owner = child.get_submodule(owner_path)
-        made = _linear(inner, plan.styles.get(name), tp, split, tight=tight)
+        made = _linear(inner, name, plan, tp, split, tight=tight)
         if plan.keeps(name, tp.size) and tp.size > 1:
             head = inner.out_features // plan.pairs
             made = KeyValueLinear(inner.in_features, plan.pairs, head, tp, **_form(inner), split=split)
@@ -329,20 +440,30 @@ def _form(linear: nn.Linear) -> dict[str, Any]:
 
 
 def _linear(
-    linear: nn.Linear, style: str | None, tp: TensorParallel, split: WeightGradients | None, *, tight: bool
+    linear: nn.Linear,
+    path: str,
+    plan: BlockPlan,
+    tp: TensorParallel,
+    split: WeightGradients | None,
+    *,
+    tight: bool,
 ) -> nn.Module:
     """Dsx's linear for a linear of the family."""
     sizes, form = (linear.in_features, linear.out_features), {**_form(linear), "split": split}
+    style = plan.styles.get(path)
     if tp.size > 1 and style in ROW:
-        made: nn.Module = RowParallelLinear(*sizes, tp, **form, parts=_parts(style, linear.in_features))
+        made: nn.Module = RowParallelLinear(*sizes, tp, **form, parts=plan.parts(path, linear.in_features))
         if style in SPLITS:
             made.register_forward_pre_hook(lambda _, given: (collectives.scatter_to(given[0], tp, -1),))
         return made
     if tp.size > 1 and style in COLUMN:
-        parts = _parts(style, linear.out_features)
+        parts = plan.parts(path, linear.out_features)
         if tight:
             return LocalLinear(sizes[0], sizes[1] // tp.size, **form)
-        return ColumnParallelLinear(*sizes, tp, **form, parts=parts, gather_output=style in GATHERS)
+        made = ColumnParallelLinear(*sizes, tp, **form, parts=parts, gather_output=style in GATHERS)
+        if "all" in (marks := plan.marks.get(path, ())):
+            made.register_forward_hook(partial(_with_all, parts=made.parts, marks=marks, tp=tp))
+        return made
     return LocalLinear(*sizes, **form)
 
 
@@ -362,12 +483,26 @@ def divide(owner: Any, name: str, plan: BlockPlan, ranks: int) -> None:
             )
         owner.num_key_value_groups = groups * plan.pairs // ranks
     if plan.styles.get(name) in ("colwise", "qkv_colwise"):
-        for place, _, count in (each.rpartition(".") for each in plan.counts):
-            heads = vars(owner).get(count)
-            here = not place or place == generic(name.rpartition(".")[0])
-            if here and isinstance(heads, int) and f"{count}{_ALL_RANKS}" not in vars(owner):
-                vars(owner)[f"{count}{_ALL_RANKS}"] = heads
-                setattr(owner, count, max(heads // ranks, 1))  # one is shared where there are fewer
+        for count in (each for each in plan.counts if "." not in each):
+            plan.divide(name.rpartition(".")[0], owner, count, ranks)
+
+
+def _with_all(
+    _module: nn.Module,
+    _given: Any,
+    gave: Tensor,
+    *,
+    parts: tuple[int, ...],
+    marks: tuple[str, ...],
+    tp: TensorParallel,
+) -> Tensor:
+    """A rank's outputs, with those of all ranks where every rank's own ones are made with these."""
+    every = zip(gave.split(parts, -1), marks, strict=True)
+    return torch.cat([_shared(each, tp) if mark == "all" else each for each, mark in every], -1)
+
+
+def _shared(own: Tensor, tp: TensorParallel) -> Tensor:
+    return collectives.copy_to(collectives.gather_from(own, tp), tp)
 
 
 def _wrap(child: nn.Module, path: str, plan: BlockPlan, tp: TensorParallel) -> set[str]:
@@ -389,24 +524,91 @@ def _wrap(child: nn.Module, path: str, plan: BlockPlan, tp: TensorParallel) -> s
             inner.register_forward_hook(partial(_rotary_copied, rotary=plan.rotary, tp=whole))
         elif style == "moe_identity_expert":
             inner.register_forward_pre_hook(lambda _, given: (given[0] / tp.size, *given[1:]))
-    named = {own: plan.styles.get(own) for own, _ in child.named_parameters(prefix=path)}
-    for own in (own for own, style in named.items() if style == SUMMAND):
-        inside, _, name = own.removeprefix(path).removeprefix(".").rpartition(".")
-        owner = child.get_submodule(inside)
-        owner.forward = partial(_with_share, owner, owner.forward, name, tp.size)
-    return summed | {own for own, style in named.items() if style in (SUMMED, SUMMAND)}
+        elif style == MEAN:
+            put_means(inner, partial(_over_ranks, tp=whole))
+    return summed | _hold_own(child, path, plan, tp)
 
 
-def _with_share(
-    module: nn.Module, forward: Callable[..., Any], name: str, ranks: int, /, *given: Any, **named: Any
+def _hold_own(child: nn.Module, path: str, plan: BlockPlan, tp: TensorParallel) -> set[str]:
+    """Have a child's code find what a rank has of parameters and buffers that are stored whole."""
+    summed: set[str] = set()
+    for name in (name for name, style in plan.styles.items() if style == EVALUATED):
+        if name.startswith(f"{path}."):
+            around = _owner(child, path, name)[0]
+            _hold(around, around, "training", lambda _: False)
+    for own, each in (*child.named_parameters(prefix=path), *child.named_buffers(prefix=path)):
+        style, trained = plan.styles.get(own), isinstance(each, nn.Parameter)
+        owner, name = _owner(child, path, own)
+        if style == SUMMAND:
+            _hold(owner, owner, name, lambda whole: whole / tp.size)
+        elif style == SEGMENTS and (not trained or "all" in plan.marks[own]):
+            # The code around a convolution, say, reads its matrix past its forward.
+            share = partial(plan.own, own, ranks=tp.size, rank=tp.rank)
+            _hold(_owner(child, path, own.rpartition(".")[0])[0], owner, name, share)
+        elif style != SUMMED:
+            continue
+        summed |= {own} if trained else set()
+    return summed
+
+
+def _owner(child: nn.Module, path: str, name: str) -> tuple[nn.Module, str]:
+    """The module in a child at ``path`` that has what is called ``name`` in the block, and its name there."""
+    place, _, last = name.removeprefix(path).removeprefix(".").rpartition(".")
+    return child.get_submodule(place), last
+
+
+def _wrapped(forward: Any, module: nn.Module) -> Any:
+    """A forward in the place of a module's own, with its signature."""
+    return update_wrapper(forward, module.forward)
+
+
+def _hold(around: nn.Module, owner: nn.Module, name: str, made: Callable[[Any], Any]) -> None:
+    """Have a module's code find what is made of an attribute or a parameter of ``owner`` in its place."""
+    around.forward = _wrapped(partial(_with_held, around.forward, owner, name, made), around)
+
+
+def _with_held(
+    forward: Callable[..., Any],
+    owner: nn.Module,
+    name: str,
+    made: Callable[[Any], Any],
+    /,
+    *given: Any,
+    **named: Any,
 ) -> Any:
-    """A module's forward with a share of one of its parameters in its place."""
-    held = vars(module)
-    held[name] = getattr(module, name) / ranks  # found before the parameter of this name
+    held, own = vars(owner), getattr(owner, name)
+    before = {name: held[name]} if name in held else {}
+    held[name] = made(own)  # found before a parameter or a buffer of this name
     try:
         return forward(*given, **named)
     finally:
         del held[name]
+        held |= before
+
+
+class _Means(TorchFunctionMode):
+    def __init__(self, over: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._over = over
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the function."""
+        gave = func(*args, **(kwargs or {}))
+        return self._over(gave) if func in (torch.mean, Tensor.mean) else gave
+
+
+def put_means(module: nn.Module, over: Callable[[Tensor], Tensor]) -> None:
+    """Put what ``over`` makes of every mean that a module takes in its place."""
+    module.forward = _wrapped(partial(_with_means, module.forward, over), module)
+
+
+def _with_means(forward: Any, over: Callable[[Tensor], Tensor], /, *given: Any, **named: Any) -> Any:
+    with _Means(over):
+        return forward(*given, **named)
+
+
+def _over_ranks(mean: Tensor, tp: TensorParallel) -> Tensor:
+    return collectives.copy_to(collectives.reduce_from(mean / tp.size, tp), tp)
 
 
 def _copied(_module: nn.Module, given: Any, named: Any, *, tp: TensorParallel) -> tuple[Any, Any]:

@@ -228,6 +228,7 @@ class HubModel:
         order: Names of both in the order of transformers' module.
         heads: Attention heads, key/value heads, if the plan cuts attention head by head; else None.
         query_heads: Attention heads, whether it does or not; 0 if nothing says how many there are.
+        mixer_heads: What heads, and groups of them, of recurrent mixers that are cut have in common; else 0.
         pair_projections: Parameters that give keys or values, each rank its own heads, with their heads, of
             which layers may have different numbers.
         own_values: (name, name in transformers' model) of every parameter whose fresh values only the
@@ -266,6 +267,7 @@ class HubModel:
     order: tuple[str, ...] = field(repr=False, compare=False)
     heads: tuple[int, int] | None = None
     query_heads: int = field(default=0, repr=False)
+    mixer_heads: int = 0
     pair_projections: frozenset[tuple[str, int]] = field(default=frozenset(), repr=False)
     own_values: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     query_size: int = 0
@@ -337,6 +339,11 @@ class HubModel:
             shared = self.pair_projections and tensor % pairs == 0
             if queries % tensor or (pairs % tensor and not shared):
                 return f"attention heads = {queries}, key/value heads = {pairs}: they cannot be shared by it"
+        if self.mixer_heads % tensor:
+            return (
+                f"heads or groups of recurrent mixers = {self.mixer_heads}: they cannot be shared by it, and "
+                "stay whole with null in dsx.parallel.tensor_plan for each of their entries (see dsx models)"
+            )
         for spec in self.for_tensor(tensor).params:
             sizes = spec.parts or (() if spec.split is None else (spec.shape[spec.split],))
             if spec.pad_multiple is None and any(size % tensor for size in sizes):

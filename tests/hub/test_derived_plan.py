@@ -66,7 +66,31 @@ def test_norms_of_heads_are_summed_and_linears_without_a_region_give_all_outputs
     styles = found_for("persimmon").styles
     summed = {path for path, style in styles.items() if style == "replicated_with_grad_allreduce"}
     assert summed == {"self_attn.q_layernorm", "self_attn.k_layernorm"}
-    assert found_for("mamba2").styles == {"mixer.in_proj": "colwise_gather_output"}  # kernels read out_proj
+    styles = found_for("mamba").styles  # its own code multiplies by dt_proj's matrix
+    assert styles == {"mixer.in_proj": "colwise_gather_output"}
+
+
+def test_a_mixer_is_cut_by_heads_and_groups_in_the_parts_that_its_code_splits() -> None:
+    found = found_for("mamba2")
+    assert found.styles == {
+        "mixer.in_proj": "segments:own,own,own,own,own",
+        "mixer.conv1d": "as_evaluated",  # fused kernels read out_proj
+        "mixer.conv1d.weight": "segments:own,own,own",
+        "mixer.conv1d.bias": "segments:own,own,own",
+        **dict.fromkeys((f"mixer.{name}" for name in ("A_log", "D", "dt_bias", "norm.weight")), "colwise"),
+        "mixer.out_proj": "rowwise",
+    }
+    counts = ("num_heads", "n_groups", "intermediate_size", "conv_dim")
+    assert found.counts == tuple(f"mixer.{name}" for name in counts)
+    model = hub_model(config_of("mamba2"))
+    assert (model.uncut(2), model.mixer_heads) == (None, 2)
+    assert "groups of recurrent mixers = 2: they cannot be shared by it" in str(model.uncut(4))
+    whole = hub_model(config_of("mamba2"), dict.fromkeys(derived_patterns(model)))
+    assert whole.mixer_heads == 0
+    assert hub_model(config_of("mamba2"), derived_patterns(model)).params == model.params
+    one = found_for("bamba", mamba_n_groups=1)
+    assert one.styles["mamba.in_proj"] == "segments:own,own,all,all,own"
+    assert one.styles["mamba.norm"] == "mean_over_ranks"
 
 
 def test_flat_lists_of_tokens_and_parameters_that_are_handed_on_refuse_sequence_parallelism() -> None:
