@@ -41,12 +41,6 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[name] = str(Path(home.name) / folder)
 
 
-def pytest_collection_finish() -> None:
-    # What is imported by now stays: the many collections that engines and tests ask for need not walk it.
-    gc.collect()
-    gc.freeze()
-
-
 def pytest_unconfigure(config: pytest.Config) -> None:
     config.stash[_home].cleanup()
 
@@ -70,6 +64,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     if ranks := sys.modules.get("ranks"):  # before anybody starts it who would have it import less
         ranks.serve()
+    # What is imported by now stays: the many collections that engines and tests ask for need not walk it.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -96,7 +96,8 @@ class DerivedPlan:
         """What ``asdict`` gave. Raises KeyError, TypeError or ValueError for other text."""
         held = json.loads(text)
         by_head = {name: tuple(names) for name, names in held["by_head"].items()}
-        return cls(**held | {"counts": tuple(held["counts"]), "by_head": by_head})
+        regions = tuple(frozenset(each) for each in held["regions"])
+        return cls(**held | {"counts": tuple(held["counts"]), "by_head": by_head, "regions": regions})
 
 
 @lru_cache(maxsize=8)
@@ -115,7 +116,7 @@ def derived_plan(config: str) -> DerivedPlan:
             found = _tried(config)
     except Exception:  # noqa: BLE001 - whatever the family's code does on this machine
         return DerivedPlan()
-    keep(place, json.dumps(asdict(found)))
+    keep(place, json.dumps(asdict(found), default=sorted))
     return found
 
 
