@@ -347,8 +347,11 @@ class _Rendering:
             answer = rest.partition(header)[2].lstrip() if header else ""
             if prompt and prompt in rest:
                 self.text = before + rest.partition(prompt)[2]
-            elif header != prompt.rstrip() and thought and said and answer.startswith(said):
-                self.text = rest = f"{before}{thought}\n{_THOUGHT}\n\n{answer}"
+            elif header != prompt.rstrip() and thought and said:
+                if answer.startswith(said):
+                    self.text = rest = f"{before}{thought}\n{_THOUGHT}\n\n{answer}"
+                elif answer.removeprefix(_THOUGHT).lstrip().startswith(said):  # V3.1's writes the end of it
+                    self.text = rest = f"{before}{thought}{answer}"
         if thought not in rest:
             what = f"the chat template does not write the thought of turn {self._count}, which would be lost"
             fix = "use a template that writes it (dsx.data.chat_template), remove it, or skip such records"

@@ -111,11 +111,17 @@ def test_calls_and_results_between_thoughts(tmp_path: Path, name: str) -> None:
     assert ids == asked + ours[1]
 
 
-@pytest.mark.parametrize("name", ["deepseek_r1_distill", "deepseekv3"])
+@pytest.mark.parametrize("name", ["deepseek_r1_distill", "deepseekv3", "V3.1"])
 @pytest.mark.parametrize("inside", [False, True])
 def test_deepseek_thinks_behind_its_own_prompt(tmp_path: Path, name: str, inside: bool) -> None:
     """Its template writes no thought at all; what it asks a model to go on with begins one."""
-    tokenizer = save_tokenizer(tmp_path / "tokenizer", template=published(name))
+    template, ended = published("deepseekv3" if name == "V3.1" else name), "\n</think>\n\n"
+    if name == "V3.1":  # which says where the thought that it leaves out has ended
+        content = "{{'<｜Assistant｜>' + content"
+        assert content in template
+        template = template.replace(content, content.replace("｜>", "｜></think>"))
+        ended = "</think>" + "\n\n" * inside
+    tokenizer = save_tokenizer(tmp_path / "tokenizer", template=template)
     chat = THOUGHTS[:4]
     if inside:
         chat = [
@@ -128,7 +134,7 @@ def test_deepseek_thinks_behind_its_own_prompt(tmp_path: Path, name: str, inside
     for end, (ids, labels) in zip((1, 3), ours, strict=True):
         prompt = tokenizer.apply_chat_template(chat[:end], add_generation_prompt=True, tokenize=False)
         thought, answer = THOUGHTS[end]["reasoning_content"], THOUGHTS[end]["content"]
-        said = f"{thought}\n</think>\n\n{answer}<｜end▁of▁sentence｜>"
+        said = f"{thought}{ended}{answer}<｜end▁of▁sentence｜>"
         assert tokenizer.decode(ids) == prompt + said
         assert tokenizer.decode([label for label in labels if label != -100]) == said
     plain = write(tmp_path / "b.jsonl", [{"messages": CHATS[0]}])
