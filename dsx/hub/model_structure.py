@@ -76,7 +76,7 @@ def hf_config_of(config: Mapping[str, Any]) -> Any:
         ) from None
 
 
-_NEAR = 0.88
+_NEAR, _Z_LOSS = 0.88, "z_loss_coefficient"
 
 
 def check_keys(config: Mapping[str, Any]) -> None:
@@ -91,6 +91,12 @@ def check_keys(config: Mapping[str, Any]) -> None:
             at("quantization_config", config["quantization_config"]),
             "dsx trains plain weights, which it makes of a folder's itself (dsx.model.path)",
             "give the folder; if its weights are plain, remove the key",
+        )
+    if config.get(_Z_LOSS):
+        raise ModelError(
+            at(_Z_LOSS, config[_Z_LOSS]),
+            "the family's own loss then has a z-loss of the head's logits, which dsx's has not",
+            "set it to 0 (dsx.model.overrides), and train without it",
         )
     for general, own in made.attribute_map.items():
         if general in config and config.get(own, config[general]) != config[general]:

@@ -86,6 +86,8 @@ def test_two_names_of_one_size_that_disagree_are_refused_of_any_family() -> None
     check_keys(gpt2 | {"hidden_size": gpt2["n_embd"]})
     with pytest.raises(ModelError, match=r"n_embd = 128: hidden_size = 24 says otherwise"):
         check_keys(gpt2 | {"hidden_size": 24})
+    with pytest.raises(ModelError, match=r"z_loss_coefficient = 0.1: the family's own loss"):
+        check_keys({"model_type": "bamba", "z_loss_coefficient": 0.1})
 
 
 def test_keys_of_published_gpt2_folders_say_nothing_elsewhere_either():
