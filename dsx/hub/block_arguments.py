@@ -167,6 +167,7 @@ class BlockArguments:
         self._calls = []
         base.train(training)
         like = hidden.new_zeros(1).expand(hidden.shape[0], length, self._width)
+        like = like.clone() if self._structure.writes else like
         # Dropout of the embeddings drops nothing here; how often this is called must not move other masks.
         with torch.random.fork_rng(devices=[hidden.device] if hidden.is_cuda else []):
             if not isinstance(places, Places):

@@ -97,7 +97,9 @@ def _tried(described: Any, key: str, own: dict[str, Any]) -> tuple[bool, dict[st
     small, inner = shrunk(own, vocab_size=512), deepcopy(described)
     setattr(inner, key, hf_config_of(small))
     whole = _empty(inner)
-    modules = _modules(whole, structure_of(json.dumps(small, sort_keys=True)))
+    structure = structure_of(json.dumps(small, sort_keys=True))
+    modules = _modules(whole, structure)
+    _homes(structure.model, whole, modules)
     tied = whole.get_submodule(list(modules.values())[1]).weight is whole.get_input_embeddings().weight
     text = random_model(small | {"tie_word_embeddings": tied}).eval()
     special = {
@@ -178,6 +180,22 @@ def with_tower(model: HubModel, config: str, trained: Sequence[str]) -> HubModel
     return replace(model, pictures=config, tower=tuple(trained), tower_params=params)
 
 
+def _homes(text: Any, whole: Any, modules: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """What a composite model stores a language model's tensors as, by their names there; and the inverse."""
+    here, there = disk_forms(text), disk_forms(whole)
+    kept = {copy: name for name, form in there.items() for copy in form.copies}
+    names = {name: placed(name, modules) for name in text.state_dict()}
+    inside = {home: name for name, home in names.items()}
+    for name, form in here.items():
+        home = names[name]
+        other = there[kept.get(home, home)]
+        if replace(form, names=(), copies=()) != replace(other, names=(), copies=()):
+            raise _refusal(whole.config, f"{home} is stored otherwise than {name} by itself")
+        names |= dict(zip(form.names, other.names, strict=True))
+        inside |= dict(zip(other.names, form.names, strict=True))
+    return names, inside
+
+
 class CompositeNames:
     """Which tensors of a composite model's folder are its language model's.
 
@@ -192,28 +210,17 @@ class CompositeNames:
         names: What that stores each of the language model's tensors as, by its name in a folder of its own.
 
     Raises:
-        ModelError: The language model's tensors are stored otherwise in a folder of its own.
+        ModelError: The language model cannot be trained by itself; names the reason.
     """
 
     def __init__(self, config: Mapping[str, Any], beside: Collection[str] = ()) -> None:
         self.whole, self.modules = _empty(_described(config)), modules_in(config)
         whole, modules = self.whole, self.modules
         text = structure_of(json.dumps(language_config(config), sort_keys=True)).model
-        here, there = disk_forms(text), disk_forms(whole)
-        kept = {copy: name for name, form in there.items() for copy in form.copies}
-        self.architecture = type(whole).__name__
-        self.names = {name: placed(name, modules) for name in text.state_dict()}
-        self._inside = {home: name for name, home in self.names.items()}
-        inside = set(self._inside)
-        for name, form in here.items():
-            home = self.names[name]
-            other = there[kept.get(home, home)]
-            if replace(form, names=(), copies=()) != replace(other, names=(), copies=()):
-                raise _refusal(whole.config, f"{home} is stored otherwise than {name} by itself")
-            self.names |= dict(zip(form.names, other.names, strict=True))
-            self._inside |= dict(zip(other.names, form.names, strict=True))
+        self.names, self._inside = _homes(text, whole, modules)
+        self.architecture, there = type(whole).__name__, disk_forms(whole)
         self._inside |= {each: each for name in beside for each in (name, *there[name].names)}
-        inside |= {*beside}
+        inside = {*(placed(name, modules) for name in text.state_dict()), *beside}
         # What else is of the tower is not read, in whatever form it is stored.
         read = {name: replace(form, exact=form.exact or name not in inside) for name, form in there.items()}
         self._names, self._forms = FolderNames(whole, read), there

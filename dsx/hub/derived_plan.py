@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 
 from dsx.hub.context_probe import FAR, block_calls
 from dsx.hub.cut_regions import RANKS, splits_in
+from dsx.hub.disk_names import is_turned
 from dsx.hub.model_structure import BlockCall, structure_of
 from dsx.hub.shrunk import kinds_of, random_model, shrunk
 from dsx.hub.tensor_plan import (
@@ -181,7 +182,11 @@ def _tried(config: str) -> DerivedPlan:
     small = shrunk(json.loads(config), tensor=2)
     structure, model = structure_of(json.dumps(small, sort_keys=True)), random_model(small).eval()
     for path, module in structure.model.named_modules():
-        if type(module) is nn.Linear and isinstance(made := model.get_submodule(path), nn.Linear):
+        made: Any = model.get_submodule(path)
+        if is_turned(module):
+            model.set_submodule(path, turned := nn.Linear(*made.weight.shape))
+            turned.weight, turned.bias = nn.Parameter(made.weight.detach().t()), made.bias
+        elif type(module) is nn.Linear and isinstance(made, nn.Linear):
             made.__class__ = nn.Linear  # a family's own that does the same, which blocks have plain
     kinds, found = kinds_of(structure), dict[Any, tuple[_Run, list[_Region]]]()
     for number, (block, call) in enumerate(block_calls(model, structure.blocks, 1)):
@@ -203,7 +208,9 @@ def _agreed(found: Collection[tuple[_Run, list[_Region]]]) -> DerivedPlan:
     for (path, own), plans in said.items():
         every = [plan.patterns() for plan in plans]
         having = sum(not names.isdisjoint(own - {path}) for names in ran)
-        if any(each != every[0] for each in every) or len(plans) < having:
+        # A pattern that would say two things of modules whose names differ in a number says none.
+        twice = any(every[0][generic(at)].split(":")[0] != style for at, style in plans[0].styles.items())
+        if twice or any(each != every[0] for each in every) or len(plans) < having:
             continue
         styles |= every[0]
         regions.append(own)

@@ -159,6 +159,7 @@ class HubStart(nn.Module):
         structure = structure_of(model.config)
         self._tp, self._sums, self._cp = weights.tp, model.balance is not None, weights.cp
         self._handed: Tensor | None = None
+        self._writes = structure.writes
         self._takes_positions, self._padding = structure.takes_positions, model.padding
         self.base = structure.stripped(structure.before, self._called, weights.device, weights.dtype)
         put_context(self.base, weights.cp, ShapesAlone)
@@ -193,7 +194,7 @@ class HubStart(nn.Module):
         elif cp.size > 1:
             own = cp.indices(x_BsH.shape[1] * cp.size, x_BsH.device).expand(len(x_BsH), -1)
             told = {"position_ids": own if places is None else cp.cut(places.positions)}
-        self.base(inputs_embeds=x_BsH, use_cache=False, **told)
+        self.base(inputs_embeds=x_BsH.clone() if self._writes else x_BsH, use_cache=False, **told)
         y, self._handed = self._handed, None
         assert y is not None
         y = cp.cut(y) if by_offset else y

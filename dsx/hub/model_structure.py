@@ -286,6 +286,7 @@ class ModelStructure:
         above: Paths of those that run between the base and the matrix of the head.
         scale: What its forward multiplies vectors by that it has looked up, and not those that it is given.
         padding: The token that positions do not count, which begin behind its number; None if they count all.
+        writes: Whether its forward writes into the vectors that it is given.
         shifts: Whether the first block gets something else than the word embedding's output.
         stream: Sizes of what goes from block to block, samples and tokens aside.
         plain_end: Whether what follows the last block is one module of ``after`` and nothing else.
@@ -305,6 +306,7 @@ class ModelStructure:
     above: tuple[str, ...] = ()
     scale: float = 1.0
     padding: int | None = None
+    writes: bool = False
     shifts: bool = False
     stream: tuple[int, ...] = ()
     plain_end: bool = False
@@ -500,7 +502,8 @@ def _looked_at(found: ModelStructure) -> None:
             model,
             f"{min(both)} runs before and after its blocks" if both else f"{unused[0]} is never used",
         )
-    found.shifts, found.stream = handed[0] is not x, tuple(handed[0].shape[2:])
+    found.writes, found.shifts = not bool((x == 1).all()), handed[0] is not x
+    found.stream = tuple(handed[0].shape[2:])
     _look_behind(found, uses, end.last_hidden_state if hasattr(end, "last_hidden_state") else end[0])
     _require_stateless(found)
 
@@ -577,7 +580,7 @@ def _extras(model: Any, block: nn.Module, call: BlockCall) -> tuple[int | None, 
         told = str(function.__annotations__.get("return", ""))
         beside = max(told.count(","), 0) if "uple" in told else None
     else:
-        beside = len(gave) - 1 if isinstance(gave, tuple) else None
+        beside = len(gave) - 1 if isinstance(gave, tuple | list) else None
         ends = [each for each in tree_leaves(gave) if isinstance(each, Tensor) and each.requires_grad]
         with suppress(Exception):  # nothing to look for, or a backward that has no form without storage
             of = [linear.weight for linear in own.values()], [*map(torch.ones_like, ends)]
@@ -763,7 +766,7 @@ def _require_stateless(found: ModelStructure) -> None:
             return call.hidden * value + number
 
         base = found.stripped((), called)
-        x = torch.linspace(-value, value, found.width).expand(*_PROBED, found.width)
+        x = torch.linspace(-value, value, found.width).repeat(*_PROBED, 1)
         try:
             with torch.no_grad():
                 base(inputs_embeds=x, use_cache=False)

@@ -651,11 +651,11 @@ def _set_ends(child: nn.Module, tp: TensorParallel, *, tight: bool) -> None:
 def _begun(
     _module: nn.Module, given: Any, named: Any, *, start: Callable[[Tensor], Tensor]
 ) -> tuple[Any, Any]:
-    """Hidden states, the first argument, as they are wanted inside."""
-    if given:
-        return (start(given[0]), *given[1:]), named
-    name = next(name for name, value in named.items() if isinstance(value, Tensor))
-    return given, {**named, name: start(named[name])}
+    """Hidden states, the first argument and whatever else is the same tensor, as they are wanted inside."""
+    first = next(each for each in (*given, *named.values()) if isinstance(each, Tensor))
+    begun = start(first)
+    named = {name: begun if each is first else each for name, each in named.items()}
+    return tuple(begun if each is first else each for each in given), named
 
 
 def _gathered(_module: nn.Module, given: Any, named: Any, *, tp: TensorParallel) -> tuple[Any, Any]:
@@ -678,7 +678,7 @@ def _ended(_module: nn.Module, _given: Any, gave: Any, *, tp: TensorParallel) ->
 
 def sequence_cut(gave: Any, cut: Callable[[Tensor], Tensor]) -> Any:
     """What a child of a block gave for a whole sequence, cut by ``cut`` wherever it has that length."""
-    if not isinstance(gave, tuple):
+    if not isinstance(gave, tuple | list):
         return cut(gave)
     length = gave[0].shape[: collectives.SEQUENCE + 1]
     along = (isinstance(each, Tensor) and each.shape[: collectives.SEQUENCE + 1] == length for each in gave)

@@ -247,7 +247,7 @@ class Coordinator:
 
     def release(self, module: Module, *, forward: bool) -> None:
         """release_sub_module: what is not needed again soon."""
-        if not forward:
+        if not forward and module in self._backward:  # else nobody used its output
             self._backward.remove(module)
         for leaf in module:
             self._workers(leaf).discard(module[0].name)

@@ -152,8 +152,8 @@ def carried(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Given], 
 
 
 def hidden_of(given: Given) -> Tensor:
-    """The hidden states of a stream that ends here."""
-    return given[0] if isinstance(given, tuple) else given
+    """The hidden states of a stream that ends here, or of what a family's block gives."""
+    return given[0] if isinstance(given, tuple | list) else given
 
 
 class PerMicroBatch(dict[Any, Any]):

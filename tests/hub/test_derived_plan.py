@@ -165,3 +165,9 @@ def test_what_no_small_model_shows_is_refused_by_name(monkeypatch: pytest.Monkey
     told = hub_model(config_of("biogpt", hidden_dropout_prob=0.125)).uncut(2)
     assert "no tensor plan for biogpt, and a small model of it shows none" in str(told)
     derived_plan.cache_clear()
+
+
+def test_linears_called_conv1d_are_cut_and_patterns_that_would_say_two_things_say_none() -> None:
+    assert found_for("openai-gpt").styles["attn.c_attn"] == "qkv_colwise"
+    styles = found_for("ctrl").styles
+    assert styles["multi_head_attention.dense"] == "rowwise" and "ffn.*" not in styles
