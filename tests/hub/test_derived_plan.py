@@ -170,4 +170,5 @@ def test_what_no_small_model_shows_is_refused_by_name(monkeypatch: pytest.Monkey
 def test_linears_called_conv1d_are_cut_and_patterns_that_would_say_two_things_say_none() -> None:
     assert found_for("openai-gpt").styles["attn.c_attn"] == "qkv_colwise"
     styles = found_for("ctrl").styles
-    assert styles["multi_head_attention.dense"] == "rowwise" and "ffn.*" not in styles
+    assert styles["multi_head_attention.dense"] == "rowwise"
+    assert "ffn.*" not in styles
