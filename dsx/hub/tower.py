@@ -32,7 +32,7 @@ from dsx.models.config_values import at
 from dsx.models.param import TOWER, ParamSpec
 from dsx.models.spec import HubModel
 from dsx.models.transformers_settings import first_line, quiet_transformers
-from dsx.nn.adapter import attach
+from dsx.nn.adapter import attach, begin
 from dsx.nn.documents import Told
 from dsx.nn.linear import LocalLinear
 from dsx.nn.parallel import TensorParallel
@@ -125,11 +125,12 @@ class Tower(nn.Module):
             holder.register_parameter(name, self._whole.get_parameter(path))
         initialise(self, dict(own), weights.tp, seed=weights.seed)
 
-    @property
-    def hidden(self) -> nn.Module:
-        """The composite model that computes."""
-        whole: nn.Module = self._whole
-        return whole
+    def finish(self) -> None:
+        """Once all is filled: buffers that no folder has move to the device, and adapters begin."""
+        for module in self._whole.modules():
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                setattr(module, name, buffer.to(self._device))
+        begin(self._whole)
 
     def names_of(self, held: Collection[str], folder: str | Path) -> dict[str, str | None]:
         """As :meth:`CompositeNames.of`, for the tower's tensors."""

@@ -98,9 +98,7 @@ def load_transformers(
             what = f"the model that it was trained on is not known ({told})"
             raise CheckpointError(str(adapter), what, "give that model's folder (--model)")
         folder, config = base, None
-    source = completed(of_today(open_checkpoint(folder)))
-    text = tuple(entry for entry in source.entries if not entry.name.startswith(TOWER))
-    source = replace(source, entries=text)
+    source = _of_text(completed(of_today(open_checkpoint(folder))))
     # Before the weights: the cheap things that can be wrong come first.
     hf_config = _config(source, config)
     file = str(config or source.root / hf_names.CONFIG)
@@ -127,6 +125,17 @@ def load_transformers(
             _adapt(model, adapter, hf_config)
     model.generation_config.eos_token_id = model.generation_config.pad_token_id = words.end_id
     return model.to(where).eval(), words
+
+
+def _of_text(source: Catalog) -> Catalog:
+    """A checkpoint without what is trained of a tower of pictures."""
+    told = source.facts.get("model") or {}
+    if "pictures" not in told:
+        return source
+    entries = tuple(each for each in source.entries if not each.name.startswith(TOWER))
+    specs = tuple(each for each in source.specs if not each.name.startswith(TOWER))
+    facts = {**source.facts, "model": {key: told[key] for key in told if key != "pictures"}}
+    return replace(source, entries=entries, specs=specs, facts=facts)
 
 
 def generate(

@@ -19,6 +19,7 @@ from dsx.checkpoint.execute import ConversionOptions
 from dsx.checkpoint.open import open_checkpoint
 from dsx.checkpoint.reshard import WantedTarget, prepare
 from dsx.errors import ConfigError
+from dsx.train.generation import load_transformers
 from hub import tiny_pictures
 from hub.test_hub_weights import engine_of, same, tensors_in
 from often import often
@@ -128,8 +129,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
     "tp-pp": {"tp": 2, "pp": 2, "tower": ["."]},
     "tp": {"tp": 2, "sequence": False, "recompute": "full"},
-    "zero3": {"dp": 2, "zero": 3, "tower": ["."]},
     "some": {"pp": 2, "shown": 1},
+    "zero3": {"dp": 2, "zero": 3, "tower": ["."]},
     "projector": {"dp": 2, "zero": 1, "tower": ["projector|merger"], "freeze": ["."]},
     "lora": {"tp": 2, "pp": 2, "zero": 1, "adapter": True},
     "plain": {"tp": 2, "pp": 2, "sequence": False, "tower": ["projector|merger"], "zero": 1},
@@ -137,7 +138,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"), often([(f, lay) for lay in LAYOUTS for f in tiny_pictures.SIX], 6)
+    ("family", "layout"), often([(f, lay) for lay in LAYOUTS for f in tiny_pictures.SIX], 8)
 )
 def test_pictures_train_as_in_one_process(family: str, layout: str, tmp_path: Path) -> None:
     """Losses, norms and every tensor of the exported folder, the tower's among them, after five steps."""
@@ -189,6 +190,9 @@ def test_what_is_trained_of_the_tower_is_in_checkpoints(trained: dict[str, Any],
         merged: Any = PeftModel.from_pretrained(whole, tmp_path / "first").merge_and_unload()
         merged.save_pretrained(tmp_path / "merged")
         first = tensors_in(tmp_path / "merged")
+    text: Any = load_transformers(tmp_path / "run", tokenizer="bytes")[0]
+    query = "model.layers.0.self_attn.q_proj.weight"
+    torch.testing.assert_close(text.get_parameter(query), first[f"language_model.{query}"], rtol=0, atol=1e-6)
     found = tensors_in(tmp_path / "hf")
     assert found.keys() == first.keys()
     for name, tensor in first.items():

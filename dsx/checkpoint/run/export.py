@@ -149,7 +149,7 @@ def _fill_tower(folder: str | Path, adapter: Adapter | None, index: int, layer: 
                 tower.fill(
                     spec, weights.read(spec) if adapter is None else _read_left(weights, adapter, spec)
                 )
-        begin(tower.hidden)
+        tower.finish()
 
 
 def _fill_trained(weights: hf.HfWeights, at: Coordinates, index: int, layer: nn.Module) -> None:
