@@ -682,7 +682,8 @@ def sequence_cut(gave: Any, cut: Callable[[Tensor], Tensor]) -> Any:
         return cut(gave)
     length = gave[0].shape[: collectives.SEQUENCE + 1]
     along = (isinstance(each, Tensor) and each.shape[: collectives.SEQUENCE + 1] == length for each in gave)
-    return tuple(cut(each) if alike else each for each, alike in zip(gave, along, strict=True))
+    found = (cut(each) if alike else each for each, alike in zip(gave, along, strict=True))
+    return list(found) if isinstance(gave, list) else tuple(found)
 
 
 def sum_gradients(parameters: Mapping[str, Any], paths: set[str], tp: TensorParallel) -> None:
