@@ -33,7 +33,7 @@ PEFT: dict[str, Any] = {
     "r": 4,
     "lora_alpha": 8,
     "target_modules": ["q_proj", "v_proj", "fc1", "qkv"],
-    "modules_to_save": ["multi_modal_projector", "merger"],
+    "modules_to_save": ["multi_modal_projector", "visual.merger"],
     "init_lora_weights": False,
 }
 
@@ -131,9 +131,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp": {"tp": 2, "sequence": False, "recompute": "full"},
     "some": {"pp": 2, "shown": 1},
     "zero3": {"dp": 2, "zero": 3, "tower": ["."]},
-    "projector": {"dp": 2, "zero": 1, "tower": ["projector|merger"], "freeze": ["."]},
     "lora": {"tp": 2, "pp": 2, "zero": 1, "adapter": True},
     "plain": {"tp": 2, "pp": 2, "sequence": False, "tower": ["projector|merger"], "zero": 1},
+    "projector": {"dp": 2, "zero": 1, "tower": ["projector|merger"], "freeze": ["."]},
 }
 
 
