@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -198,6 +200,19 @@ def made(kind: str, folder: Path) -> tuple[Path, dict[str, Tensor]]:
 def same(one: Tensor, other: Tensor) -> bool:
     """Bit for bit, but that one NaN is as good as another."""
     return torch.equal(one.nan_to_num(nan=1.25), other.to(one.dtype).nan_to_num(nan=1.25))
+
+
+@pytest.fixture(autouse=True)
+def rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With AVX-512 bitsandbytes' kernel takes scales of other blocks where a row ends inside of a block."""
+    kernel = torch.ops.bitsandbytes.dequantize_4bit.default
+
+    def call(
+        A: Tensor, absmax: Tensor, size: int, kind: str, shape: torch.Size, dtype: torch.dtype
+    ) -> Tensor:
+        return kernel(A, absmax, size, kind, (math.prod(shape),), dtype).reshape(shape)
+
+    monkeypatch.setattr(torch.ops.bitsandbytes, "dequantize_4bit", SimpleNamespace(default=call))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -226,7 +226,7 @@ def finish(
     config: Mapping[str, Any],
     files: Mapping[str, str],
     specs: Sequence[ParamSpec],
-    others: Collection[str] | None,
+    others: Collection[str] | None = None,
 ) -> None:
     """Complete an export whose shards are all written: index, config, sync, then rename into place.
 
