@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dsx.checkpoint.base import completed, of_today, under_known_names
 from dsx.checkpoint.catalog import Catalog, Target, check_files, model_fact
 from dsx.checkpoint.claims import MISFITS, forms_of, language_config, model_of, model_of_fact, specs_of_model
-from dsx.checkpoint.composite import fact_of, other_files, whole
+from dsx.checkpoint.composite import composite_at, fact_of, other_files, whole
 from dsx.checkpoint.copy_plan import CopyPlan, plan
 from dsx.checkpoint.execute import ConversionOptions, ConversionReport, execute, worker_bytes
 from dsx.checkpoint.formats import dcp, megatron, native
@@ -190,13 +190,17 @@ def _named(source: Catalog, wanted: WantedTarget) -> Catalog:
                 f"it is not known what model {source.root} is of",
                 "name a CONFIG of the model",
             )
-        return source
+        return replace(source, float32=_float32_of(specs) or _float32_within(source, facts))
     forms = () if wanted.run is None else forms_of(wanted.run.hf_config)
     named = as_model(source, specs, forms=forms)
     if names == "hf":
         named = catalog.as_hf(named, specs, in_files=wanted.format == catalog.FORMAT)
-    own = {name: each.float32 for each in specs for name in (each.name, *each.hf, *in_memory(each).hf)}
-    return replace(named, float32=own)
+    return replace(named, float32=_float32_of(specs))
+
+
+def _float32_of(specs: Sequence[ParamSpec]) -> dict[str, tuple[str, ...]]:
+    """What a model keeps in float32, by any of its names."""
+    return {name: each.float32 for each in specs for name in (each.name, *each.hf, *in_memory(each).hf)}
 
 
 def under_hf_names(source: Catalog, hf_config: Mapping[str, Any]) -> Catalog:
@@ -272,6 +276,18 @@ def _model(
     return None, (_in_form(source, tensor) if homes else ()), {}
 
 
+def _float32_within(source: Catalog, facts: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """What the language model of a composite folder keeps in float32, by the folder's names."""
+    config = facts.get("hf_config")
+    if (
+        config is None
+        or (found := composite_at(source.root if source.format == catalog.FORMAT else None)) is None
+    ):
+        return {}
+    specs = stored_specs(model_of(language_config(config)))
+    return {found.names.get(name, name): spec.float32 for spec in specs for name in spec.hf}
+
+
 def _in_form(source: Catalog, tensor: int) -> tuple[ParamSpec, ...]:
     """Specs of the model that the source names, for a tensor-parallel degree; else the source's own."""
     told = source.facts.get("model")
@@ -284,7 +300,7 @@ def _in_form(source: Catalog, tensor: int) -> tuple[ParamSpec, ...]:
     if {name for spec in specs for name in spec.hf} != {name for spec in source.specs for name in spec.hf}:
         return source.specs
     known = {spec.name: spec for spec in source.specs}
-    return tuple(known.get(spec.name, spec) for spec in specs)
+    return tuple(replace(known.get(spec.name, spec), float32=spec.float32) for spec in specs)
 
 
 def _dsx(source: Catalog, root: Path, wanted: WantedTarget) -> _Written:

@@ -14,7 +14,7 @@ from dsx.config.run import RunConfig
 from dsx.engine.pipeline_module import PipelineModule
 from dsx.engine.settings import Settings
 from dsx.engine.stock_module import clips_by_itself
-from dsx.memory.record_cache import code_version, keep
+from dsx.memory.record_cache import cache_folder, code_version, keep
 from dsx.parallel.mesh import Mesh
 
 
@@ -66,4 +66,4 @@ def _place(layers: Sequence[Any], mesh: Mesh, zero_stage: int) -> Path | None:
         said.append((kind.__module__, kind.__qualname__, hashlib.sha256(code).hexdigest()))
     version = code_version("**/*.py", "**/*.toml")
     name = f"layers-{hashlib.sha256(repr(said).encode()).hexdigest()[:32]}"
-    return Path.home() / ".cache" / "dsx" / "proofs" / version / name
+    return cache_folder("proofs") / version / name

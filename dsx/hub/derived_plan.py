@@ -23,7 +23,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from itertools import product
-from pathlib import Path
 from typing import Any, Self, TypeAlias
 
 import torch
@@ -53,7 +52,7 @@ from dsx.hub.tensor_plan import (
     reads,
     segments_in,
 )
-from dsx.memory.record_cache import code_version, keep
+from dsx.memory.record_cache import cache_folder, code_version, keep
 from dsx.models.transformers_settings import torch_forms
 
 _COLUMNS = ("colwise", "qkv_colwise", "packed_colwise")
@@ -108,7 +107,7 @@ def derived_plan(config: str) -> DerivedPlan:
     It is empty where no small model of it runs, or nothing can be cut.
     """
     name = f"{hashlib.sha256(config.encode()).hexdigest()[:32]}.json"
-    place = Path.home() / ".cache" / "dsx" / "plans" / code_version() / name
+    place = cache_folder("plans") / code_version() / name
     with suppress(OSError, KeyError, TypeError, ValueError):
         return DerivedPlan.from_json(place.read_text(encoding="utf-8"))
     try:

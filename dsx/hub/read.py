@@ -106,7 +106,7 @@ def _hub_model(text: str, changes: tuple[tuple[str, str | None], ...]) -> HubMod
         padding=structure.padding,
         vocab_size=structure.model.get_submodule(structure.head).weight.shape[0],
         head_size=structure.model.get_submodule(structure.head).weight.shape[1],
-        max_positions=getattr(settings, "max_position_embeddings", None) or _MOST_POSITIONS,
+        max_positions=_positions(settings, structure.padding),
         tied_embeddings=reader.tied,
         kinds=kinds,
         alike=tuple(_alike(reader)),
@@ -260,9 +260,10 @@ def _plan_of_block(
             said = replace(said, splits=splits_of(block, call))
         proved = plan.items() >= derived.patterns(structure.blocks).items()
         done = {path for path in said.styles if proved and generic(path) in derived.styles}
+        kept = {path: style for path, style in said.styles.items() if path in done}
         rest = {path: style for path, style in said.styles.items() if path not in done}
-        found = completed(block, replace(said, styles=rest), call)
-        structure.plans[kind] = replace(found, styles={**said.styles, **found.styles})
+        found = completed(block, replace(said, styles=rest), call)  # which may leave whole what the plan cuts
+        structure.plans[kind] = replace(found, styles={**kept, **found.styles})
     plan_of_kind: BlockPlan = structure.plans[kind]
     return plan_of_kind
 
@@ -274,6 +275,12 @@ def _number(settings: Any, name: str) -> int | None:
     except Exception:  # noqa: BLE001 - transformers refuses to say what differs from layer to layer
         return None
     return value if type(value) is int else None
+
+
+def _positions(settings: Any, padding: int | None) -> int:
+    """How long a sequence may be: where positions leave out ``padding``, they begin behind its number."""
+    most: int = getattr(settings, "max_position_embeddings", None) or _MOST_POSITIONS
+    return most if padding is None else most - padding - 1
 
 
 def _query_size(settings: Any) -> int:

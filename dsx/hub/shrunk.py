@@ -32,7 +32,7 @@ OF_RANKS = {
     "num_attention_heads n_head n_heads num_heads decoder_attention_heads": HEADS,
     "swa_num_attention_heads mamba_n_heads mamba_num_heads linear_num_heads": HEADS,
     "linear_num_value_heads": HEADS,
-    "linear_num_key_heads index_n_heads indexer_n_heads": HEADS // 2,
+    "linear_num_key_heads index_n_heads indexer_n_heads mamba_n_groups n_groups": HEADS // 2,
 }
 """Sizes for two tensor-parallel ranks, by the keys that have them; more ranks get more."""
 
@@ -46,7 +46,7 @@ FIXED = {
     "hidden_size_per_layer_input state_size ssm_state_size mamba_d_state": HEAD // 2,
     "num_experts num_local_experts n_routed_experts moe_num_experts": 4,
     "num_experts_per_tok num_experts_per_token moe_topk moe_top_k moe_k top_k_experts zero_expert_num": 2,
-    "n_group num_expert_group mamba_n_groups n_groups": 2,
+    "n_group num_expert_group": 2,
     "n_shared_experts num_shared_experts moe_num_shared_experts topk_group first_k_dense_replace": 1,
 }
 """Sizes for any number of ranks."""

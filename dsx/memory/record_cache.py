@@ -12,6 +12,7 @@ import hashlib
 import os
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -343,8 +344,17 @@ def _folded(request: LayerRequest) -> LayerRecord:
     return folded(recorded(request))
 
 
+def cache_folder(kind: str) -> Path:
+    """Where a machine keeps what dsx has found: in the user's home, or a temporary one if there is none."""
+    try:
+        home = Path.home()
+    except RuntimeError:
+        home = Path(tempfile.gettempdir()) / f"dsx-{os.getuid()}"
+    return home / ".cache" / "dsx" / kind
+
+
 def _place(request: LayerRequest) -> Path:
-    return Path.home() / ".cache" / "dsx" / "records" / code_version() / _name(request)
+    return cache_folder("records") / code_version() / _name(request)
 
 
 @lru_cache(maxsize=16384)

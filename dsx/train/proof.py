@@ -17,7 +17,7 @@ from deepspeed.accelerator import get_accelerator
 
 from dsx.config.run import RunConfig
 from dsx.launch.processes import agree
-from dsx.memory.record_cache import code_version, keep
+from dsx.memory.record_cache import cache_folder, code_version, keep
 from dsx.parallel.mesh import AXES, Mesh
 from dsx.terminal import seconds
 
@@ -120,4 +120,4 @@ def _place(config: RunConfig) -> Path:
         get_accelerator().device_name(),
     )
     name = hashlib.sha256(json.dumps(said, sort_keys=True, default=repr).encode()).hexdigest()[:32]
-    return Path.home() / ".cache" / "dsx" / "proofs" / code_version("**/*.py", "**/*.toml") / f"{name}.json"
+    return cache_folder("proofs") / code_version("**/*.py", "**/*.toml") / f"{name}.json"

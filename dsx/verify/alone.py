@@ -15,7 +15,6 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from dsx.errors import ConfigError, DsxError, ModelError
 from dsx.hub.model_structure import BlockCall, structure_of
 from dsx.hub.read import block_plan
 from dsx.hub.tensor_plan import mixing_children, sequence_cut
-from dsx.memory.record_cache import code_version, keep
+from dsx.memory.record_cache import cache_folder, code_version, keep
 from dsx.models.config_values import at
 from dsx.models.spec import HubModel
 from dsx.models.transformers_settings import first_line, quiet_transformers, torch_forms
@@ -102,7 +101,7 @@ def require_probed(model: HubModel, *, sequence: bool, documents: bool) -> None:
         ModelError: It differs; names what and by how much.
     """
     name = hashlib.sha256(repr((model.config, model.tensor_plan)).encode()).hexdigest()[:32]
-    kept = Path.home() / ".cache" / "dsx" / "probes" / code_version("**/*.py", "**/*.toml")
+    kept = cache_folder("probes") / code_version("**/*.py", "**/*.toml")
     place = kept / f"{name}.json"
     try:
         found = Probe(**json.loads(place.read_text(encoding="utf-8")))
@@ -194,6 +193,8 @@ def _documents_problem(
     """Why documents of a pack would not be kept apart: packs beside their documents one by one."""
     if not structure_of(small.model.config).takes_positions:
         return "the family's forward is not told positions, so that it cannot know where documents begin"
+    if small.model.padding is not None:
+        return "its positions leave out padding tokens, and those of packs count every token of a document"
     told = Small(config, tensor_plan, documents="apart").difference()
     if told is None or not told.startswith("they do not run"):
         return told and f"a document sees others of its pack: {told}"

@@ -300,7 +300,9 @@ def under_model_names(source: Catalog, homes: Mapping[str, str | None]) -> Catal
     """A folder's tensors under the names that its model has for them; None leaves a tensor out."""
     named = ((entry, homes.get(entry.name, entry.name)) for entry in source.entries)
     return replace(
-        source, entries=tuple(replace(entry, name=name) for entry, name in named if name is not None)
+        source,
+        entries=tuple(replace(entry, name=name) for entry, name in named if name is not None),
+        float32={homes.get(name) or name: dtypes for name, dtypes in source.float32.items()},
     )
 
 
