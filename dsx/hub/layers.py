@@ -119,11 +119,12 @@ class HubEmbedding(nn.Module):
         """The vectors with pictures among them, and what blocks are told."""
         tp, cut = self._tp, self._tp.sequence and pictures is not None
         y = collectives.gather_from(y_BsH, tp, collectives.SEQUENCE) if cut else y_BsH
-        y, told = tower(y, ids_BS, pictures)
-        if not cut:
-            return y, told
-        y, *added = (collectives.scatter_to(each, tp, collectives.SEQUENCE) for each in (y, *told.added))
-        return y, Told((*told.of_stages, *added))
+        seen, told = tower(y, ids_BS, pictures)
+        y, *added = (seen[number] for number in range(len(seen)))  # a family may write into views of one
+        added = added if tower.trains else [each.detach() for each in added]
+        if cut:
+            y, *added = (collectives.scatter_to(each, tp, collectives.SEQUENCE) for each in (y, *added))
+        return y, Told((*told, *added))
 
 
 def _vocabulary(table: Any, weights: Weights) -> int | None:

@@ -73,6 +73,7 @@ class Tower(nn.Module):
 
     Attributes:
         specs: What is frozen.
+        trains: Whether anything of it is trained.
     """
 
     def __init__(self, model: HubModel, weights: Weights) -> None:
@@ -91,9 +92,8 @@ class Tower(nn.Module):
         self._is_tried = False
         own = {_path(spec): spec for spec in weights.specs.values() if spec.tower}
         self.specs = tuple(spec for spec in model.tower_params if _path(spec) not in own)
-        self._trains = self._z3_leaf = bool(
-            own
-        )  # gathered as one, because a rank's rows may be without pictures
+        self.trains = bool(own)
+        self._z3_leaf = bool(own)  # gathered as one, because a rank's rows may be without pictures
         if own:
             self._begin_training(model, own, weights)
 
@@ -157,6 +157,9 @@ class Tower(nn.Module):
     ) -> tuple[Tensor, Told]:
         """Word vectors with pictures in the places of their tokens, and what blocks are told.
 
+        What is added between blocks stands behind the vectors in one tensor, [N, B, S, H]: ZeRO-3 counts a
+        module's results as it gathers for backward, and they have to be as many where a rank has no pictures.
+
         Args:
             y_BSH: The vectors.
             ids_BS: Token ids, int64 [B, S].
@@ -167,11 +170,13 @@ class Tower(nn.Module):
             ModelError: Its forward refuses that, or hands over what dsx does not understand.
         """
         y, told = (y_BSH, Told()) if given is None else self._seen(y_BSH, ids_BS, given)
+        y_NBSH = torch.stack((y, *told.added))
         # On every rank, at every micro-batch, each of them gets a gradient, which ZeRO sums over ranks.
-        return (_Joined.apply(y, *own) if (own := tuple(self.parameters())) else y), told
+        own = tuple(self.parameters())
+        return (_Joined.apply(y_NBSH, *own) if own else y_NBSH), told.of_stages
 
     def _seen(self, y_BSH: Tensor, ids_BS: Tensor, given: Mapping[str, Tensor]) -> tuple[Tensor, Told]:
-        if self.training != self._whole.training and self._trains:
+        if self.training != self._whole.training and self.trains:
             self._whole.train(self.training)
         self._words.append(y_BSH)
         floats = {key: each.to(self._dtype) for key, each in given.items() if each.is_floating_point()}
@@ -241,7 +246,7 @@ class Tower(nn.Module):
         if self._structure.plain_end:
             end = base.get_submodule(self._structure.after[0])
             end.register_forward_pre_hook(lambda _, given: ends.append(given[0]))
-        with torch.set_grad_enabled(self._trains and torch.is_grad_enabled()):
+        with torch.set_grad_enabled(self.trains and torch.is_grad_enabled()):
             base(inputs_embeds=y, use_cache=False, **named)
         return calls, ends[0] if ends else None
 

@@ -22,6 +22,7 @@ from dsx.errors import ConfigError
 from dsx.train.generation import load_transformers
 from hub import tiny_pictures
 from hub.test_hub_weights import engine_of, same, tensors_in
+from hub.tiny_pictures import MICRO_BATCHES, ROWS
 from often import often
 from parity import oracle
 from parity.oracle import ADAMW, CLIPPING
@@ -61,8 +62,8 @@ def config_of(folder: Path, *, tp: int = 1, pp: int = 1, dp: int = 1, **changes:
         },
     }
     return {
-        "train_micro_batch_size_per_gpu": tiny_pictures.ROWS,
-        "gradient_accumulation_steps": tiny_pictures.MICRO_BATCHES // dp,
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": MICRO_BATCHES // dp,
         "gradient_clipping": CLIPPING,
         "zero_optimization": {"stage": changes.get("zero", 0)},
         "optimizer": {
@@ -77,7 +78,7 @@ def reference(folder: Path, family: str, changes: dict[str, Any]) -> tuple[list[
     """Losses and norms of one process; the folder ``trained`` beside ``model`` is what it ends with."""
     model = AutoModelForImageTextToText.from_pretrained(folder / "model", dtype=torch.float32)
     text = {*model.get_decoder().parameters(), *model.get_output_embeddings().parameters()}
-    tower, shown = changes.get("tower", []), {"shown": changes.get("shown", tiny_pictures.ROWS)}
+    tower, shown = changes.get("tower", []), changes.get("shown", (ROWS,) * MICRO_BATCHES)
     for name, each in model.named_parameters():
         named = any(re.search(pattern, name) for pattern in tower)
         each.requires_grad_(requires_grad=not changes.get("freeze") if each in text else named)
@@ -93,7 +94,7 @@ def reference(folder: Path, family: str, changes: dict[str, Any]) -> tuple[list[
     losses, norms = [], []
     for step in range(STEPS):
         optimizer.zero_grad(set_to_none=False)
-        batches = list(tiny_pictures.micro_batches(family, step, **shown))
+        batches = list(tiny_pictures.micro_batches(family, step, shown))
         count, total = sum(int((labels != -100).sum()) for _, labels in batches), 0.0
         for (ids, given), labels in batches:
             logits = model(input_ids=ids, use_cache=False, **given).logits.float()
@@ -109,12 +110,12 @@ def reference(folder: Path, family: str, changes: dict[str, Any]) -> tuple[list[
 
 
 def trained(_rank: int, world_size: int, folder: Path, family: str, changes: dict[str, Any]) -> Any:
-    shown = {"shown": changes.get("shown", tiny_pictures.ROWS)}
+    shown = changes.get("shown", (ROWS,) * MICRO_BATCHES)
     engine = engine_of(config_of(folder / "model", **changes), world_size)
     losses, norms, dp = [], [], changes.get("dp", 1)
 
     def batches(step: int) -> Iterator[Any]:
-        for number, batch in enumerate(tiny_pictures.micro_batches(family, step, **shown)):
+        for number, batch in enumerate(tiny_pictures.micro_batches(family, step, shown)):
             if number % dp == engine.groups.dp_rank:
                 yield batch
 
@@ -129,8 +130,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
     "tp-pp": {"tp": 2, "pp": 2, "tower": ["."]},
     "tp": {"tp": 2, "sequence": False, "recompute": "full"},
-    "some": {"pp": 2, "shown": 1},
-    "zero3": {"dp": 2, "zero": 3, "tower": ["."]},
+    "some": {"pp": 2, "shown": (1, 1)},
+    "zero3": {"dp": 2, "zero": 3, "tower": ["."], "shown": (2, 0)},
     "lora": {"tp": 2, "pp": 2, "zero": 1, "adapter": True},
     "plain": {"tp": 2, "pp": 2, "sequence": False, "tower": ["projector|merger"], "zero": 1},
     "projector": {"dp": 2, "zero": 1, "tower": ["projector|merger"], "freeze": ["."]},

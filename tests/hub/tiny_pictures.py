@@ -45,10 +45,12 @@ def pictures_of(family: str, count: int, generator: torch.Generator) -> dict[str
     return {"pixel_values": pixels, **sizes}
 
 
-def micro_batches(family: str, step: int, shown: int = ROWS) -> Iterator[tuple[Any, Any]]:
-    """((ids, what the processor gives beside them), labels); ``shown`` rows have a picture, two tokens in."""
+def micro_batches(
+    family: str, step: int, rows: tuple[int, ...] = (ROWS,) * MICRO_BATCHES
+) -> Iterator[tuple[Any, Any]]:
+    """((ids, what the processor gives beside them), labels); ``rows`` have a picture, two tokens in."""
     generator = torch.Generator().manual_seed(100 + step)
-    for _ in range(MICRO_BATCHES):
+    for shown in rows:
         ids = torch.randint(3, _BEGIN, (ROWS, SEQUENCE + 1), generator=generator)
         for row in range(shown):
             ids[row, 2 + row] = _BEGIN
