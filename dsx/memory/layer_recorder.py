@@ -115,7 +115,7 @@ class LayerRecorder(paper.UncompiledMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, nothing is noted and no new storage counts."""
+        """Inside, nothing but the end of what counts is noted, and no new storage counts."""
         self._paused += 1
         try:
             yield
@@ -268,8 +268,8 @@ class LayerRecorder(paper.UncompiledMode):
 
     def _gone(self, key: int) -> None:
         known = self._ids.pop(key)
-        if known != GATHERED and (isinstance(known, str) or self._sizes[known]):
-            self.emit("-", known)
+        if self.events is not None and known != GATHERED and (isinstance(known, str) or self._sizes[known]):
+            self.events.append(("-", known))  # in a pause too: a hook's gradient takes the place of another
 
     def _label(self, tensor: Tensor, func: Any) -> int:
         node: Any = torch._C._current_autograd_node()  # noqa: SLF001 (no public one)

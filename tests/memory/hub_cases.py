@@ -58,7 +58,7 @@ def case(number: int) -> dict[str, Any]:
     pipeline = draw.choice((1, 2)) if chunks == 1 else 2
     return {
         "model": number % len(MODELS),
-        "tensor": 1 if hybrid else draw.choice((1, 2)),
+        "tensor": 1 + number % 2 if hybrid else draw.choice((1, 2)),
         "pipeline": pipeline,
         "chunks": chunks,
         "data": draw.choice((1, 2)),
