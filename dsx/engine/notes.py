@@ -14,7 +14,7 @@ from dsx.config.run import RunConfig
 from dsx.engine.pipeline_module import PipelineModule
 from dsx.engine.settings import Settings
 from dsx.engine.stock_module import clips_by_itself
-from dsx.memory.record_cache import cache_folder, code_version, keep
+from dsx.kept import cache_folder, code_version, keep
 from dsx.parallel.mesh import Mesh
 
 

@@ -52,7 +52,7 @@ from dsx.hub.tensor_plan import (
     reads,
     segments_in,
 )
-from dsx.memory.record_cache import cache_folder, code_version, keep
+from dsx.kept import cache_folder, code_version, keep
 from dsx.models.transformers_settings import torch_forms
 
 _COLUMNS = ("colwise", "qkv_colwise", "packed_colwise")

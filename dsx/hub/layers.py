@@ -336,7 +336,11 @@ class HubEnd(nn.Module):
         if self._plain is not None:
             norm = self.base.get_submodule(self._plain)
             self.base = _only(self._plain, norm)
-        self._top = Top(structure, keep=structure.above) if structure.above else None
+        self._top = (
+            Top(structure.model, structure.base, structure.head, keep=structure.above)
+            if structure.above
+            else None
+        )
         if self._top is not None:
             self.above = self._top.model
         held = {path for path, _ in self.named_parameters()}
@@ -376,7 +380,7 @@ class Ending(Top):
 
     def __init__(self, model: HubModel, cp: ContextParallel) -> None:
         structure = structure_of(model.config)
-        super().__init__(structure, past=structure.above)
+        super().__init__(structure.model, structure.base, structure.head, past=structure.above)
         self._cp, self._sums, self._told = cp, model.balance is not None, bool(model.pictures)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ending:

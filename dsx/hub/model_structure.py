@@ -531,7 +531,7 @@ def _look_behind(found: ModelStructure, uses: list[Any], result: Tensor) -> None
     )
     base, head = (found.model.get_submodule(path) for path in (found.base, found.head))
     known = {id(parameter) for module in (base, head) for parameter in module.parameters()}
-    top, order = Top(found), list[Any]()
+    top, order = Top(found.model, found.base, found.head), list[Any]()
     for path, module in found.model.named_modules():
         own = any(id(parameter) not in known for parameter in module.parameters(recurse=False))
         if own and path and not f"{found.head}.".startswith(f"{path}."):

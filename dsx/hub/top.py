@@ -4,38 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from dsx.hub.on_meta import copied
-
-if TYPE_CHECKING:
-    from dsx.hub.model_structure import ModelStructure
 
 
 class Top:
     """The family's causal language model, with placeholders for its base and for the matrix of its head.
 
     Args:
-        structure: The model.
+        model: The family's model.
+        base: Path of its base.
+        head: Path of its head.
         keep: Paths of modules that keep their own parameters; None for all, which nobody registers.
         past: Paths of modules with parameters in whose place another module hands on what it is given: the
             matrix then gets what :meth:`run` is given.
     """
 
     def __init__(
-        self, structure: ModelStructure, *, keep: tuple[str, ...] | None = None, past: tuple[str, ...] = ()
+        self,
+        model: Any,
+        base: str,
+        head: str,
+        *,
+        keep: tuple[str, ...] | None = None,
+        past: tuple[str, ...] = (),
     ) -> None:
         self._base, self._head, self._past = _Base(), _HeadOf(), bool(past)
-        places: dict[str, nn.Module] = {structure.base: self._base, structure.head: self._head}
+        places: dict[str, nn.Module] = {base: self._base, head: self._head}
         places |= {path: nn.Identity() for path in past}
         memo: dict[int, Any] = {}
         for path, place in places.items():
-            module = structure.model.get_submodule(path)
+            module = model.get_submodule(path)
             vars(place).update({k: v for k, v in vars(module).items() if k not in vars(place)})
             memo[id(module)] = place  # with the module's own settings, which the family's forward may read
-        self.model: Any = copied(structure.model, memo)
+        self.model: Any = copied(model, memo)
         for path, module in self.model.named_modules():
             for own, parameter in list(module.named_parameters(recurse=False)):
                 if keep is not None and path not in keep:

@@ -22,9 +22,9 @@ from dsx.config.run import RunConfig
 from dsx.errors import DsxError, RunError
 from dsx.fault_tolerance.keepalive import Peer, hosts_of
 from dsx.fault_tolerance.waits import located
+from dsx.kept import code_files
 from dsx.launch.differences import Difference, MachineFacts, differences, short_of_space
 from dsx.launch.entry import AGREED
-from dsx.memory.record_cache import code_files
 from dsx.terminal import complain
 
 _PACKAGES = ("dsx", "torch", "deepspeed", "transformers")

@@ -793,8 +793,5 @@ def record_request(request: LayerRequest) -> LayerRecord:
                 raise
             what = f"layer {index} ({request.kind}) cannot run without values"
             what += " and with its parameters gathered module by module (ZeRO-3)" if request.hooked else ""
-            raise ModelError(
-                at("model_type", hub.family),
-                f"{what}: {first_line(error)}",
-                "train it without an estimate: dsx knows no memory of this family in this layout",
-            ) from error
+            fix = "train it without an estimate: dsx knows no memory of this family in this layout"
+            raise ModelError(at("model_type", hub.family), f"{what}: {first_line(error)}", fix) from error

@@ -16,8 +16,8 @@ from pathlib import Path
 from deepspeed.accelerator import get_accelerator
 
 from dsx.config.run import RunConfig
+from dsx.kept import cache_folder, code_version, keep
 from dsx.launch.processes import agree
-from dsx.memory.record_cache import cache_folder, code_version, keep
 from dsx.parallel.mesh import AXES, Mesh
 from dsx.terminal import seconds
 

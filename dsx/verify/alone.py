@@ -26,7 +26,7 @@ from dsx.errors import ConfigError, DsxError, ModelError
 from dsx.hub.model_structure import BlockCall, structure_of
 from dsx.hub.read import block_plan
 from dsx.hub.tensor_plan import mixing_children, sequence_cut
-from dsx.memory.record_cache import cache_folder, code_version, keep
+from dsx.kept import cache_folder, code_version, keep
 from dsx.models.config_values import at
 from dsx.models.spec import HubModel
 from dsx.models.transformers_settings import first_line, quiet_transformers, torch_forms

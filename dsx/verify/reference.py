@@ -41,7 +41,7 @@ from dsx.nn.adapter import merged
 from dsx.nn.loss import TokenMean
 from dsx.nn.parallel import TensorParallel
 from dsx.parallel.mesh import ALONE
-from dsx.verify.routers import Routers
+from dsx.verify.routers import ReferenceRouters
 
 _TORCH = {"adam": "AdamW", "adamw": "AdamW", "adagrad": "Adagrad"}
 _NOT_TORCHS = {"torch_adam", "adam_w_mode", "fused", "fp32_optimizer_states"}
@@ -166,7 +166,7 @@ class Transformers:
         self._family = config.model.family
         with _of_transformers(self._family):
             self._model = with_weights(settings)
-        self._routers = Routers(self._model, config)
+        self._routers = ReferenceRouters(self._model, config)
         self._balanced = bool(getattr(self._model.config, "output_router_logits", False))
         held = dict(self._model.named_parameters())
         specs, freeze = config.param_specs, config.model.freeze

@@ -14,7 +14,7 @@ from dsx.hub.model_structure import structure_of
 from dsx.models.spec import HubModel
 
 
-class Routers:
+class ReferenceRouters:
     """Those of a transformers model that trains.
 
     Attributes:
