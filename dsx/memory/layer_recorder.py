@@ -492,7 +492,7 @@ class _LayerTracing:
         names = {id(parameter): name for name, parameter in named}
         with self.recorder, self.recorder.alone(), ExitStack() as hooks:
             if hooked:
-                hooks.enter_context(linear_of_zero3(parameter for _, parameter in named))
+                hooks.enter_context(linear_of_zero3(self.owner))
             if hooked and self.module is not None and self.owner is not None:
                 self._gathers = ModuleGathers(self.recorder, self.module, self.owner, names)
             warm = self._warm_up()

@@ -6,8 +6,8 @@ and hold as much. Which parameters a run really gathers when is :mod:`dsx.memory
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -191,17 +191,20 @@ class ModuleGathers:
             return recorder.renumbered(key)
 
 
-def linear_of_zero3(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
-    """Inside, torch's linear is what DeepSpeed puts in its place.
+def linear_of_zero3(layer: nn.Module | None) -> AbstractContextManager[None]:
+    """Inside, torch's linear is what DeepSpeed puts in its place, where a layer's modules may call it.
 
     That one saves its input, of a frozen parameter too, and the parameter (deepspeed/runtime/zero/linear.py),
     where torch's saves a view, which would keep what was gathered.
     """
-    from deepspeed.runtime.zero.linear import zero3_linear_wrap
-
-    for parameter in parameters:
+    for parameter in () if layer is None else layer.parameters():
         # By these linears know ZeRO-3's parameters, DeepSpeed's linear in backward, too.
         parameter.ds_id = parameter.ds_status = None  # type: ignore[attr-defined]
+    kinds = {type(each).__module__.split(".")[0] for each in ([] if layer is None else layer.modules())}
+    if kinds <= {"dsx"}:  # dsx's own linears do not
+        return nullcontext()
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+
     return swapped(nn.functional, "linear", zero3_linear_wrap)
 
 
