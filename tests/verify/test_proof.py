@@ -492,13 +492,13 @@ def _with_queries(
     return found
 
 
-STEEP = 1000.0
+STEEP = 300.0
 """A multiplier of attention's logits with which a rounding of all weights moves gradients by 1e-4."""
 
 
 def test_steep_models_are_proved_and_what_is_wrong_in_them_is_seen(tmp_path: Path) -> None:
-    cases = [(STEEP, seed, "") for seed in (4, 6)]
-    cases += [(STEEP, 4, "off by a hundredth")]
+    cases = [(STEEP, seed, "") for seed in (3, 7)]
+    cases += [(STEEP, 3, "off by a hundredth")]
     cases += [(1.0, 3, plant) for plant in ("infinite gradient", "no number for a weight")]
     cases += [(1e38, 3, "")]  # transformers overflows as well
     found = ranks.run(_with_queries, 2, str(tmp_path), cases, proved=True)[0]
