@@ -195,7 +195,7 @@ SHOWN = {
 
 
 PASTED = sorted({name for name in GUIDES if lines(name)} - {*AFTER_THE_README, "methods.md"})
-SLOWEST = {"islands.md", "long_sequences.md", "own_model.md", "tour.md"}
+SLOWEST = {"islands.md", "long_sequences.md", "own_model.md", "scaling.md", "tour.md"}
 
 
 @pytest.mark.parametrize(

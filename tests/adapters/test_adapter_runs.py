@@ -113,7 +113,7 @@ def _write(rank: int, world_size: int, case: Case, base: Path, to: Path, export:
     export_adapter(engine.pipeline, export, resolved.model, str(base))
 
 
-@pytest.mark.parametrize(("family", "adapter"), often(CASES, 3), ids=str)
+@pytest.mark.parametrize(("family", "adapter"), often(CASES, 6), ids=str)
 def test_alone_and_merged(family: str, adapter: dict[str, Any], tmp_path: Path, dsx: Any) -> None:
     import dsx as package
 

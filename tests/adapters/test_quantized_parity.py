@@ -115,7 +115,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("quantized")
 
 
-@pytest.mark.parametrize(("case", "kind", "form"), often(CASES, 17), ids=str)
+@pytest.mark.parametrize(("case", "kind", "form"), often(CASES, 33), ids=str)
 def test_an_adapter_trains_as_on_linears_of_bitsandbytes(
     case: Case, kind: Kind, form: str, folder: Path, tmp_path: Path
 ) -> None:

@@ -26,6 +26,7 @@ CASES = [
     Case(dp=2, zero=0, extra=(("optimizer", {"type": "NAdam", "params": {"lr": 1e-3}}),)),
     Case(family="gpt2", pp=2, zero=1, accumulation=2),
     Case(family="gpt2", tp=2, dp=2, zero=2),
+    Case(pp=2, chunks=2, dp=2, zero=3, accumulation=2),
     Case(tp=2, pp=2, chunks=2, dp=2, zero=3, accumulation=2),
     Case(family="gpt2", pp=2, dp=2, zero=1, bf16=True),
     Case(pp=2, zero=0, bf16=True),

@@ -172,7 +172,7 @@ def test_nonsense_is_one_message(dsx, tmp_path, arguments, code, words):
 
 @pytest.mark.parametrize("cluster", ["A100-80", "MI300X", "CPU"])
 def test_memory_and_the_cluster_that_has_it_are_one_answer(dsx, cluster):
-    run = ("--model", "llama-3-8b", "--gpus", 4, "--zero", 1)
+    run = ("--model", "gpt2", "--gpus", 4, "--zero", 1)
     gib = preset(cluster).memory_bytes >> 30
     named, out = dsx(*run, "--cluster", cluster), f"{gib} GiB"
     assert out in named[1]

@@ -22,6 +22,7 @@ from dsx.config.resolve import resolve
 from dsx.config.starter import starter
 from dsx.errors import ConfigError
 from model_folder import write_model_folder
+from often import often
 from recipes.launching import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -367,7 +368,7 @@ def test_the_wheel_has_recipes_configs_guides_and_versions(wheel):
     assert {name.split("/")[0] for name in names if not name.startswith("dsx-")} == {"dsx"}
 
 
-@pytest.mark.parametrize("how", ["--prefix", "--target", "as it is"])
+@pytest.mark.parametrize("how", often(["--prefix", "--target", "as it is"], 3))
 def test_an_installed_package_inits_without_a_clone(wheel, tmp_path, how):
     """Its own files, not the checkout's: those of the checkout are of no use from there."""
     packages = wheel  # a wheel is a zip, from which Python imports

@@ -141,8 +141,8 @@ def test_an_ordinary_json_with_a_model(dsx, tmp_path):
 
 def test_memory_decides(dsx):
     """Less memory: the best layout is slower, and says that it stays within it."""
-    wide = ("--model", "llama-3-8b", "--cluster", "H100", "--gpus", 8, "--global-batch", 32)
-    sizes = ("--sequence-length", 4096, "--tensor", 2, "--pipeline", 2, "--top", 1, "--format", "json")
+    wide = ("--model", "llama-3-8b", "--cluster", "H100", "--gpus", 8, "--global-batch", 16)
+    sizes = ("--sequence-length", 4096, "--tensor", 2, "--pipeline", 2, "--zero", 1, "--format", "json")
     step = []
     for gib in (70, 30):
         code, out, _ = dsx(*wide, *sizes, "--gpu-memory", gib)

@@ -112,7 +112,7 @@ def test_a_config_of_dsx(dsx, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("preset", often([p for p in presets() if p.name != "tiny"], every=9), ids=repr)
+@pytest.mark.parametrize("preset", often([p for p in presets() if p.name != "tiny"], every=19), ids=repr)
 def test_every_published_model(dsx, tmp_path: Path, preset: Preset) -> None:
     """Its small likeness trains as transformers' does: the sizes it shrinks to are some its family takes."""
     block = block_of(tmp_path, {"family": preset.family, "preset": preset.name})

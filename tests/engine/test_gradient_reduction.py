@@ -22,6 +22,7 @@ from dsx.errors import ModelError
 from dsx.schedules.schedule import BACKWARDS, Op
 from engine import toy_pipeline as toy
 from engine.toy_pipeline import Case
+from often import often
 
 PP, DP, MICRO_BATCHES = 2, 2, 4
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}  # with bf16 and ZeRO-1: BF16_Optimizer
@@ -176,9 +177,11 @@ SAME = [
 ]
 
 
-def test_the_same_bits_as_deepspeeds_own_reduction() -> None:
+@pytest.mark.parametrize("cases", often([SAME[at::3] for at in range(3)], 3), ids=len)
+def test_the_same_bits_as_deepspeeds_own_reduction(cases: list[Case]) -> None:
     """Two ranks: a sum of two has one order. Every way to scale, precision and cut."""
-    for case, (ours, theirs, used) in zip(SAME, ranks.run(_against_deepspeed, PP * DP, SAME)[0], strict=True):
+    found = ranks.run(_against_deepspeed, PP * DP, cases)[0]
+    for case, (ours, theirs, used) in zip(cases, found, strict=True):
         assert used, case
         assert ours == theirs, case
 

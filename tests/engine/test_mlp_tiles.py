@@ -96,7 +96,7 @@ def trained(world_size: int, model: str, layout: str, tiles: int) -> list[Tensor
     return [torch.as_tensor(each).detach() for each in seen]
 
 
-@pytest.mark.parametrize(("model", "layout"), often(CASES, 31))
+@pytest.mark.parametrize(("model", "layout"), often(CASES, 61))
 def test_tiles_train_as_whole_feed_forwards_do(model: str, layout: str) -> None:
     for whole, parts in ranks.run(both, LAYOUTS[layout][0], model, layout):
         largest = max(float(each.abs().max()) for each in whole[2:-3] if each.numel())

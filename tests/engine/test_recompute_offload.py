@@ -91,7 +91,7 @@ def trained(world_size: int, model: str, layout: str, how: str) -> list[Tensor]:
     return [torch.as_tensor(each).detach() for each in seen]
 
 
-@pytest.mark.parametrize(("model", "layout"), often(CASES, 29))
+@pytest.mark.parametrize(("model", "layout"), often(CASES, 57))
 def test_what_comes_back_from_the_host_is_what_left(model: str, layout: str) -> None:
     for stays, comes_back in ranks.run(both, LAYOUTS[layout][0], model, layout):
         for place, (one, other) in enumerate(zip(stays, comes_back, strict=True)):

@@ -52,7 +52,7 @@ def trained(_rank: int, world_size: int, case: str, zero: int, more: dict[str, A
     return [*map(float, seen), float(engine.eval_batch(given(9)))]
 
 
-@pytest.mark.parametrize("case", often(CASES, 3))
+@pytest.mark.parametrize("case", often(CASES, 6))
 def test_leaves_train_as_one_process_does(case: str) -> None:
     world_size, _, more = CASES[case]
     alone = ranks.run(trained, 1, case, 0, {k: v for k, v in more.items() if k == "adapter"})[0]

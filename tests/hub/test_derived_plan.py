@@ -85,12 +85,23 @@ def test_a_mixer_is_cut_by_heads_and_groups_in_the_parts_that_its_code_splits() 
     model = hub_model(config_of("mamba2"))
     assert (model.uncut(2), model.mixer_heads) == (None, 2)
     assert "groups of recurrent mixers = 2: they cannot be shared by it" in str(model.uncut(4))
-    whole = hub_model(config_of("mamba2"), dict.fromkeys(derived_patterns(model)))
-    assert whole.mixer_heads == 0
     assert hub_model(config_of("mamba2"), derived_patterns(model)).params == model.params
     one = found_for("bamba", mamba_n_groups=1)
     assert one.styles["mamba.in_proj"] == "segments:own,own,all,all,own"
     assert one.styles["mamba.norm"] == "mean_over_ranks"
+
+
+@pytest.mark.parametrize("family", ["bamba", "qwen3_next", "olmo_hybrid"])
+def test_a_mixer_whose_heads_ranks_cannot_share_is_whole_on_each(family: str) -> None:
+    """As with null for each of its entries, which is what ranks build; at other degrees it is cut."""
+    model = hub_model(config_of(family))
+    assert (model.mixer_heads, model.uncut(2), model.uncut(4)) == (2, None, None)
+    four = model.for_tensor(4)
+    whole = hub_model(config_of(family), dict.fromkeys(model.mixers[0]))
+    assert (whole.mixer_heads, four.tensor_plan) == (0, whole.tensor_plan)
+    assert four.params == whole.for_tensor(4).params
+    assert model.for_tensor(2).whole == model.whole
+    assert four.whole == whole.for_tensor(4).whole != model.whole
 
 
 def test_flat_lists_of_tokens_and_parameters_that_are_handed_on_refuse_sequence_parallelism() -> None:

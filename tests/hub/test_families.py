@@ -43,7 +43,7 @@ def outcomes(family: str, layouts: Any, folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("family", "layouts"), often(SAMPLE.items(), 6))
+@pytest.mark.parametrize(("family", "layouts"), often(SAMPLE.items(), 12))
 def test_a_family_trains_like_transformers(family: str, layouts: Any, tmp_path: Path) -> None:
     for outcome in outcomes(family, layouts, tmp_path).values():
         assert outcome["result"] == "ok", json.dumps(outcome, indent=1)

@@ -42,7 +42,7 @@ SAMPLE: dict[str, list[tuple[str, dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", often(SAMPLE, 2))
+@pytest.mark.parametrize("layout", often(SAMPLE, 4))
 def test_options_train_like_transformers(layout: str) -> None:
     cases = [Case(family, str(changes), changes, layout) for family, changes in SAMPLE[layout]]
     for case, outcome in crew.outcomes(cases):

@@ -250,7 +250,10 @@ def test_ranks_that_share_sequences_train_as_one(names: Sequence[str]) -> None:
     require_equal(2, cases_of(names))
 
 
+@pytest.mark.slow
 def test_what_asks_for_the_name_of_its_attention_function_trains_as_one() -> None:
+    sparse = hub_model(content("minimax_m3_vl_text", **SPARSE))
+    assert "chooses by the name" in str(no_selective(sparse.config))
     require_equal(2, cases_of(("minimax_m3_vl_text",), **SPARSE))
 
 
@@ -542,9 +545,6 @@ def test_scores_go_and_come_again_with_what_was_dropped() -> None:
 
 
 def test_what_cannot_recompute_its_attention_alone_is_told() -> None:
-    assert "chooses by the name" in str(
-        no_selective(hub_model(content("minimax_m3_vl_text", **SPARSE)).config)
-    )
     assert "no block of it attends" in str(no_selective(hub_model(content("rwkv")).config))
     assert "flex" in str(
         no_selective(hub_model(content("olmo2") | {"attn_implementation": "flex_attention"}).config)

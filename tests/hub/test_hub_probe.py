@@ -51,7 +51,7 @@ FAMILIES = {  # family -> why documents of a pack are not kept apart
 }
 
 
-@pytest.mark.parametrize(("family", "mixed"), often(FAMILIES.items(), 3))
+@pytest.mark.parametrize(("family", "mixed"), often(FAMILIES.items(), 6))
 def test_layers_give_what_transformers_gives_and_take_slices(family: str, mixed: str | None) -> None:
     found = probe(published(family))
     assert found.differs is None

@@ -129,7 +129,7 @@ def by_dsx(_rank: int, world_size: int, folder: Path, name: str) -> list[tuple[f
     [
         (MIXTURE, ["tp 2", "pp 2, 2 chunks", "tp 2 x pp 2, zero-bubble"]),
         (ONE_PAIR, ["tp 2 x pp 2, zero-bubble"]),
-        (SHARED, ["tp 4, ZeRO-3"]),
+        pytest.param(SHARED, ["tp 4, ZeRO-3"], marks=pytest.mark.slow),
         (MIXTURE, ["cp 2, ZeRO-2"]),
         pytest.param(
             ONE_PAIR,

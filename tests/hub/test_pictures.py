@@ -139,7 +139,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"), often([(f, lay) for lay in LAYOUTS for f in tiny_pictures.SIX], 8)
+    ("family", "layout"), often([(f, lay) for lay in LAYOUTS for f in tiny_pictures.SIX], 13)
 )
 def test_pictures_train_as_in_one_process(family: str, layout: str, tmp_path: Path) -> None:
     """Losses, norms and every tensor of the exported folder, the tower's among them, after five steps."""
@@ -170,7 +170,7 @@ def resumed(_rank: int, world_size: int, folder: Path, changes: dict[str, Any], 
     dsx.export_hf(engine, folder / name)
 
 
-@pytest.mark.parametrize("trained", [{"tower": ["projector"]}, {"adapter": True}])
+@pytest.mark.parametrize("trained", often([{"tower": ["projector"]}, {"adapter": True}], 2))
 def test_what_is_trained_of_the_tower_is_in_checkpoints(trained: dict[str, Any], tmp_path: Path) -> None:
     """It is resumed in another layout, and a folder that is made of the checkpoint is what a run exports."""
     model = tiny_pictures.model_of("gemma3")

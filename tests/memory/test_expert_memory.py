@@ -89,7 +89,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", often(CASES, 7))
+@pytest.mark.parametrize("name", often(CASES, 12))
 def test_peaks_are_those_that_are_estimated(name):
     sets, world_size = CASES[name]
     for phase, estimated, real in compare(sets, world_size):
@@ -128,7 +128,7 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("name", often(MORE, 4))
+@pytest.mark.parametrize("name", often(MORE, 7))
 def test_so_are_those_of_other_layouts(name):
     for phase, estimated, real in compare(MORE[name], 4):
         assert estimated == pytest.approx(real, rel=0.001), phase

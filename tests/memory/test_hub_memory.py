@@ -15,9 +15,7 @@ _SCALARS_BYTES = 16 * 512
 """What the estimate leaves out: numbers such as norms and counts, which an allocator rounds up one by one."""
 
 
-@pytest.mark.parametrize(
-    "number", [0, 99, *(pytest.param(n, marks=pytest.mark.slow) for n in (*range(1, 43), 54))]
-)
+@pytest.mark.parametrize("number", [99, *(pytest.param(n, marks=pytest.mark.slow) for n in (*range(43), 54))])
 def test_estimate_is_that_of_the_engine(number):
     require_alike(case(number))
 
@@ -38,7 +36,7 @@ def test_so_is_that_of_feed_forwards_in_tiles(number):
     require_alike({**case(number), "tiles": 3})
 
 
-@pytest.mark.parametrize("number", often((0, 3, 1, 2, 4), 3))
+@pytest.mark.parametrize("number", often((0, 3, 1, 2, 4), 5))
 def test_so_is_that_of_attention_that_alone_is_recomputed(number):
     """By the function that stores scores, in even cases; the others have what torch fuses."""
     require_alike({**case(number), "recompute": "selective", "eager": number % 2 == 0})

@@ -107,7 +107,7 @@ def measured(rank, world, sets):
     return measure(resolve(CONFIG, world_size=world, overrides=sets))
 
 
-@pytest.mark.parametrize("name", often(CASES, 3))
+@pytest.mark.parametrize("name", often(CASES, 5))
 def test_steps_are_those_of_a_real_rank(name):
     sets = ["gradient_accumulation_steps=4", "zero_optimization.reduce_bucket_size=50000", *CASES[name]]
     real = ranks.run(measured, 2, sets)

@@ -14,6 +14,7 @@ from dsx.memory.ledger import AboveError
 from dsx.memory.walk import Walk
 from dsx.schedules.program import Program
 from dsx.schedules.schedule import lower
+from often import often
 
 _LOSS_BYTES = 512
 
@@ -105,7 +106,7 @@ def test_numbers():
     assert enough_micro_batches(Program(name="1f1b"), 64, 512, "cpu") == 68
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("precision", often(["bf16", "fp32"], 2))
 @pytest.mark.parametrize("zero", [0, 1, 2])
 @pytest.mark.parametrize(
     ("name", "ranks", "chunks", "micro_batches"),

@@ -160,7 +160,7 @@ def reference(folder: Path, adapted: bool, steps: list[Packs]) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("case", often(CASES, 6), ids=str)
+@pytest.mark.parametrize("case", often(CASES, 9), ids=str)
 def test_chats_train_as_in_one_process(case: Case, folder: Path) -> None:
     runs = ranks.run(train, case.world_size, case, folder)
     # The replicas' packs together are the global batch, in whatever order; the first tensor-parallel rank of

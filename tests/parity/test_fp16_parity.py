@@ -114,6 +114,7 @@ def family(rank: int, world_size: int) -> list[list[tuple[float, int, float, flo
     return found
 
 
+@pytest.mark.slow
 def test_a_family_in_every_kind_of_layout() -> None:
     """Tied weights, tensor parallelism, chunks and divided backwards: the same steps overflow everywhere."""
     results = dict(zip(FAMILY, ranks.run(family, 2)[0], strict=True))

@@ -123,9 +123,9 @@ def _cases(cases: list[Case], every: int, *, steps: int) -> list[object]:
 @pytest.mark.parametrize(
     ("case", "steps"),
     [
-        *_cases(LAYOUTS + VARIANTS, 8, steps=10),
-        *_cases(SCHEDULES + DEEPER, 6, steps=6),
-        *_cases(FAMILIES, 3, steps=4),
+        *_cases(LAYOUTS + VARIANTS, 13, steps=10),
+        *_cases(SCHEDULES + DEEPER, 10, steps=6),
+        *_cases(FAMILIES, 5, steps=4),
         *_cases(SHARED_HEADS, 5, steps=3),
     ],
     ids=str,

@@ -21,6 +21,7 @@ from dsx.planner.layout import Space
 from dsx.planner.profile import Profile
 from dsx.planner.profiler import MeasuredLink, profile_layers
 from engine import toy_pipeline as toy
+from often import often
 
 FORWARD, BACKWARD = 0.004, 0.007
 
@@ -92,14 +93,17 @@ FLOAT = 4
 
 @pytest.mark.parametrize(
     ("layer", "wanted"),
-    [
-        (nn.Linear(8, 16), 3 * 8),  # the input
-        (nn.Sequential(nn.Linear(8, 16), nn.GELU()), 3 * (8 + 16)),  # and what GELU gets
-        (nn.Sequential(nn.Linear(8, 16), nn.ReLU()), 3 * (8 + 16)),  # and what ReLU gives
-        (nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16)), 3 * (8 + 16 + 16)),
-        (nn.Sequential(nn.Linear(8, 16), nn.Flatten(), nn.Tanh()), 3 * (8 + 16)),  # a view shares its storage
-        (nn.Identity(), 0),
-    ],
+    often(
+        [
+            (nn.Linear(8, 16), 3 * 8),  # the input
+            (nn.Sequential(nn.Linear(8, 16), nn.GELU()), 3 * (8 + 16)),  # and what GELU gets
+            (nn.Sequential(nn.Linear(8, 16), nn.ReLU()), 3 * (8 + 16)),  # and what ReLU gives
+            (nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16)), 3 * (8 + 16 + 16)),
+            (nn.Sequential(nn.Linear(8, 16), nn.Flatten(), nn.Tanh()), 3 * (8 + 16)),  # a view: no storage
+            (nn.Identity(), 0),
+        ],
+        3,
+    ),
     ids=str,
 )
 def test_kept_bytes_by_hand(layer: nn.Module, wanted: int) -> None:

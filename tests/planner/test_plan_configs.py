@@ -29,7 +29,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", often(CASES, 4))
+@pytest.mark.parametrize("name", often(CASES, 8))
 def test_what_a_plan_names_is_loaded(name, tmp_path):
     draw, block = random.Random(name), {"model": {}, "data": {}, "train": {}} | CASES[name]
     if "preset" not in block["model"]:

@@ -24,8 +24,8 @@ from dsx.planner.step_time import PipelineStep, Predictor, least_seconds
 from dsx.schedules.builders import NAMES, default_chunks, placement_of
 from dsx.schedules.program import Program
 from dsx.schedules.simulate import Costs, simulate
+from often import often
 
-MODELS = [model_of(each.config) for each in presets()]
 LLAMA = model_of(next(each.config for each in presets() if each.name == "llama-3-8b"))
 
 
@@ -64,9 +64,10 @@ def traffic(found, kind):
     return sum(event[2] for event in record(found, kind).forward if event[0] == "op")
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_products_are_the_flops_of_mfu(model):
+@pytest.mark.parametrize("preset", often(presets(), 4), ids=repr)
+def test_products_are_the_flops_of_mfu(preset):
     """One recorded forward is a third of dsx.models.flops; vocabulary padding is on top of it."""
+    model = model_of(preset.config)
     found = shape(model)
     tokens = found.micro_batch * found.sequence_length
     expected = dict(zip(layer_kinds(model), layer_flops(model, 128), strict=True))
@@ -81,9 +82,10 @@ def test_products_are_the_flops_of_mfu(model):
     assert sum(each.flops for each in chunked) == pytest.approx(3 * head)
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_parameters_are_the_models(model):
+@pytest.mark.parametrize("preset", often(presets(), 4), ids=repr)
+def test_parameters_are_the_models(preset):
     """Apart from vocabulary padding; a tied table counts twice, on the first and on the last rank."""
+    model = model_of(preset.config)
     whole = task(model)
     predictor = Predictor(replace(whole, layers=replace(whole.layers, vocab_multiple=1)))
     table = model.vocab_size * model.hidden_size

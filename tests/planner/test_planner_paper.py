@@ -9,6 +9,8 @@ from planner_bench import figures, fit
 from planner_bench.published import CALIBRATED_ON, ROWS, TABLE_2, ZERO3_FITTED_TO
 from planner_bench.runs import content, published
 
+from often import often
+
 A100 = fit.shipped("A100")
 
 
@@ -25,7 +27,7 @@ def test_seven_rows_that_nothing_is_fitted_to():
     assert max(errors) <= 0.10
 
 
-@pytest.mark.parametrize(("generation", "most"), [("A100", 0.06), ("H100", 0.08)])
+@pytest.mark.parametrize(("generation", "most"), often([("H100", 0.08), ("A100", 0.06)], 2))
 def test_every_sixth_run_that_is_held_out(generation, most):
     held = [row for row in fit.rows(generation) if not row.is_fitted][::6]
     errors = [abs(exp(row.error(fit.start(generation))) - 1) for row in held]

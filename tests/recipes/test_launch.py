@@ -122,6 +122,7 @@ def test_export_is_the_model_that_was_evaluated(whole: Ended, output: Path) -> N
     assert loss == pytest.approx(series(output, "eval/loss")[6], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_three_steps_and_three_more(whole: Ended, output: Path, tmp_path: Path) -> None:
     settings = SMALL | {"dsx.train.output": tmp_path, "dsx.tracking.wandb.mode": "offline"}
     first = launch("torchrun", "gpt_3d.py", ZERO3, settings | {"dsx.train.steps": 3})

@@ -45,6 +45,7 @@ def test_config(tmp_path: Path, launcher: str, settings: dict[str, Any], said: t
     assert not output.exists()
 
 
+@pytest.mark.slow
 def test_missing_data_file(tmp_path: Path) -> None:
     source = tmp_path / "absent.jsonl"
     message = refused("deepspeed", {"dsx.train.output": tmp_path, "dsx.data.source": source})

@@ -183,6 +183,7 @@ def test_a_profile_of_another_device_is_refused(outcome: list[dict[str, Any]], f
     assert "device = NVIDIA H200: it was not measured for this run's CPU" in str(raised.value.error)
 
 
+@pytest.mark.slow
 def test_the_recipe_as_a_user_runs_it(tmp_path: Path) -> None:
     """Two launched ranks, schedule and cut left open; the summary and config.json say what came of it."""
     settings = {

@@ -41,8 +41,9 @@ def loss_of(folder: Path, chats: list[list[dict[str, object]]], place: Path) -> 
     return float(torch.cat(losses).mean())
 
 
-def test_a_folder_goes_in_and_a_trained_one_comes_out(tmp_path: Path) -> None:
-    """At tensor 2 x pipeline 2; the run's held-out losses are transformers', before it and after it."""
+@pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_folder_goes_in_and_a_trained_one_comes_out(tmp_path: Path, tensor: int) -> None:
+    """In a pipeline of two; the run's held-out losses are transformers', before it and after it."""
     picture_chats.save_processor(tmp_path / "model")
     model = tiny_pictures.model_of("gemma3", max_position_embeddings=128)
     model.config.image_token_index = picture_chats.IMAGE
@@ -65,16 +66,16 @@ def test_a_folder_goes_in_and_a_trained_one_comes_out(tmp_path: Path) -> None:
     }
     told = [f"dsx.data.{key}={value}" for key, value in keys.items()]
     told += [
-        "dsx.parallel.tensor=2",
+        f"dsx.parallel.tensor={tensor}",
         "dsx.parallel.pipeline=2",
         "dsx.train.steps=3",
         f"dsx.train.output={tmp_path}/out",
     ]
     told += ["dsx.tracking.wandb.mode=disabled"]
     command = [sys.executable, "-m", "dsx", "init", "run", "--from", "ds_config.json", "--model", "model"]
-    command += ["--gpus", "4", *(word for each in told for word in ("--set", each))]
+    command += ["--gpus", str(2 * tensor), *(word for each in told for word in ("--set", each))]
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
-    ended = launch("deepspeed", "finetune.py", tmp_path / "run/train.json", {}, ranks=4)
+    ended = launch("deepspeed", "finetune.py", tmp_path / "run/train.json", {}, ranks=2 * tensor)
     assert ended.code == 0, ended.text
     kept = [chat for number, chat in enumerate(chats) if is_held_out(number, HELD_OUT, 0)]
     before, after = (loss_of(tmp_path / each, kept, tmp_path) for each in ("model", "out/hf/step3"))

@@ -50,6 +50,7 @@ def test_context_axes_train_alike(tmp_path: Path) -> None:
     assert "does not have a sharding strategy" in said
 
 
+@pytest.mark.slow
 def test_every_contender_converts_the_same_checkpoint(tmp_path: Path) -> None:
     """What dsx made in it is what DeepSpeed saved."""
     report, said = bench(tmp_path, "reshard", f"--folder={tmp_path}", parameters=1e5, width=64, runs=1)

@@ -106,7 +106,7 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {  # name -> ranks, ZeRO s
 }
 
 
-@pytest.mark.parametrize("name", often(LAYOUTS, 4))
+@pytest.mark.parametrize("name", often(LAYOUTS, 8))
 def test_a_proof_says_how_near_and_changes_nothing(name: str, tmp_path: Path) -> None:
     size, zero, block = LAYOUTS[name]
     for key in ("data", "train"):
@@ -142,7 +142,7 @@ def _other_attention(rank: int) -> None:
 PLANTS: dict[str, Callable[[int], None]] = {"loss": _large_loss, "attention": _other_attention}
 
 
-@pytest.mark.parametrize("plant", ["loss", "attention"])
+@pytest.mark.parametrize("plant", often(["attention", "loss"], 2))
 def test_a_mistake_ends_the_run_before_it_trains(plant: str, tmp_path: Path) -> None:
     given = content(tmp_path, parallel={"tensor": 2, "pipeline": 1})
     with pytest.raises(ranks.RankError) as failed:
@@ -611,7 +611,7 @@ OPTIONS: dict[str, tuple[int, dict[str, Any]]] = {  # what families' tensor plan
 }
 
 
-@pytest.mark.parametrize("name", often(OPTIONS, 2))
+@pytest.mark.parametrize("name", often(OPTIONS, 4))
 def test_what_a_tensor_plan_does_not_name_trains_as_in_one_process(name: str, tmp_path: Path) -> None:
     size, options = OPTIONS[name]
     model = {"config": {**SMALL, **options}, "implementation": "transformers"}
