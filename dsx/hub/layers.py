@@ -330,12 +330,11 @@ class HubEnd(nn.Module):
         structure = structure_of(model.config)
         self._last, self._given, self._width = model.num_layers - 1, list[Tensor](), model.hidden_size
         self._times = weights.tp.size if weights.tp.sequence else 1
-        self._plain = structure.after[0] if structure.plain_end else None
+        self._plain = structure.after[:1] if structure.plain_end else None
         self.base = structure.stripped(structure.after, self._called, weights.device, weights.dtype)
         put_context(self.base, weights.cp, ShapesAlone)
         if self._plain is not None:
-            norm = self.base.get_submodule(self._plain)
-            self.base = _only(self._plain, norm)
+            self.base = _only(self._plain, self.base)
         self._top = (
             Top(structure.model, structure.base, structure.head, keep=structure.above)
             if structure.above
@@ -357,8 +356,9 @@ class HubEnd(nn.Module):
 
     def _ended(self, x: Tensor) -> Tensor:
         if self._plain is not None:
-            y: Tensor = self.base.get_submodule(self._plain)(x)
-            return y
+            for path in self._plain:
+                x = self.base.get_submodule(path)(x)
+            return x
         self._given.append(x)
         like = x.new_zeros(1).expand(x.shape[0], x.shape[1] * self._times, self._width)
         end = self.base(inputs_embeds=like, use_cache=False)
@@ -366,21 +366,22 @@ class HubEnd(nn.Module):
         return last
 
 
-def _only(path: str, module: nn.Module) -> nn.Module:
-    """A module that holds nothing but ``module`` at ``path``."""
-    for name in reversed(path.split(".")):
+def _only(paths: tuple[str, ...], base: nn.Module) -> nn.Module:
+    """A module that holds nothing but what ``base`` has at one path, or nothing."""
+    module = base.get_submodule(paths[0]) if paths else nn.Module()
+    for name in reversed(paths[0].split(".") if paths else ()):
         holder = nn.Module()
         holder.add_module(name, module)
         module = holder
     return module
 
 
-class Ending(Top):
+class Ending:
     """The family's forward after :class:`HubEnd`: scaling, output linear, soft cap."""
 
     def __init__(self, model: HubModel, cp: ContextParallel) -> None:
         structure = structure_of(model.config)
-        super().__init__(structure.model, structure.base, structure.head, past=structure.above)
+        self._top = Top(structure.model, structure.base, structure.head, past=structure.above)
         self._cp, self._sums, self._told = cp, model.balance is not None, bool(model.pictures)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ending:
@@ -389,7 +390,7 @@ class Ending(Top):
 
     def logits(self, x: Tensor, linear: Callable[[Tensor], Tensor], num_valid: int | None) -> Tensor:
         """[B, s, H] to this rank's logits [B, S, V], padding at -inf."""
-        y = self.run(x, linear)
+        y = self._top.run(x, linear)
         if num_valid is None:
             return y
         columns = torch.arange(y.shape[-1], device=y.device)

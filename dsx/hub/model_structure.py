@@ -289,7 +289,7 @@ class ModelStructure:
         writes: Whether its forward writes into the vectors that it is given.
         shifts: Whether the first block gets something else than the word embedding's output.
         stream: Sizes of what goes from block to block, samples and tokens aside.
-        plain_end: Whether what follows the last block is one module of ``after`` and nothing else.
+        plain_end: Whether nothing follows the last block, or one module of ``after`` and nothing else.
         extras: For each block, its outputs beside the hidden states; None if it returns these alone.
         calls: What each block is called with, for a few tokens.
         read: For each block, its linears whose matrices its own code multiplies by, past calls of them.
@@ -474,10 +474,10 @@ def _looked_at(found: ModelStructure) -> None:
         written.extend(f"block {number} writes into its argument {name}" for name in wrote)
         if number == 0:
             handed.append(call.hidden)
-        return torch.full_like(call.hidden, float(number + 2))
+        handed[1:] = [torch.full_like(call.hidden, float(number + 2))]
+        return handed[1]
 
-    copied = found.stripped((), called)
-    uses: list[tuple[str, Any, Any]] = []
+    copied, uses = found.stripped((), called), list[Any]()
     for path in others:
         copied.get_submodule(path).register_forward_hook(partial(_noted, path, order, uses))
     x, words = torch.ones(*_PROBED, found.width), _words(copied)
@@ -504,7 +504,9 @@ def _looked_at(found: ModelStructure) -> None:
         )
     found.writes, found.shifts = not bool((x == 1).all()), handed[0] is not x
     found.stream = tuple(handed[0].shape[2:])
-    _look_behind(found, uses, end.last_hidden_state if hasattr(end, "last_hidden_state") else end[0])
+    _look_behind(
+        found, uses, handed[1], end.last_hidden_state if hasattr(end, "last_hidden_state") else end[0]
+    )
     _require_stateless(found)
 
 
@@ -521,14 +523,11 @@ def _require_settled(changed: set[tuple[str, str, str]]) -> None:
         raise ModelError(at(name, value), what, "write what it has for short sequences")
 
 
-def _look_behind(found: ModelStructure, uses: list[Any], result: Tensor) -> None:
+def _look_behind(found: ModelStructure, uses: list[Any], last: Tensor, result: Tensor) -> None:
     """Note how the base comes to its result, and what runs on that before the matrix of the head."""
     ends = [use for use in uses if use[0] in found.after]
-    found.plain_end = (
-        len(ends) == 1
-        and ends[0][2].is_set_to(result)
-        and bool((ends[0][1][0] == len(found.list_of_blocks) + 1).all())
-    )
+    given, gave = ends[0][1:] if ends else ((last,), last)
+    found.plain_end = len(ends) < 2 and gave.is_set_to(result) and torch.equal(given[0], last)
     base, head = (found.model.get_submodule(path) for path in (found.base, found.head))
     known = {id(parameter) for module in (base, head) for parameter in module.parameters()}
     top, order = Top(found.model, found.base, found.head), list[Any]()

@@ -243,7 +243,7 @@ class Tower(nn.Module):
             return torch.full_like(call.hidden, value)
 
         base = self._structure.stripped((), called, self._device, self._dtype)
-        if self._structure.plain_end:
+        if self._structure.plain_end and self._structure.after:
             end = base.get_submodule(self._structure.after[0])
             end.register_forward_pre_hook(lambda _, given: ends.append(given[0]))
         with torch.set_grad_enabled(self.trains and torch.is_grad_enabled()):
