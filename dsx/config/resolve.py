@@ -485,7 +485,7 @@ def _tensor_fits(asked: LayoutRequest, tp: int) -> bool:
     """Whether ranks of one node can each take whole heads of their own."""
     assert asked.model is not None
     fits = tp <= _MAX_AUTO_TENSOR and possible(asked, "tensor", [tp]) != []
-    return fits and not asked.model.shares_heads(tp)
+    return fits and not asked.model.keeps_whole(tp)
 
 
 def _pipeline_fits(dsx: DsxConfig, asked: LayoutRequest, pp: int) -> bool:
@@ -711,7 +711,7 @@ def _resolve(name: str, deepspeed: dict[str, Any], dsx: DsxConfig, world_size: i
     if degrees.mesh.cp > 1:
         parallel = dsx.parallel.model_copy(update={"context_method": degrees.context_method})
         dsx = dsx.model_copy(update={"parallel": parallel})
-    dsx, cut_notes = _as_cut(dsx, model.spec, degrees.mesh.tp)
+    dsx, cut_notes = _as_cut(dsx, model.spec.for_tensor(degrees.mesh.tp), degrees.mesh.tp)
     spec = replace(model.spec.for_tensor(degrees.mesh.tp), freeze=dsx.train.freeze)
     apart = degrees.mesh.ep > 1 or any(each.trained for each in in_float32(spec, precision(deepspeed)))
     if apart and dsx.zero.reduce is None:  # DeepSpeed, where it reduces, knows neither experts nor dtypes

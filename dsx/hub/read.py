@@ -116,6 +116,7 @@ def _hub_model(text: str, changes: tuple[tuple[str, str | None], ...]) -> HubMod
         heads=reader.heads,
         query_heads=reader.query_heads,
         mixer_heads=reader.counted(mixers=True),
+        mixers=reader.mixers(first),
         pair_projections=frozenset(reader.pairs(params)),
         own_values=tuple(item for item in reader.memory.items() if reader.laws[item[1]] is None),
         query_size=_query_size(settings),
@@ -123,7 +124,6 @@ def _hub_model(text: str, changes: tuple[tuple[str, str | None], ...]) -> HubMod
         looked_up=frozenset(reader.tables(params)),
         routed=_routed(settings),
         balance=balance_of(structure.model),
-        whole=tuple(reader.whole()),
         no_sequence=known.get("no_sequence") or derived.no_sequence,
         no_gathering=known.get("no_gathering"),
     )
@@ -259,9 +259,8 @@ def _plan_of_block(
         if said.marks:
             said = replace(said, splits=splits_of(block, call))
         proved = plan.items() >= derived.patterns(structure.blocks).items()
-        done = {path for path in said.styles if proved and generic(path) in derived.styles}
-        kept = {path: style for path, style in said.styles.items() if path in done}
-        rest = {path: style for path, style in said.styles.items() if path not in done}
+        kept = {p: style for p, style in said.styles.items() if proved and generic(p) in derived.styles}
+        rest = {p: style for p, style in said.styles.items() if p not in kept}
         found = completed(block, replace(said, styles=rest), call)  # which may leave whole what the plan cuts
         structure.plans[kind] = replace(found, styles={**kept, **found.styles})
     plan_of_kind: BlockPlan = structure.plans[kind]
@@ -461,8 +460,8 @@ class _Reader:
         names = ("q_proj", "qkv_proj", "query_key_value", "q_b_proj", "c_attn")
         cut = any(
             style in ("colwise", "qkv_colwise") and path.rpartition(".")[2] in names
-            for plan in self.plans
-            for path, style in plan.styles.items()
+            for _, path, style, mixes in self._planned()
+            if not mixes
         )
         if counted := self.counted(mixers=False):
             return (counted, counted)
@@ -477,23 +476,28 @@ class _Reader:
         counts = [each.rpartition(".") for each in self.derived.counts if by_heads(each)]
         found = [
             vars(block.get_submodule(path.rpartition(".")[0])).get(name, 0)
-            for block, plan in zip(self.structure.list_of_blocks, self.plans, strict=True)
-            for path in (path for path, style in plan.styles.items() if style in LOCAL_COLUMN)
+            for block, path, style, mixes in self._planned()
+            if style in LOCAL_COLUMN and mixes == mixers
             for owner, _, name in counts
-            if generic(path).rpartition(".")[0] == owner and mixers == is_mixer(_child(block, path))
+            if generic(path).rpartition(".")[0] == owner
         ]
         return math.gcd(*found)
 
-    def whole(self) -> Iterator[tuple[str, float]]:
-        """Matrices of blocks that the plan leaves whole, with their share of all blocks' elements."""
-        counts: dict[str, int] = {}
-        total = 0
+    def mixers(self, first: int) -> tuple[frozenset[str], frozenset[str]]:
+        """As :attr:`HubModel.mixers`; ``first`` is the layer of the first block."""
+        names, cut = set[str](), (set[str](), set[str]())
         for number, block in enumerate(self.structure.list_of_blocks):
-            for path, parameter in block.named_parameters():
-                total += parameter.numel()
-                if parameter.ndim > 1 and self.plans[number].cut(block, path, parameter).split is None:
-                    counts[path] = counts.get(path, 0) + parameter.numel()
-        yield from ((path.removesuffix(".weight"), count / total) for path, count in counts.items())
+            held = (path for path, _ in block.named_parameters() if is_mixer(_child(block, path)))
+            names |= {f"{first + number}.block.{path}" for path in held}
+        for _, path, _, mixes in self._planned():
+            cut[mixes].add(generic(f"{self.structure.blocks}.0.{path}"))
+        return frozenset(() if cut[0] & cut[1] else cut[1]), frozenset(names)
+
+    def _planned(self) -> Iterator[tuple[nn.Module, str, str, bool]]:
+        """(block, path, style, whether a recurrent mixer has it) of what the blocks' plans name."""
+        for block, plan in zip(self.structure.list_of_blocks, self.plans, strict=True):
+            for path, style in plan.styles.items():
+                yield block, path, style, is_mixer(_child(block, path))
 
 
 def _child(block: nn.Module, path: str) -> nn.Module:

@@ -143,9 +143,9 @@ class ModelSpec:
 
     def for_tensor(self, tensor: int) -> Self:
         """The same model in the form of its parameters that ``tensor`` tensor-parallel ranks train."""
-        return replace(self, shared_kv=self.shares_heads(tensor))
+        return replace(self, shared_kv=self.keeps_whole(tensor))
 
-    def shares_heads(self, tensor: int) -> bool:
+    def keeps_whole(self, tensor: int) -> bool:
         """Whether so many ranks, each with query heads of its own, have to share key/value heads."""
         fits = self.num_heads % tensor == tensor % self.num_kv_heads == 0
         return fits and tensor > self.num_kv_heads
@@ -159,6 +159,10 @@ class ModelSpec:
     def head_size(self) -> int:
         """Columns of the head."""
         return self.hidden_size
+
+    @property
+    def tower_params(self) -> tuple[ParamSpec, ...]:
+        return ()  # no tower of pictures stands before dsx's own modules
 
     @property
     def dropout_in_blocks(self) -> float:
@@ -229,6 +233,8 @@ class HubModel:
         heads: Attention heads, key/value heads, if the plan cuts attention head by head; else None.
         query_heads: Attention heads, whether it does or not; 0 if nothing says how many there are.
         mixer_heads: What heads, and groups of them, of recurrent mixers that are cut have in common; else 0.
+        mixers: Patterns of the tensor plan that cut these, and names of their parameters; none if it
+            cuts other parts of blocks by one of the patterns.
         pair_projections: Parameters that give keys or values, each rank its own heads, with their heads, of
             which layers may have different numbers.
         own_values: (name, name in transformers' model) of every parameter whose fresh values only the
@@ -238,7 +244,6 @@ class HubModel:
         looked_up: Parameters that are tables, of which a token takes a row and is not multiplied by it.
         routed: Share of the experts that a token is sent to; 1 without experts.
         balance: The auxiliary loss of its routers; None without one.
-        whole: What tensor parallelism leaves whole: (module, its share of the blocks' parameters).
         no_sequence: Why sequence parallelism is refused; None if it is not.
         no_gathering: Why ZeRO-3, whose ranks gather parameters together, is.
         block: Number of the one block that is looked at, of a model made for a record; None for all.
@@ -268,6 +273,7 @@ class HubModel:
     heads: tuple[int, int] | None = None
     query_heads: int = field(default=0, repr=False)
     mixer_heads: int = 0
+    mixers: tuple[frozenset[str], frozenset[str]] = field(default=(frozenset(), frozenset()), repr=False)
     pair_projections: frozenset[tuple[str, int]] = field(default=frozenset(), repr=False)
     own_values: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     query_size: int = 0
@@ -276,7 +282,6 @@ class HubModel:
     routed: float = 1.0
     balance: Balance | None = None
     padding: int | None = None
-    whole: tuple[tuple[str, float], ...] = field(default=(), repr=False)
     no_sequence: str | None = None
     no_gathering: str | None = None
     block: int | None = None
@@ -296,15 +301,31 @@ class HubModel:
 
     def for_tensor(self, tensor: int) -> Self:
         """The same model with the cut of its parameters that ``tensor`` tensor-parallel ranks train."""
-        if not self.shares_heads(tensor):
+        if not self.keeps_whole(tensor):
             return self
-        shared = {name for name, pairs in self.pair_projections if pairs % tensor}
-        params = tuple(replace(spec, split=None) if spec.name in shared else spec for spec in self.params)
-        return replace(self, params=params)
+        whole = {name for name, pairs in self.pair_projections if pairs % tensor}
+        plan = dict(self.tensor_plan)
+        if self.mixer_heads % tensor:
+            patterns, names = self.mixers
+            whole, plan = whole | names, plan | dict.fromkeys(patterns)
+        params = tuple(replace(s, split=None, parts=()) if s.name in whole else s for s in self.params)
+        return replace(self, params=params, tensor_plan=tuple(sorted(plan.items())))
 
-    def shares_heads(self, tensor: int) -> bool:
-        """Whether so many ranks have to share key/value heads."""
-        return self.heads is not None and self.heads[1] % tensor != 0
+    def keeps_whole(self, tensor: int) -> bool:
+        """Whether so many ranks have to share key/value heads, or to have recurrent mixers whole."""
+        return (self.heads is not None and self.heads[1] % tensor != 0) or self.mixer_heads % tensor != 0
+
+    @property
+    def whole(self) -> tuple[tuple[str, float], ...]:
+        """What tensor parallelism leaves whole: (matrix of blocks, its share of the blocks' parameters)."""
+        held = [spec for spec in self.params if ".block." in spec.name and not spec.adapts]
+        counts = dict[str, int]()
+        for spec in held:
+            if spec.split is None and len(spec.shape) > 1:
+                path = spec.name.partition(".block.")[2].removesuffix(".weight")
+                counts[path] = counts.get(path, 0) + spec.numel
+        total = sum(spec.numel for spec in held)
+        return tuple((path, count / total) for path, count in counts.items())
 
     @property
     def experts(self) -> dict[int, int]:
@@ -327,7 +348,11 @@ class HubModel:
         """Why ``tensor`` ranks cannot share the model; None if they can."""
         if tensor == 1:
             return None
-        if all(spec.split is None or spec.pad_multiple is not None for spec in self.params):
+        params = self.for_tensor(tensor).params
+        nothing = all(spec.split is None or spec.pad_multiple is not None for spec in params)
+        if self.mixer_heads % tensor and (nothing or not self.mixers[0]):
+            return f"heads or groups of recurrent mixers = {self.mixer_heads}: they cannot be shared by it"
+        if nothing:
             return (
                 f"transformers has no tensor plan for {self.family}, and a small model of it shows none, so "
                 "that nothing but the vocabulary would be cut; dsx.parallel.tensor_plan takes one"
@@ -339,12 +364,7 @@ class HubModel:
             shared = self.pair_projections and tensor % pairs == 0
             if queries % tensor or (pairs % tensor and not shared):
                 return f"attention heads = {queries}, key/value heads = {pairs}: they cannot be shared by it"
-        if self.mixer_heads % tensor:
-            return (
-                f"heads or groups of recurrent mixers = {self.mixer_heads}: they cannot be shared by it, and "
-                "stay whole with null in dsx.parallel.tensor_plan for each of their entries (see dsx models)"
-            )
-        for spec in self.for_tensor(tensor).params:
+        for spec in params:
             sizes = spec.parts or (() if spec.split is None else (spec.shape[spec.split],))
             if spec.pad_multiple is None and any(size % tensor for size in sizes):
                 return f"{spec.hf[0]}: {max(sizes)} of dim {spec.split} are not divisible by it"
