@@ -54,7 +54,6 @@ _SOURCES = (
     "memory/meter.py",
 )
 
-
 _KERNELS = ("causal-conv1d", "flash-linear-attention", "mamba-ssm", "kernels", "peft", "bitsandbytes")
 """Packages by whose presence transformers' modules compute in another way."""
 

@@ -158,11 +158,7 @@ def _with(source: Catalog, base: Catalog, fact: Mapping[str, Any]) -> Catalog:
     base = as_model(under_known_names(base, plain), own, forms=forms_of(facts.get("hf_config") or {}))
     wanted = {spec.name for spec in own} - {entry.name for entry in source.entries}
     added = tuple(
-        replace(
-            entry,
-            role="frozen",
-            pieces=moved_below(_BASE, entry),
-        )
+        replace(entry, role="frozen", pieces=moved_below(_BASE, entry))
         for entry in base.entries
         if entry.name in wanted
     )
@@ -173,10 +169,7 @@ def _with(source: Catalog, base: Catalog, fact: Mapping[str, Any]) -> Catalog:
         entries=tuple(entries),
         facts={key: value for key, value in facts.items() if key != "base"},
         specs=specs,
-        checksums=(
-            *source.checksums,
-            *(replace(one, file=f"{_BASE}/{one.file}") for one in base.checksums),
-        ),
+        checksums=(*source.checksums, *(replace(one, file=f"{_BASE}/{one.file}") for one in base.checksums)),
         others={_BASE: base},
     )
 

@@ -110,7 +110,7 @@ def taken_apart(source: Catalog) -> tuple[Catalog, Merge | None]:
     model = _model(source)
     if model is None or model.adapter is None:
         return source, None
-    adapter, specs = model.adapter, stored_specs(model) + getattr(model, "tower_params", ())
+    adapter, specs = model.adapter, stored_specs(model) + model.tower_params
     if adapter.start != "none":
         raise CheckpointError(
             f"{source.root}: its adapter",

@@ -190,7 +190,10 @@ def _named(source: Catalog, wanted: WantedTarget) -> Catalog:
                 f"it is not known what model {source.root} is of",
                 "name a CONFIG of the model",
             )
-        return replace(source, float32=_float32_of(specs) or _float32_within(source, facts))
+        kept = _float32_of(specs)
+        if wanted.precision is not None and not kept and source.format == catalog.FORMAT:
+            kept = _float32_within(source)
+        return replace(source, float32=kept)
     forms = () if wanted.run is None else forms_of(wanted.run.hf_config)
     named = as_model(source, specs, forms=forms)
     if names == "hf":
@@ -276,13 +279,10 @@ def _model(
     return None, (_in_form(source, tensor) if homes else ()), {}
 
 
-def _float32_within(source: Catalog, facts: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+def _float32_within(folder: Catalog) -> dict[str, tuple[str, ...]]:
     """What the language model of a composite folder keeps in float32, by the folder's names."""
-    config = facts.get("hf_config")
-    if (
-        config is None
-        or (found := composite_at(source.root if source.format == catalog.FORMAT else None)) is None
-    ):
+    config = folder.facts.get("hf_config")
+    if config is None or (found := composite_at(folder.root)) is None:
         return {}
     specs = stored_specs(model_of(language_config(config)))
     return {found.names.get(name, name): spec.float32 for spec in specs for name in spec.hf}

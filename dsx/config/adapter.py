@@ -31,7 +31,7 @@ from dsx.models.adapters import (
 )
 from dsx.models.param import NF4_BLOCK, ParamSpec
 from dsx.models.params import param_specs
-from dsx.models.spec import Adapter, HubModel, Model
+from dsx.models.spec import Adapter, Model
 
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """Files of an adapter's folder."""
@@ -123,8 +123,8 @@ def adapter_of(
 
 def _all_specs(model: Model) -> tuple[ParamSpec, ...]:
     """What an adapter may be put on, or train itself: parameters, and those of the tower of pictures."""
-    tower = model.tower_params if isinstance(model, HubModel) else ()
-    return param_specs(replace(model, adapter=None)) + tuple(each for each in tower if not each.buffer)
+    tower = tuple(each for each in model.tower_params if not each.buffer)
+    return param_specs(replace(model, adapter=None)) + tower
 
 
 def _require_whole_blocks(adapter: Adapter, model: Model) -> None:

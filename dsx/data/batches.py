@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from queue import SimpleQueue
 from typing import Any, Protocol, Self
@@ -48,7 +48,8 @@ class Shuffled:
 
     def take(self, sample: int) -> Sample:
         """The sample itself."""
-        return _at(*self.place(sample))
+        sequences, place = self.place(sample)
+        return sequences.window(place)
 
 
 class Mixed:
@@ -75,11 +76,8 @@ class Mixed:
 
     def take(self, sample: int) -> Sample:
         """The sample itself."""
-        return _at(*self.place(sample))
-
-
-def _at(sequences: Windows, place: int) -> Sample:
-    return sequences.window(place)
+        sequences, place = self.place(sample)
+        return sequences.window(place)
 
 
 class Batches:
@@ -152,30 +150,32 @@ class Batches:
                 f"resume with micro-batch size x data parallelism dividing {value}",
             )
         self._cursor, self._first = value, value
-        self._sorted: tuple[int, list[int]] = (-1, [])
+        self._ordered: tuple[int, Sequence[int]] = (-1, ())
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> MicroBatch:
         step, done = divmod(self._cursor - self._first, self._batch)
-        if self._sorted[0] != step:
-            self._sorted = step, self._of_step(self._first + step * self._batch)
+        if self._ordered[0] != step:
+            begin = self._first + step * self._batch
+            self._ordered = step, self._in_order(range(begin, begin + self._batch))
         first = done + self._dp_rank * self._rows
-        rows = [self._samples.take(sample) for sample in self._sorted[1][first : first + self._rows]]
+        rows = [self._samples.take(self._number(at)) for at in self._ordered[1][first : first + self._rows]]
         self._cursor += self.step
         return _micro_batch(rows, self._multiple_of)
 
-    def _of_step(self, first: int) -> list[int]:
-        """The samples of a step."""
-        numbers: Iterable[int] = range(first, first + self._batch)
-        if self._islands is not None:
-            numbers = (self._islands.global_sample(own, self._batch) for own in numbers)
+    def _number(self, own: int) -> int:
+        """The number in the whole job of a sample of this one."""
+        return own if self._islands is None else self._islands.global_sample(own, self._batch)
+
+    def _in_order(self, step: range) -> Sequence[int]:
+        """The samples of a step as ranks read them."""
         place: Callable[[int], tuple[Any, int]] | None = getattr(self._samples, "place", None)
-        if place is None or not hasattr(place(first)[0], "chat_length"):
-            return [*numbers]
-        held = {number: place(number) for number in numbers}
-        return sorted(held, key=lambda number: -held[number][0].chat_length(held[number][1]))
+        if place is None or not hasattr(place(self._number(step[0]))[0], "chat_length"):
+            return step
+        held = {own: place(self._number(own)) for own in step}
+        return sorted(held, key=lambda own: -held[own][0].chat_length(held[own][1]))
 
 
 class EvaluationBatches:

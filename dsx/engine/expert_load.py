@@ -44,7 +44,7 @@ class ExpertLoad:
     def biases(self) -> dict[str, Tensor]:
         """This rank's biases by ``block.path``."""
         told = ((layer, tally) for layer, tally in self._held if tally.bias is not None)
-        return {f"{tally.number}.{tally.bias}": layer.block.get_buffer(tally.bias) for layer, tally in told}
+        return {tally.name: layer.block.get_buffer(tally.bias) for layer, tally in told}
 
     def move_biases(self) -> None:
         """Move each bias by ``speed`` towards equal loads. Collective over the ranks of this stage's data.

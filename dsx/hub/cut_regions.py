@@ -117,10 +117,12 @@ def splits_in(block: nn.Module, found: set[tuple[int, ...]]) -> Iterator[None]:
     for child in (child for _, child in children(block) if is_mixer(child)):
         handles.append(child.register_forward_pre_hook(partial(seen.stand, inside=True)))
         handles.append(child.register_forward_hook(partial(seen.stand, inside=False)))
-    with seen:
-        yield
-    for handle in handles:
-        handle.remove()
+    try:
+        with seen:
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class _Watch(TorchDispatchMode):

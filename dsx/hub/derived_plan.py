@@ -300,13 +300,13 @@ def _mixer(run: _Run, path: str) -> _Region | None:
         plan = mixer.plan(shared, mean=over)
         for counts in mixer.counts(plan):
             tried = replace(plan, counts=counts)
-            if _proved(run, tried, path, row, mixer.ranks) is None:
+            if (found := _proved(run, tried, path, row, mixer.ranks)) is None:
                 continue
-            for name in counts:  # what need not count a rank's own stays as it is
+            for name in (each for each in counts if not by_heads(each)):
                 fewer = replace(tried, counts=tuple(each for each in tried.counts if each != name))
-                if not by_heads(name) and _proved(run, fewer, path, row, mixer.ranks) is not None:
-                    tried = fewer
-            return path, _proved(run, tried, path, row, mixer.ranks) or tried
+                if (with_fewer := _proved(run, fewer, path, row, mixer.ranks)) is not None:
+                    tried, found = fewer, with_fewer  # what need not count a rank's own stays as it is
+            return path, found
     return None
 
 

@@ -116,13 +116,13 @@ def called_beside(block: nn.Module, width: int) -> dict[str, str]:
         block: On the meta device, as transformers makes it.
         width: The hidden size.
     """
-    above = {path: block.get_submodule(path.rpartition(".")[0]) for path, _ in experts_in(block)}
-    named = ((path, _called_after(above[path], experts, width)) for path, experts in experts_in(block))
-    return {path: name for path, name in named if name is not None}
+    named = {path: _called_after(block, path, width) for path, _ in experts_in(block)}
+    return {path: name for path, name in named.items() if name is not None}
 
 
-def _called_after(parent: nn.Module, experts: Any, width: int) -> str | None:
-    """The first child that ``parent`` calls after its experts, if that is once and with its own input."""
+def _called_after(block: nn.Module, path: str, width: int) -> str | None:
+    """The first child that the module above experts calls after them, if once and with its own input."""
+    parent, experts = block.get_submodule(path.rpartition(".")[0]), block.get_submodule(path)
     names = {each: name for name, each in parent.named_children() if any(True for _ in each.parameters())}
     called: list[tuple[nn.Module, tuple[Any, ...]]] = []
 

@@ -652,7 +652,7 @@ def _begun(
     _module: nn.Module, given: Any, named: Any, *, start: Callable[[Tensor], Tensor]
 ) -> tuple[Any, Any]:
     """Hidden states, the first argument and whatever else is the same tensor, as they are wanted inside."""
-    first = next(each for each in (*given, *named.values()) if isinstance(each, Tensor))
+    first = _first_of(given, named)
     begun = start(first)
     named = {name: begun if each is first else each for name, each in named.items()}
     return tuple(begun if each is first else each for each in given), named
@@ -660,7 +660,7 @@ def _begun(
 
 def _gathered(_module: nn.Module, given: Any, named: Any, *, tp: TensorParallel) -> tuple[Any, Any]:
     """Hidden states, and what comes with them for the same tokens, such as a residual, in whole sequences."""
-    first = next(each for each in (*given, *named.values()) if isinstance(each, Tensor))
+    first = _first_of(given, named)
     along = first.shape[: collectives.SEQUENCE + 1]
 
     def whole(each: Any) -> Any:
@@ -670,6 +670,10 @@ def _gathered(_module: nn.Module, given: Any, named: Any, *, tp: TensorParallel)
         return collectives.gather_from(each, tp, collectives.SEQUENCE)
 
     return tuple(map(whole, given)), {name: whole(each) for name, each in named.items()}
+
+
+def _first_of(given: Any, named: Any) -> Tensor:
+    return next(each for each in (*given, *named.values()) if isinstance(each, Tensor))
 
 
 def _ended(_module: nn.Module, _given: Any, gave: Any, *, tp: TensorParallel) -> Any:

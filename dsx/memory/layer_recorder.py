@@ -491,7 +491,7 @@ class _LayerTracing:
         buffers += getattr(self.owner, "tower_bytes", 0)
         names = {id(parameter): name for name, parameter in named}
         with self.recorder, self.recorder.alone(), ExitStack() as hooks:
-            if hooked:
+            if hooked and self.owner is not None:
                 hooks.enter_context(linear_of_zero3(self.owner))
             if hooked and self.module is not None and self.owner is not None:
                 self._gathers = ModuleGathers(self.recorder, self.module, self.owner, names)

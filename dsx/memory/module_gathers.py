@@ -191,17 +191,16 @@ class ModuleGathers:
             return recorder.renumbered(key)
 
 
-def linear_of_zero3(layer: nn.Module | None) -> AbstractContextManager[None]:
+def linear_of_zero3(layer: nn.Module) -> AbstractContextManager[None]:
     """Inside, torch's linear is what DeepSpeed puts in its place, where a layer's modules may call it.
 
     That one saves its input, of a frozen parameter too, and the parameter (deepspeed/runtime/zero/linear.py),
     where torch's saves a view, which would keep what was gathered.
     """
-    for parameter in () if layer is None else layer.parameters():
+    for parameter in layer.parameters():
         # By these linears know ZeRO-3's parameters, DeepSpeed's linear in backward, too.
         parameter.ds_id = parameter.ds_status = None  # type: ignore[attr-defined]
-    kinds = {type(each).__module__.split(".")[0] for each in ([] if layer is None else layer.modules())}
-    if kinds <= {"dsx"}:  # dsx's own linears do not
+    if all(type(each).__module__.startswith("dsx.") for each in layer.modules()):  # whose linears do not
         return nullcontext()
     from deepspeed.runtime.zero.linear import zero3_linear_wrap
 

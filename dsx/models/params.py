@@ -103,7 +103,7 @@ def _settled(specs: Iterable[ParamSpec], model: Model) -> tuple[ParamSpec, ...]:
 
 def tower_specs(model: Model) -> tuple[ParamSpec, ...]:
     """What is trained of the tower of pictures; the rest of it is no parameter of a run."""
-    held = model.tower_params if isinstance(model, HubModel) else ()
+    held = model.tower_params
     if held and model.adapter is not None:
         from dsx.models.adapters import adapted  # as above
 

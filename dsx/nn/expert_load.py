@@ -35,6 +35,11 @@ class Tally:
             lambda *called: uncompiled(self._count, *called) if called[0].training else None, with_kwargs=True
         )
 
+    @property
+    def name(self) -> str:
+        """``block.path`` of its bias."""
+        return f"{self.number}.{self.bias}"
+
     def _count(self, _: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         if torch._C._current_graph_task_id() >= 0:  # noqa: SLF001 (in backward, as torch's FSDP asks)
             return

@@ -75,12 +75,9 @@ def not_finite(places: Mapping[str, Mapping[str, Tensor]], number: int) -> diagn
         bad = [name for name, values in tensors.items() if not values.isfinite().all()]
         if bad:
             others = f", nor {'is' if len(bad) == 2 else 'are'} {len(bad) - 1} more" if len(bad) > 1 else ""
+            what, why = f"{place} {bad[0]} is not finite{others}", _NOT_FINITE_WHY[place]
             return diagnosis.ParityFinding(
-                cause=diagnosis.NOT_FINITE,
-                what=f"{place} {bad[0]} is not finite{others}",
-                why=_NOT_FINITE_WHY[place],
-                step=number,
-                tensor=bad[0],
+                cause=diagnosis.NOT_FINITE, what=what, why=why, step=number, tensor=bad[0]
             )
     return None
 
@@ -245,18 +242,14 @@ def not_gathered(step: ObservedStep, name: str, number: int) -> diagnosis.Parity
     now, held, old = flat(step.next_weights), flat(step.after), flat(step.weights)
     what = f"weight {name} in the model is not what its optimizer holds after the step"
     if torch.equal(now, old):
-        cause, why = (
-            diagnosis.NOT_GATHERED,
-            "the model has the weights from before the step: the new ones never came",
-        )
+        cause = diagnosis.NOT_GATHERED
+        why = "the model has the weights from before the step: the new ones never came"
     elif any(torch.equal(now.sort().values, kept.sort().values) for kept in (held, held.bfloat16().float())):
         cause = diagnosis.PARTITION_ORDER
         why = "the model has the right numbers in the wrong places: ZeRO's parts are joined in another order"
     else:
-        cause, why = (
-            diagnosis.NOT_GATHERED,
-            "parts of the new weights have not come, or others have come in their place",
-        )
+        cause = diagnosis.NOT_GATHERED
+        why = "parts of the new weights have not come, or others have come in their place"
     return diagnosis.ParityFinding(cause=cause, what=what, why=why, step=number, tensor=name)
 
 
@@ -403,13 +396,12 @@ class TrainingComparison:
             for values in (whole[name].values, *whole[name].copies):
                 off = relative(values, expected[name])
                 if off > self._bench.tolerances.weight:
+                    what = f"weight {name} as built is off by {off:.2g} of its largest element"
+                    why = (
+                        "the layout starts from other weights than one process, by its init or what it loads"
+                    )
                     return diagnosis.ParityFinding(
-                        cause=diagnosis.INITIAL_WEIGHTS,
-                        what=f"weight {name} as built is off by {off:.2g} of its largest element",
-                        why="the layout starts from other weights than one process: its init, or what it "
-                        "loads, depends on the layout",
-                        step=0,
-                        tensor=name,
+                        cause=diagnosis.INITIAL_WEIGHTS, what=what, why=why, step=0, tensor=name
                     )
         return None
 
@@ -457,12 +449,10 @@ class TrainingComparison:
             for axis, off in axes.items():
                 if off > self._bench.tolerances.weight:
                     start = "at the start" if index == 0 else f"after step {index}"
+                    what = f"copies of {name} on {axis} differ by {off:.2g} {start}"
+                    why = "they are not built alike" if index == 0 else "they are not updated alike"
                     return diagnosis.ParityFinding(
-                        cause=diagnosis.REPLICAS_DRIFT,
-                        what=f"copies of {name} on {axis} differ by {off:.2g} {start}",
-                        why="they are not built alike" if index == 0 else "they are not updated alike",
-                        step=index,
-                        tensor=name,
+                        cause=diagnosis.REPLICAS_DRIFT, what=what, why=why, step=index, tensor=name
                     )
         return None
 
@@ -633,12 +623,10 @@ class TrainingComparison:
             for name, values in rank.biases[index + 1].items():
                 off = float((values - expected.biases[name]).abs().max())
                 if off > self._bench.tolerances.weight:
+                    what = f"block {name} on rank {rank.rank} is off by {off:.2g} after the step"
+                    why = "tokens of some ranks or micro-batches are not counted, or counted twice"
                     return diagnosis.ParityFinding(
-                        cause=diagnosis.BIASES,
-                        what=f"block {name} on rank {rank.rank} is off by {off:.2g} after the step",
-                        why="tokens of some ranks or micro-batches are not counted, or counted twice",
-                        step=index + 1,
-                        tensor=name,
+                        cause=diagnosis.BIASES, what=what, why=why, step=index + 1, tensor=name
                     )
         return None
 
@@ -647,12 +635,10 @@ class TrainingComparison:
         for name in (each for each in self._bench.reference.order if each in self._bench.reference.frozen):
             moved = not torch.equal(step.weights[name].values, step.next_weights[name].values)
             if moved or name in step.gradients:
+                what = f"{name} is frozen, and {'changes in the step' if moved else 'has a gradient'}"
+                why = "the optimizer is given it, or something writes over it"
                 return diagnosis.ParityFinding(
-                    cause=diagnosis.FROZEN,
-                    what=f"{name} is frozen, and {'changes in the step' if moved else 'has a gradient'}",
-                    why="the optimizer is given it, or something writes over it",
-                    step=index + 1,
-                    tensor=name,
+                    cause=diagnosis.FROZEN, what=what, why=why, step=index + 1, tensor=name
                 )
         return None
 

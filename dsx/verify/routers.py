@@ -30,12 +30,10 @@ class ReferenceRouters:
         self._held = {}
         if isinstance(config.model, HubModel):
             blocks = model.get_submodule(structure_of(config.model.config).blocks)
-            told = [
-                (block, tally) for at, block in enumerate(blocks) for tally in tallies_of(block, at, None)
-            ]
             self._held = {
-                f"{tally.number}.{tally.bias}": (block.get_buffer(tally.bias), tally.counts)
-                for block, tally in told
+                tally.name: (block.get_buffer(tally.bias), tally.counts)
+                for at, block in enumerate(blocks)
+                for tally in tallies_of(block, at, None)
                 if tally.bias is not None
             }
         self._counts: dict[str, Tensor] = {}

@@ -322,13 +322,7 @@ def catalog_of(root: Path) -> Catalog:
     return read_manifest(root / store.MANIFEST)
 
 
-def target_of(
-    source: Catalog,
-    root: Path,
-    layout: Layout,
-    *,
-    precision: str | None = None,
-) -> Target:
+def target_of(source: Catalog, root: Path, layout: Layout, *, precision: str | None = None) -> Target:
     """A dsx checkpoint in ``layout`` with everything that ``source`` has.
 
     ``precision`` (``fp32``, ``bf16`` or ``fp16``) is the weights' dtype; the source's by default.
@@ -386,11 +380,7 @@ def target_of(
         store.write_atomically(folder / store.MANIFEST, write_manifest(complete))
 
     return Target(
-        catalog=catalog,
-        skeletons=tuple(files),
-        finish=finish,
-        dropped=left_behind(source.facts),
-        is_tag=True,
+        catalog=catalog, skeletons=tuple(files), finish=finish, dropped=left_behind(source.facts), is_tag=True
     )
 
 

@@ -53,12 +53,7 @@ class HfWeights:
         file: The one file that counts, an adapter's for example; None for those of the model.
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        names_of: NamesOf | None = None,
-        file: str | None = None,
-    ) -> None:
+    def __init__(self, folder: str | Path, names_of: NamesOf | None = None, file: str | None = None) -> None:
         self._source = catalog_of(Path(folder), file)
         if names_of is not None:
             self._source = under_model_names(self._source, names_of(self._source.by_name, folder))
