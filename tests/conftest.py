@@ -50,7 +50,11 @@ LONG = ("recipes", "test_guides.py", "test_readme.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not {*item.path.parts} & {*LONG})
+    # Files of all folders take turns: tests that wait, as those of faults do, would stand together.
+    turns: dict[Path, dict[Path, int]] = {}
+    for item in items:
+        turns.setdefault(item.path.parent, {}).setdefault(item.path, len(turns[item.path.parent]))
+    items.sort(key=lambda each: (not {*each.path.parts} & {*LONG}, turns[each.path.parent][each.path]))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

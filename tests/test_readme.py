@@ -129,7 +129,8 @@ def paste_readme(folder: Path, *, whole: bool) -> Pasted:
         for block in every_block():
             if block == only_block("Run the tests"):
                 continue
-            lines = [line for line in block.splitlines() if whole or not line.startswith(LATER)]
+            all_lines = block.splitlines()
+            lines = [line for line in all_lines if whole or not (line in said or line.startswith(LATER))]
             text = "\n".join(lines)
             if not whole:
                 text = text.replace(f"{INSTALL} '.[plot]'", FIRST)

@@ -108,12 +108,12 @@ def test_a_stock_run_goes_on_in_dsx(dsx, tmp_path, family, zero):
     often(
         [
             (
-                Case(family="llama", dp=2, zero=1, accumulation=2),
-                Case(family="llama", tp=2, pp=2, chunks=2, zero=3, accumulation=4),
-            ),
-            (
                 Case(family="gpt2", pp=2, zero=3, accumulation=4),
                 Case(family="gpt2", tp=2, dp=2, zero=2, accumulation=2),
+            ),
+            (
+                Case(family="llama", dp=2, zero=1, accumulation=2),
+                Case(family="llama", tp=2, pp=2, chunks=2, zero=3, accumulation=4),
             ),
         ],
         2,

@@ -33,7 +33,7 @@ IMAGE = 258
 ONCE = ConversionOptions(workers=1)
 
 
-@pytest.mark.parametrize(("family", "layout"), often([(f, lay) for lay in ("tp-pp", "dp") for f in SIX], 7))
+@pytest.mark.parametrize(("family", "layout"), often([(f, lay) for lay in ("tp-pp", "dp") for f in SIX], 12))
 def test_text_trains_like_the_composite_class_with_its_tower_frozen(
     family: str, layout: str, tmp_path: Path
 ) -> None:

@@ -160,7 +160,7 @@ def _by_dsx(
             ("llama", 1, {"pipeline": 2}),
             ("ernie4_5_moe", 0, {"tensor": 2}),
         ],
-        every=4,
+        every=5,
     ),
 )
 def test_training_in_bf16_equals_transformers_over_fp32_masters(

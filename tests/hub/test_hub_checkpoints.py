@@ -26,6 +26,7 @@ from dsx.checkpoint.reshard import WantedTarget, prepare
 from dsx.hub.read import hub_model
 from dsx.models import families
 from dsx.nn.parallel import TensorParallel
+from often import often
 from parity import dsx_run
 from parity.dsx_run import Case
 
@@ -140,7 +141,7 @@ def loss_of(folder: Path, case: Case, step: int) -> float:
     return float(F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()))
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=often(MODELS, 2))
 def trained(request, tmp_path_factory) -> tuple[str, Path, list[float]]:
     """A family, the folder with all that came of it, and the losses after the checkpoint."""
     family = request.param

@@ -250,7 +250,7 @@ def check_beside_copies(layout, tmp_path, *, islands=2, tied=True, steps=STEPS, 
     return results
 
 
-@pytest.mark.parametrize("layout", often(reversed(LAYOUTS), 3))
+@pytest.mark.parametrize("layout", often(reversed(LAYOUTS), len(LAYOUTS)))
 def test_adamw_is_a_loop_over_copies(layout, tmp_path):
     results = check_beside_copies(layout, tmp_path, every=3)
     for _, _, reports in results:

@@ -107,7 +107,7 @@ def measured(rank, world, sets):
     return measure(resolve(CONFIG, world_size=world, overrides=sets))
 
 
-@pytest.mark.parametrize("name", often(CASES, 5))
+@pytest.mark.parametrize("name", often(CASES, 7))
 def test_steps_are_those_of_a_real_rank(name):
     sets = ["gradient_accumulation_steps=4", "zero_optimization.reduce_bucket_size=50000", *CASES[name]]
     real = ranks.run(measured, 2, sets)
@@ -126,7 +126,9 @@ def test_steps_are_those_of_a_real_rank(name):
     assert paper.steady_bytes == pytest.approx(real[1].steady_bytes, abs=16)
 
 
-@pytest.mark.parametrize(("name", "world", "cut"), [("1f1b", 3, [3, 3, 1]), ("dualpipev", 2, [2, 2, 2, 1])])
+@pytest.mark.parametrize(
+    ("name", "world", "cut"), often([("dualpipev", 2, [2, 2, 2, 1]), ("1f1b", 3, [3, 3, 1])], 2)
+)
 def test_ranks_that_receive_hold_what_is_estimated(name, world, cut):
     """In a step of more micro-batches than are replayed, of messages that are up to 8 % of a rank's peak."""
     chunks = len(cut) // world
@@ -151,7 +153,7 @@ def test_buckets_of_the_default_size_over_four_ranks(zero, micro_batches):
             assert phase.peak_bytes == pytest.approx(paper.phases[phase.name], abs=SCALARS)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", often(["full", "none"], 2))
 def test_documents_apart_take_what_a_real_rank_takes(recompute):
     sets = ["gradient_accumulation_steps=4", "dsx.data.documents=apart", f"dsx.recompute={recompute}"]
     sets += ["dsx.parallel.pipeline=2", "zero_optimization.stage=1"]

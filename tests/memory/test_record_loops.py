@@ -92,7 +92,7 @@ LOOPS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("family", "changes"), often(LOOPS, 4))
+@pytest.mark.parametrize(("family", "changes"), often(LOOPS, 8))
 def test_short_records_give_that_of_a_long_sequence(family, changes, monkeypatch):
     recorded = []
     monkeypatch.setattr(

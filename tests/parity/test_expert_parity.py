@@ -45,7 +45,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("family", "name"), often(CASES, 33))
+@pytest.mark.parametrize(("family", "name"), often(CASES, 36))
 def test_experts_over_ranks_train_like_transformers(family: str, name: str, tmp_path: Path) -> None:
     found = dict(parity.prove(family, {name: LAYOUTS[name]}, folder=tmp_path))
     assert "failed" not in found.pop("")

@@ -61,6 +61,7 @@ def test_too_little_data(tmp_path: Path) -> None:
     assert "train_batch_size: one step takes 64 sequences" in message
 
 
+@pytest.mark.slow
 def test_no_place_for_checkpoints(tmp_path: Path) -> None:
     """Said at the start, not when the first one is due."""
     place = tmp_path / "checkpoints"
@@ -159,6 +160,7 @@ def test_folder_that_lacks_a_tensor(model: Path) -> None:
     assert f"{file}: tensor model.layers.1.mlp.down_proj.weight: it is missing" in message
 
 
+@pytest.mark.slow
 def test_port_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
