@@ -300,7 +300,11 @@ def _in_form(source: Catalog, tensor: int) -> tuple[ParamSpec, ...]:
     if {name for spec in specs for name in spec.hf} != {name for spec in source.specs for name in spec.hf}:
         return source.specs
     known = {spec.name: spec for spec in source.specs}
-    return tuple(replace(known.get(spec.name, spec), float32=spec.float32) for spec in specs)
+    whole: dict[str, Any] = {"split": None, "parts": ()}  # at this degree, whatever the source has
+    return tuple(
+        replace(known.get(spec.name, spec), float32=spec.float32, **whole if spec.split is None else {})
+        for spec in specs
+    )
 
 
 def _dsx(source: Catalog, root: Path, wanted: WantedTarget) -> _Written:

@@ -475,7 +475,7 @@ def _looked_at(found: ModelStructure) -> None:
         if number == 0:
             handed.append(call.hidden)
         handed[1:] = [torch.full_like(call.hidden, float(number + 2))]
-        return handed[1]
+        return handed[-1]
 
     copied, uses = found.stripped((), called), list[Any]()
     for path in others:

@@ -245,6 +245,9 @@ def _plan_of_block(
     block = structure.list_of_blocks[number]
     pairs = heads_of(block) or _number(settings, "num_key_value_heads")
     pairs = pairs or _number(settings, "num_attention_heads") or 0
+    keys = [path for path, _ in block.named_modules() if path.endswith(".k_proj")]
+    if keys and all(is_mixer(_child(block, path)) for path in keys):
+        pairs = 0  # those of attention, in other blocks
     rotary = _number(settings, "qk_rope_head_dim") or 0
     counts = (*known_of(settings.model_type).get("heads", ()), *derived.counts)
     kind = (
@@ -428,12 +431,13 @@ class _Reader:
 
     def pairs(self, params: tuple[ParamSpec, ...]) -> Iterator[tuple[str, int]]:
         """Parameters of blocks' key and value projections that are cut head by head, with their heads."""
-        first = min(spec.layer for spec in params if ".block." in spec.name)
-        for spec in params:
+        held = [spec for spec in params if ".block." in spec.name]
+        for spec in held:
             owner = spec.name.partition(".block.")[2].rpartition(".")[0]
-            is_pair = owner.endswith((".k_proj", ".v_proj")) and spec.split == 0
-            if is_pair and self.plans[spec.layer - first].styles.get(owner) == "colwise":
-                yield spec.name, self.plans[spec.layer - first].pairs
+            plan = self.plans[spec.layer - held[0].layer]
+            is_pair = owner.endswith((".k_proj", ".v_proj")) and spec.split == 0 and plan.pairs
+            if is_pair and plan.styles.get(owner) == "colwise":
+                yield spec.name, plan.pairs
 
     def tables(self, params: tuple[ParamSpec, ...]) -> Iterator[str]:
         """Parameters that are looked up, not multiplied by: positions, for example."""
@@ -465,7 +469,7 @@ class _Reader:
         )
         if counted := self.counted(mixers=False):
             return (counted, counted)
-        queries, pairs = self.query_heads, min((plan.pairs for plan in self.plans), default=0)
+        queries, pairs = self.query_heads, min((plan.pairs for plan in self.plans if plan.pairs), default=0)
         return (queries, pairs) if cut and queries and pairs else None
 
     def counted(self, *, mixers: bool) -> int:

@@ -76,6 +76,8 @@ def trial(
     if config.model.adapter is not None:
         block["adapter"] = _adapter(config, changes, full=full)
     block["tracking"] = {}
+    if isinstance(config.model, HubModel):  # what of it is whole at this degree is so in a small model too
+        block["parallel"]["tensor_plan"] = dict(config.model.tensor_plan)
     if block["recompute"] == "auto":
         block["recompute"] = "none"
         changes.append("dsx.recompute: auto -> none (there is no profile)")

@@ -91,7 +91,7 @@ def test_a_mixer_is_cut_by_heads_and_groups_in_the_parts_that_its_code_splits() 
     assert one.styles["mamba.norm"] == "mean_over_ranks"
 
 
-@pytest.mark.parametrize("family", ["bamba", "qwen3_next", "olmo_hybrid"])
+@pytest.mark.parametrize("family", ["bamba", "falcon_h1", "qwen3_next", "olmo_hybrid"])
 def test_a_mixer_whose_heads_ranks_cannot_share_is_whole_on_each(family: str) -> None:
     """As with null for each of its entries, which is what ranks build; at other degrees it is cut."""
     model = hub_model(config_of(family))
@@ -100,6 +100,7 @@ def test_a_mixer_whose_heads_ranks_cannot_share_is_whole_on_each(family: str) ->
     whole = hub_model(config_of(family), dict.fromkeys(model.mixers[0]))
     assert (whole.mixer_heads, four.tensor_plan) == (0, whole.tensor_plan)
     assert four.params == whole.for_tensor(4).params
+    assert not any("linear_attn" in name for name, _ in model.pair_projections)
     assert model.for_tensor(2).whole == model.whole
     assert four.whole == whole.for_tensor(4).whole != model.whole
 
