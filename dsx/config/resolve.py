@@ -711,8 +711,8 @@ def _resolve(name: str, deepspeed: dict[str, Any], dsx: DsxConfig, world_size: i
     if degrees.mesh.cp > 1:
         parallel = dsx.parallel.model_copy(update={"context_method": degrees.context_method})
         dsx = dsx.model_copy(update={"parallel": parallel})
-    dsx, cut_notes = _as_cut(dsx, model.spec.for_tensor(degrees.mesh.tp), degrees.mesh.tp)
     spec = replace(model.spec.for_tensor(degrees.mesh.tp), freeze=dsx.train.freeze)
+    dsx, cut_notes = _as_cut(dsx, spec, degrees.mesh.tp)
     apart = degrees.mesh.ep > 1 or any(each.trained for each in in_float32(spec, precision(deepspeed)))
     if apart and dsx.zero.reduce is None:  # DeepSpeed, where it reduces, knows neither experts nor dtypes
         dsx = dsx.model_copy(update={"zero": dsx.zero.model_copy(update={"reduce": "step"})})

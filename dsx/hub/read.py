@@ -332,6 +332,12 @@ class _Reader:
         self.tied = self.model.get_submodule(structure.head).weight is table
         blocks = range(len(structure.list_of_blocks))
         self.plans = [_plan_of_block(structure, plan, derived, number) for number in blocks]
+        self.planned = [
+            (block, path, style, is_mixer(_child(block, path)))
+            for block, plan_of_one in zip(structure.list_of_blocks, self.plans, strict=True)
+            for path, style in plan_of_one.styles.items()
+        ]
+        """(block, path, style, whether a recurrent mixer has it) of what the blocks' plans name."""
         self.memory: dict[str, str] = {}
         """Name in transformers' model by dsx's name."""
 
@@ -464,7 +470,7 @@ class _Reader:
         names = ("q_proj", "qkv_proj", "query_key_value", "q_b_proj", "c_attn")
         cut = any(
             style in ("colwise", "qkv_colwise") and path.rpartition(".")[2] in names
-            for _, path, style, mixes in self._planned()
+            for _, path, style, mixes in self.planned
             if not mixes
         )
         if counted := self.counted(mixers=False):
@@ -480,7 +486,7 @@ class _Reader:
         counts = [each.rpartition(".") for each in self.derived.counts if by_heads(each)]
         found = [
             vars(block.get_submodule(path.rpartition(".")[0])).get(name, 0)
-            for block, path, style, mixes in self._planned()
+            for block, path, style, mixes in self.planned
             if style in LOCAL_COLUMN and mixes == mixers
             for owner, _, name in counts
             if generic(path).rpartition(".")[0] == owner
@@ -493,15 +499,9 @@ class _Reader:
         for number, block in enumerate(self.structure.list_of_blocks):
             held = (path for path, _ in block.named_parameters() if is_mixer(_child(block, path)))
             names |= {f"{first + number}.block.{path}" for path in held}
-        for _, path, _, mixes in self._planned():
+        for _, path, _, mixes in self.planned:
             cut[mixes].add(generic(f"{self.structure.blocks}.0.{path}"))
         return frozenset(() if cut[0] & cut[1] else cut[1]), frozenset(names)
-
-    def _planned(self) -> Iterator[tuple[nn.Module, str, str, bool]]:
-        """(block, path, style, whether a recurrent mixer has it) of what the blocks' plans name."""
-        for block, plan in zip(self.structure.list_of_blocks, self.plans, strict=True):
-            for path, style in plan.styles.items():
-                yield block, path, style, is_mixer(_child(block, path))
 
 
 def _child(block: nn.Module, path: str) -> nn.Module:

@@ -98,7 +98,7 @@ def report(config: Mapping[str, Any], tensor_plan: Mapping[str, str | None] | No
         tried = {"not_tried": error.what}
     legal = [ranks for ranks in range(1, _MOST_RANKS + 1) if model.uncut(ranks) is None]
     heads, pairs = model.heads or (None, None)
-    flops = _work_left_whole(model)
+    flops = model.left_whole(lambda spec: multiplied(model, spec) if len(spec.shape) > 1 else 0.0)
     return {
         "family": model.family,
         "implementation": "dsx" if model.family in FAMILIES else "transformers",
@@ -148,16 +148,3 @@ def _mixing(model: HubModel) -> dict[str, dict[str, Any]]:
         path: {"parameters": size / total, "passes_states": path in passing}
         for path, size in sorted(found.items())
     }
-
-
-def _work_left_whole(model: HubModel) -> dict[str, float]:
-    """Share of the blocks' products with weights that every tensor-parallel rank does, by module."""
-    found: dict[str, float] = defaultdict(float)
-    total = 0.0
-    for spec in model.params:
-        if model.kinds[spec.layer] == "Block" and len(spec.shape) > 1:
-            work = multiplied(model, spec)
-            total += work
-            if spec.split is None:
-                found[spec.name.partition(".block.")[2].removesuffix(".weight")] += work
-    return {path: work / total for path, work in found.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, Self, TypeAlias
 
@@ -318,14 +319,17 @@ class HubModel:
     @property
     def whole(self) -> tuple[tuple[str, float], ...]:
         """What tensor parallelism leaves whole: (matrix of blocks, its share of the blocks' parameters)."""
+        return tuple(self.left_whole(lambda spec: spec.numel).items())
+
+    def left_whole(self, weigh: Callable[[ParamSpec], float]) -> dict[str, float]:
+        """The share of each matrix of :attr:`whole` in what ``weigh`` says of the blocks' parameters."""
         held = [spec for spec in self.params if ".block." in spec.name and not spec.adapts]
-        counts = dict[str, int]()
+        total, found = sum(map(weigh, held)), dict[str, float]()
         for spec in held:
             if spec.split is None and len(spec.shape) > 1:
                 path = spec.name.partition(".block.")[2].removesuffix(".weight")
-                counts[path] = counts.get(path, 0) + spec.numel
-        total = sum(spec.numel for spec in held)
-        return tuple((path, count / total) for path, count in counts.items())
+                found[path] = found.get(path, 0.0) + weigh(spec)
+        return {path: weight / total for path, weight in found.items()}
 
     @property
     def experts(self) -> dict[int, int]:
@@ -348,6 +352,13 @@ class HubModel:
         """Why ``tensor`` ranks cannot share the model; None if they can."""
         if tensor == 1:
             return None
+        if self.heads is not None:
+            queries, pairs = self.heads
+            several = {pairs} | {each for _, each in self.pair_projections}
+            pairs = next((each for each in several if each % tensor and tensor % each), pairs)
+            shared = self.pair_projections and tensor % pairs == 0
+            if queries % tensor or (pairs % tensor and not shared):
+                return f"attention heads = {queries}, key/value heads = {pairs}: they cannot be shared by it"
         params = self.for_tensor(tensor).params
         nothing = all(spec.split is None or spec.pad_multiple is not None for spec in params)
         if self.mixer_heads % tensor and (nothing or not self.mixers[0]):
@@ -357,13 +368,6 @@ class HubModel:
                 f"transformers has no tensor plan for {self.family}, and a small model of it shows none, so "
                 "that nothing but the vocabulary would be cut; dsx.parallel.tensor_plan takes one"
             )
-        if self.heads is not None:
-            queries, pairs = self.heads
-            several = {pairs} | {each for _, each in self.pair_projections}
-            pairs = next((each for each in several if each % tensor and tensor % each), pairs)
-            shared = self.pair_projections and tensor % pairs == 0
-            if queries % tensor or (pairs % tensor and not shared):
-                return f"attention heads = {queries}, key/value heads = {pairs}: they cannot be shared by it"
         for spec in params:
             sizes = spec.parts or (() if spec.split is None else (spec.shape[spec.split],))
             if spec.pad_multiple is None and any(size % tensor for size in sizes):

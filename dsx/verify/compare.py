@@ -397,9 +397,8 @@ class TrainingComparison:
                 off = relative(values, expected[name])
                 if off > self._bench.tolerances.weight:
                     what = f"weight {name} as built is off by {off:.2g} of its largest element"
-                    why = (
-                        "the layout starts from other weights than one process, by its init or what it loads"
-                    )
+                    why = "the layout starts from other weights than one process: its init, or what it "
+                    why += "loads, depends on the layout"
                     return diagnosis.ParityFinding(
                         cause=diagnosis.INITIAL_WEIGHTS, what=what, why=why, step=0, tensor=name
                     )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import FINETUNE, SMALL, Ended, held_out_loss, launch, rows, series
+from launching import FINETUNE, SMALL, Ended, held_out_loss, launch, records, rows, series
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -96,3 +96,17 @@ def test_tokenizer_comes_along(done: Ended, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(exported)
     assert tokenizer.decode(tokenizer("def naïve():").input_ids) == "def naïve():"
     assert tokenizer.eos_token == END
+
+
+@pytest.mark.slow
+def test_again_when_it_is_complete(done: Ended, folder: Path, settings: dict[str, object]) -> None:
+    """It says so, evaluates nothing, and gives the weights back once more."""
+    before, weights = records(folder / "out"), folder / "out" / "hf" / "step6" / "config.json"
+    stamp = weights.stat().st_mtime_ns
+    again = launch("torchrun", "finetune.py", FINETUNE, settings)
+    assert again.code == 0, again.text
+    assert [line for line in again.lines if not line.startswith("  ")] == ["dsx", "done"]
+    assert "step 6 of dsx.train.steps = 6 is done" in rows(again.lines, "dsx")["complete"]
+    assert list(rows(again.lines, "done")) == ["Hugging Face model"]
+    assert records(folder / "out") == before
+    assert weights.stat().st_mtime_ns > stamp
