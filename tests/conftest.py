@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -68,9 +69,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     if ranks := sys.modules.get("ranks"):  # before anybody starts it who would have it import less
         ranks.serve()
-    # What is imported by now stays: the many collections that engines and tests ask for need not walk it.
+    stays()
+
+
+def stays() -> None:
+    """What is there by now stays: the many collections that engines and tests ask for need not walk it."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _imported_and_cached() -> Iterator[None]:
+    yield
+    stays()
 
 
 @pytest.fixture

@@ -103,8 +103,9 @@ class Said:
 class Shell:
     """One interactive bash: what a block changes (folder, variables, the environment) holds for the next.
 
-    It has what a login gives and nothing of the tests' own environment, a new home, and CPUs alone. Launchers
-    get a port of their own, as another worker's tests may be using theirs.
+    It has what a login gives and nothing of the tests' own environment, a new home, and CPUs alone. A process
+    computes on one of these: beside other workers' tests, torch's threads would mostly spin, waiting for each
+    other. Launchers get a port of their own, as another worker's tests may be using theirs.
 
     Args:
         folder: Where it starts.
@@ -114,7 +115,13 @@ class Shell:
 
     def __init__(self, folder: Path, home: Path, *, seconds: float = 500.0) -> None:
         home.mkdir(exist_ok=True)
-        environment = {"HOME": str(home), "PATH": LOGIN_PATH, "LANG": "C.UTF-8", "TERM": "dumb"}
+        environment = {
+            "HOME": str(home),
+            "PATH": LOGIN_PATH,
+            "LANG": "C.UTF-8",
+            "TERM": "dumb",
+            "OMP_NUM_THREADS": "1",
+        }
         self._process = subprocess.Popen(
             ["bash", "--noprofile", "--norc", "--noediting", "-i"],
             cwd=folder,

@@ -383,7 +383,8 @@ def structure_of(config: str) -> ModelStructure:
     Raises:
         ModelError: transformers cannot make it, or it cannot be cut into layers; names the reason.
     """
-    with torch.random.fork_rng(devices=[]):  # the family's forward may drop out; ranks draw alike after it
+    # The family's forward may drop out; ranks draw alike after it.
+    with torch_forms(), torch.random.fork_rng(devices=[]):
         model: Any = without_weights(json.loads(config))
         _require_all_blocks(model)
         found = _found(model)

@@ -39,13 +39,16 @@ def torch_forms() -> Iterator[None]:
     """Have transformers compute in torch inside the block, whatever kernels for GPUs are installed.
 
     It chooses kernels by package, not by device, and passes them over only where a model is exported.
+    FlexAttention is not compiled: a few tokens of a small model are no work for a compiler.
     """
+    import torch
     from transformers.integrations import hub_kernels
 
     asks = getattr(hub_kernels, "is_torchdynamo_exporting", None)
     hub_kernels.is_torchdynamo_exporting = lambda: True
     try:
-        yield
+        with torch.compiler.set_stance("force_eager"):
+            yield
     finally:
         hub_kernels.is_torchdynamo_exporting = asks
 
