@@ -165,12 +165,12 @@ class _Run:
 
     @property
     def names(self) -> set[str]:
-        """What a plan may name in the block: modules that ran, parameters and buffers, with ``*`` for numbers."""
+        """What a plan may name in the block: modules that ran, parameters, buffers; ``*`` for numbers."""
         held = chain(self.block.named_parameters(), self.block.named_buffers())
         return {generic(path) for path in (*self.uses, *(name for name, _ in held))}
 
     def before_others(self, linears: Collection[str]) -> list[str]:
-        """Those of some linears of whose outputs another one's inputs are made, as in matrices of low rank."""
+        """Those of some linears of whose outputs another one's inputs are made, as of low rank."""
         gave, given = dict[str, Tensor](), dict[str, Tensor]()
 
         def begins(_: Any, args: Any, path: str) -> None:
@@ -250,8 +250,10 @@ def _agreed(found: Collection[tuple[_Run, list[_Region]]]) -> DerivedPlan:
         regions.append(frozenset(own))
         counts |= dict.fromkeys(counted)
         by_head |= heads
+        if all(path for _, path, _ in said):
+            continue
         uses = (use for run, _ in found for name in own for use in run.uses.get(name, ()))
-        flat |= any(not path for _, path, _ in said) and any(given[0].ndim != _SEQUENCES for given, *_ in uses)
+        flat |= any(given[0].ndim != _SEQUENCES for given, *_ in uses)
     # Gradients of what a child hands on, and the block uses on its part of the tokens, nobody sums.
     held = [
         leaf for run, _ in found for uses in run.uses.values() for use in uses for leaf in tree_leaves(use[2])
@@ -344,7 +346,7 @@ def _linears(run: _Run, path: str) -> _Region | None:
             for more, whole in product(((), parameters) if parameters else ((),), ({}, *rotated)):
                 for by_head in _by_head(run, owners) if counts else ({},):
                     cut = {**dict.fromkeys(columns, style), row: last, **dict.fromkeys(more, "colwise")}
-                    facts = {"counts": counts, "by_head": by_head, "rotary": run.rotary}
+                    facts: dict[str, Any] = {"counts": counts, "by_head": by_head, "rotary": run.rotary}
                     plan = BlockPlan({**cut, **whole}, pairs=heads_of(run.block), **facts)
                     if (proved := _proved(run, plan, path, row, ranks)) is not None:
                         return path, proved
@@ -582,9 +584,7 @@ def _near(own: Tensor, wanted: Tensor) -> bool:
     return bool((own - wanted).abs().max() < FAR * wanted.abs().max())
 
 
-def _part(
-    run: _Run, plan: BlockPlan, row: str, ranks: int, rank: int
-) -> tuple[Tensor, set[str], set[str]]:
+def _part(run: _Run, plan: BlockPlan, row: str, ranks: int, rank: int) -> tuple[Tensor, set[str], set[str]]:
     """A rank's part of a row-parallel linear's outputs, and which whole parameters have a gradient of it.
 
     The name "" is what the block is given. What column-parallel linears are given is left out: ranks sum the
