@@ -184,12 +184,14 @@ class _Run:
         for path in linears:
             block.get_submodule(path).register_forward_pre_hook(partial(begins, path=path))
             block.get_submodule(path).register_forward_hook(partial(ends, path=path))
-        with torch.enable_grad():
-            self.call.make(block, self.call.hidden)
         found = set[str]()
-        for each in (each for each in given.values() if each.requires_grad):
-            every = torch.autograd.grad(each.sum(), [*gave.values()], retain_graph=True, allow_unused=True)
-            found |= {path for path, grown in zip(gave, every, strict=True) if grown is not None}
+        with suppress(Exception), torch.enable_grad():  # whatever the family's code does with gradients
+            self.call.make(block, self.call.hidden)
+            for each in (each for each in given.values() if each.requires_grad):
+                every = torch.autograd.grad(
+                    each.sum(), [*gave.values()], retain_graph=True, allow_unused=True
+                )
+                found |= {path for path, grown in zip(gave, every, strict=True) if grown is not None}
         return [path for path in linears if path in found]
 
     def linears(self, within: str) -> list[str]:
@@ -556,18 +558,17 @@ def _proved(run: _Run, plan: BlockPlan, path: str, row: str, ranks: int) -> Bloc
     ((_, _, wanted),) = run.uses[row]
     bias = getattr(run.block.get_submodule(row), "bias", None)
     wanted = wanted if bias is None else wanted - bias
-    total, used, full = torch.zeros_like(wanted), set[str](), set[str]()
+    total, used = torch.zeros_like(wanted), dict[str, bool]()
     try:
         for rank in range(ranks):
-            part, grown, elsewhere = _part(run, plan, row, ranks, rank)
+            part, grown = _part(run, plan, row, ranks, rank)
             total += part
-            used |= grown
-            full |= elsewhere
+            used |= {name: used.get(name, False) or grows for name, grows in grown.items()}
     except Exception:  # noqa: BLE001 - whatever the family's code does with these sizes
         return None
     if not _near(total, wanted):
         return None
-    summed = sorted(used - {""})
+    summed = [name for name, grows in used.items() if grows and name]
     for owner in {name.rpartition(".")[0] for name in summed} - {""}:
         held = {f"{owner}.{own}" for own, _ in run.block.get_submodule(owner).named_parameters()}
         if held <= {*summed}:
@@ -576,19 +577,18 @@ def _proved(run: _Run, plan: BlockPlan, path: str, row: str, ranks: int) -> Bloc
     # What a region is given is summed where it begins, if it has nothing but cut linears.
     outer = (each for each in children(run.block) if path and f"{path}.".startswith(f"{each[0]}."))
     begins = any(is_region(child, name, plan, ranks) for name, child in outer)
-    # Else no part of a gradient may be summed that is complete already, as cut linears give it.
-    return plan if begins or not ("" in used or used & full) else None
+    return plan if begins or not used[""] else None
 
 
 def _near(own: Tensor, wanted: Tensor) -> bool:
     return bool((own - wanted).abs().max() < FAR * wanted.abs().max())
 
 
-def _part(run: _Run, plan: BlockPlan, row: str, ranks: int, rank: int) -> tuple[Tensor, set[str], set[str]]:
+def _part(run: _Run, plan: BlockPlan, row: str, ranks: int, rank: int) -> tuple[Tensor, dict[str, bool]]:
     """A rank's part of a row-parallel linear's outputs, and which whole parameters have a gradient of it.
 
-    The name "" is what the block is given. What column-parallel linears are given is left out: ranks sum the
-    gradient of that. Last come the parameters of which that is made.
+    The key "" is what the block is given. What column-parallel linears are given is left out: ranks sum the
+    gradient of that, and likewise what ``mla_kv_a_proj`` gives all heads.
     """
     block = _cut_for(run.block, plan, ranks, rank)
     whole = {
@@ -598,40 +598,29 @@ def _part(run: _Run, plan: BlockPlan, row: str, ranks: int, rank: int) -> tuple[
         and not name.startswith(f"{row}.")
         and name not in plan.styles
     }
-    found, entered = list[Tensor](), list[Tensor]()
+    found: list[Tensor] = []
     recorded: Tensor = run.uses[row][0][2].clone()
 
     def ends(module: Any, _given: Any, gave: Tensor) -> Tensor:
         found.append(gave if module.bias is None else gave - module.bias)
         return recorded
 
-    def begins(_module: Any, given: Any) -> tuple[Any, ...]:
-        entered.append(given[0])
-        return given[0].detach(), *given[1:]
-
     block.get_submodule(row).register_forward_hook(ends)
     for name in plan.styles.keys() & run.uses.keys() - {row}:
         if plan.styles[name] == "mla_kv_a_proj":
             rotary_copied(block.get_submodule(name), plan.rotary, Tensor.detach)
         elif isinstance(linear := block.get_submodule(name), nn.Linear):
-            linear.register_forward_pre_hook(begins)
+            linear.register_forward_pre_hook(lambda _, given: (given[0].detach(), *given[1:]))
         elif plan.styles[name] == MEAN:
             put_means(linear, _replayed(run, name))
     hidden = run.call.hidden.detach().clone().requires_grad_()
     with torch.enable_grad():
         run.call.make(block, hidden)
         (part,) = found
-        full = [each for each in entered if each.requires_grad]
-        return part.detach(), _grown([part], {"": hidden, **whole}), _grown(full, whole)
-
-
-def _grown(gave: list[Tensor], of: Mapping[str, Tensor]) -> set[str]:
-    """Which tensors have a gradient of something."""
-    if not (gave and of):
-        return set()
-    seeds = [torch.randn_like(each) for each in gave]
-    grown = torch.autograd.grad(gave, [*of.values()], seeds, retain_graph=True, allow_unused=True)
-    return {name for name, each in zip(of, grown, strict=True) if each is not None and bool(each.any())}
+        of = {"": hidden, **whole}
+        grown = torch.autograd.grad((part * torch.randn_like(part)).sum(), [*of.values()], allow_unused=True)
+    told = {name: each is not None and bool(each.any()) for name, each in zip(of, grown, strict=True)}
+    return part.detach(), told
 
 
 def _replayed(run: _Run, path: str) -> Callable[[Tensor], Tensor]:
