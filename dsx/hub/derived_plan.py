@@ -21,8 +21,8 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
-from itertools import product
+from functools import lru_cache, partial
+from itertools import chain, product
 from typing import Any, Self, TypeAlias
 
 import torch
@@ -50,6 +50,7 @@ from dsx.hub.tensor_plan import (
     outputs_of,
     put_means,
     reads,
+    rotary_copied,
     segments_in,
 )
 from dsx.kept import cache_folder, code_version, keep
@@ -134,6 +135,7 @@ class _Run:
         uses: Of each module that ran, by path: arguments, named ones, result; in the order of their ends.
         read: Linears whose matrices the block's own code multiplies by.
         splits: As of :class:`~dsx.hub.tensor_plan.BlockPlan`.
+        rotary: Likewise.
     """
 
     block: nn.Module
@@ -141,9 +143,10 @@ class _Run:
     uses: Mapping[str, list[tuple[Any, Any, Any]]]
     read: Collection[str]
     splits: Mapping[int, tuple[int, ...]]
+    rotary: int
 
     @classmethod
-    def of(cls, block: nn.Module, call: BlockCall, read: Collection[str]) -> _Run:
+    def of(cls, block: nn.Module, call: BlockCall, read: Collection[str], rotary: int) -> _Run:
         uses = defaultdict[str, list[tuple[Any, Any, Any]]](list)
         handles = [
             inner.register_forward_hook(
@@ -158,7 +161,38 @@ class _Run:
             call.make(block, call.hidden)
         for handle in handles:
             handle.remove()
-        return cls(block, call, uses, read, segments_in(block, splits))
+        return cls(block, call, uses, read, segments_in(block, splits), rotary)
+
+    @property
+    def names(self) -> set[str]:
+        """What a plan may name in the block: modules that ran, parameters, buffers; ``*`` for numbers."""
+        held = chain(self.block.named_parameters(), self.block.named_buffers())
+        return {generic(path) for path in (*self.uses, *(name for name, _ in held))}
+
+    def before_others(self, linears: Collection[str]) -> list[str]:
+        """Those of some linears of whose outputs another one's inputs are made, as of low rank."""
+        gave, given = dict[str, Tensor](), dict[str, Tensor]()
+
+        def begins(_: Any, args: Any, path: str) -> None:
+            given[path] = args[0]
+
+        def ends(_module: Any, _args: Any, y: Tensor, path: str) -> Tensor:
+            gave[path] = y.detach().requires_grad_()
+            return gave[path].clone()  # the block may write into it
+
+        block = copy.deepcopy(self.block)
+        for path in linears:
+            block.get_submodule(path).register_forward_pre_hook(partial(begins, path=path))
+            block.get_submodule(path).register_forward_hook(partial(ends, path=path))
+        found = set[str]()
+        with suppress(Exception), torch.enable_grad():  # whatever the family's code does with gradients
+            self.call.make(block, self.call.hidden)
+            for each in (each for each in given.values() if each.requires_grad):
+                every = torch.autograd.grad(
+                    each.sum(), [*gave.values()], retain_graph=True, allow_unused=True
+                )
+                found |= {path for path, grown in zip(gave, every, strict=True) if grown is not None}
+        return [path for path in linears if path in found]
 
     def linears(self, within: str) -> list[str]:
         """Linears below a path, or the block's own, which ran once, in their order."""
@@ -191,32 +225,37 @@ def _tried(config: str) -> DerivedPlan:
     for number, (block, call) in enumerate(block_calls(model, structure.blocks, 1)):
         kind = kinds[number], frozenset(name for name, _ in block.named_parameters())
         if kind not in found:
-            run = _Run.of(block, call, structure.read[number])
+            rotary = vars(model.config).get("qk_rope_head_dim") or 0
+            run = _Run.of(block, call, structure.read[number], rotary)
             found[kind] = run, list(_regions(run, structure.width))
     return _agreed(found.values())
 
 
+_Said: TypeAlias = tuple[_Run, str, BlockPlan]
+"""A region and the run of the kind of blocks that has it."""
+
+
 def _agreed(found: Collection[tuple[_Run, list[_Region]]]) -> DerivedPlan:
     """The plan of all kinds of blocks: the regions of which no kind says something else."""
-    said = defaultdict[tuple[str, frozenset[str]], list[BlockPlan]](list)
-    for region, plan in (each for _, regions in found for each in regions):
-        said[generic(region), frozenset(plan.patterns())].append(plan)
     styles, counts, by_head = dict[str, str](), dict[str, None](), dict[str, tuple[str, ...]]()
-    regions = list[frozenset[str]]()
-    ran, flat = [{generic(each) for each in run.uses} for run, _ in found], False
-    for (path, own), plans in said.items():
-        every = [plan.patterns() for plan in plans]
-        having = sum(not names.isdisjoint(own - {path}) for names in ran)
-        # A pattern that would say two things of modules whose names differ in a number says none.
-        twice = any(every[0][generic(at)].split(":")[0] != style for at, style in plans[0].styles.items())
-        if twice or any(each != every[0] for each in every) or len(plans) < having:
+    regions, flat = list[frozenset[str]](), False
+    for said in _alike(found):
+        plans = [plan for _, _, plan in said]
+        own = {path: style for plan in plans for path, style in plan.patterns().items()}
+        counted = tuple(dict.fromkeys(name for plan in plans for name in plan.counts))
+        heads = {generic(name): names for plan in plans for name, names in plan.by_head.items()}
+        if not all(_says(run, own, said) for run, _ in found):
             continue
-        styles |= every[0]
-        regions.append(own)
-        counts |= dict.fromkeys(name for plan in plans for name in plan.counts)
-        by_head |= {generic(name): names for plan in plans for name, names in plan.by_head.items()}
-        uses = (use for run, _ in found for name in every[0] for use in run.uses.get(name, ()))
-        flat |= not path and any(given[0].ndim != _SEQUENCES for given, *_ in uses)
+        if not all(_holds(*each, counts=counted, by_head=heads) for each in said):
+            continue
+        styles |= own
+        regions.append(frozenset(own))
+        counts |= dict.fromkeys(counted)
+        by_head |= heads
+        if all(path for _, path, _ in said):
+            continue
+        uses = (use for run, _ in found for name in own for use in run.uses.get(name, ()))
+        flat |= any(given[0].ndim != _SEQUENCES for given, *_ in uses)
     # Gradients of what a child hands on, and the block uses on its part of the tokens, nobody sums.
     held = [
         leaf for run, _ in found for uses in run.uses.values() for use in uses for leaf in tree_leaves(use[2])
@@ -225,6 +264,35 @@ def _agreed(found: Collection[tuple[_Run, list[_Region]]]) -> DerivedPlan:
     if any(isinstance(leaf, nn.Parameter) for leaf in held):
         told = "its blocks use parameters that modules in them hand on"
     return DerivedPlan(styles, tuple(counts), by_head, told, tuple(regions))
+
+
+def _alike(found: Collection[tuple[_Run, list[_Region]]]) -> list[list[_Said]]:
+    """Regions that name the same modules, in whichever kinds of blocks, with each other."""
+    groups = list[list[_Said]]()
+    for each in ((run, path, plan) for run, regions in found for path, plan in regions):
+        names = each[2].patterns().keys()
+        same = [group for group in groups if any(names & plan.patterns().keys() for *_, plan in group)]
+        groups = [group for group in groups if group not in same] + [[*chain(*same), each]]
+    return groups
+
+
+def _says(run: _Run, own: Mapping[str, str], said: Collection[_Said]) -> bool:
+    """Whether a kind of blocks is cut by its own regions as by the patterns of all kinds."""
+    mine = [plan for other, _, plan in said if other is run]
+    named = {name for plan in mine for name in plan.patterns()} | {generic(path) for _, path, _ in said}
+    # A pattern that would say two things of modules whose names differ in a number says none.
+    once = all(own[generic(at)].split(":")[0] == style for plan in mine for at, style in plan.styles.items())
+    same = all(own[name] == style for plan in mine for name, style in plan.patterns().items())
+    return once and same and run.names & own.keys() <= named
+
+
+def _holds(run: _Run, path: str, plan: BlockPlan, **facts: Any) -> bool:
+    """Whether a region is right where modules count what those of other kinds of blocks have to count."""
+    tried = replace(plan, **facts)
+    rows = [name for name, style in plan.styles.items() if style in ("rowwise", "packed_rowwise")]
+    return tried == plan or (
+        len(rows) == 1 and any(_proved(run, tried, path, rows[0], ranks) == tried for ranks in RANKS)
+    )
 
 
 def _regions(run: _Run, width: int) -> Iterator[_Region]:
@@ -261,8 +329,11 @@ def _can_be_gathered(run: _Run, path: str, width: int) -> bool:
 def _linears(run: _Run, path: str) -> _Region | None:
     """A region of linears below ``path`` of which the last one to run sums the parts."""
     *columns, row = run.linears(path) or [""]
+    first = run.before_others(columns)
+    columns = [name for name in columns if name not in first]
     if not columns:
         return None
+    rotated = [{name: "mla_kv_a_proj"} for name in first if run.rotary]
     owners = {name.rpartition(".")[0] for name in columns}
     parts = _COLUMNS if len(columns) == 1 else _COLUMNS[:1]
     parameters = [
@@ -274,10 +345,11 @@ def _linears(run: _Run, path: str) -> _Region | None:
     ranks = _ranks(run, owners, columns)
     for style, last in product(parts, ("rowwise", "packed_rowwise")):
         for counts in _counts(run, owners, columns):
-            for more in ((), parameters) if parameters else ((),):
+            for more, whole in product(((), parameters) if parameters else ((),), ({}, *rotated)):
                 for by_head in _by_head(run, owners) if counts else ({},):
-                    styles = {**dict.fromkeys(columns, style), row: last, **dict.fromkeys(more, "colwise")}
-                    plan = BlockPlan(styles, pairs=heads_of(run.block), counts=counts, by_head=by_head)
+                    cut = {**dict.fromkeys(columns, style), row: last, **dict.fromkeys(more, "colwise")}
+                    facts: dict[str, Any] = {"counts": counts, "by_head": by_head, "rotary": run.rotary}
+                    plan = BlockPlan({**cut, **whole}, pairs=heads_of(run.block), **facts)
                     if (proved := _proved(run, plan, path, row, ranks)) is not None:
                         return path, proved
     return None
@@ -286,13 +358,8 @@ def _linears(run: _Run, path: str) -> _Region | None:
 def _mixer(run: _Run, path: str) -> _Region | None:
     """A region of linears around convolutions and recurrences, by heads or channels."""
     *columns, row = run.linears(path) or [""]
-    given = {name: run.uses[name][0][0][0] for name in columns}
-    # What has one more linear behind it is a matrix of low rank: only that one's outputs are cut.
-    columns = [
-        name
-        for name in columns
-        if not any(_same(run.uses[name][0][2], each) for other, each in given.items() if other != name)
-    ]
+    first = run.before_others(columns)
+    columns = [name for name in columns if name not in first]
     if not columns:
         return None
     mixer = _Mixer.of(run, path, columns, row)
@@ -308,10 +375,6 @@ def _mixer(run: _Run, path: str) -> _Region | None:
                     tried, found = fewer, with_fewer  # what need not count a rank's own stays as it is
             return path, found
     return None
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one, other)
 
 
 @dataclass(frozen=True)
@@ -525,7 +588,7 @@ def _part(run: _Run, plan: BlockPlan, row: str, ranks: int, rank: int) -> tuple[
     """A rank's part of a row-parallel linear's outputs, and which whole parameters have a gradient of it.
 
     The key "" is what the block is given. What column-parallel linears are given is left out: ranks sum the
-    gradient of that.
+    gradient of that, and likewise what ``mla_kv_a_proj`` gives all heads.
     """
     block = _cut_for(run.block, plan, ranks, rank)
     whole = {
@@ -544,7 +607,9 @@ def _part(run: _Run, plan: BlockPlan, row: str, ranks: int, rank: int) -> tuple[
 
     block.get_submodule(row).register_forward_hook(ends)
     for name in plan.styles.keys() & run.uses.keys() - {row}:
-        if isinstance(linear := block.get_submodule(name), nn.Linear):
+        if plan.styles[name] == "mla_kv_a_proj":
+            rotary_copied(block.get_submodule(name), plan.rotary, Tensor.detach)
+        elif isinstance(linear := block.get_submodule(name), nn.Linear):
             linear.register_forward_pre_hook(lambda _, given: (given[0].detach(), *given[1:]))
         elif plan.styles[name] == MEAN:
             put_means(linear, _replayed(run, name))

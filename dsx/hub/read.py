@@ -7,7 +7,7 @@ import math
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from importlib.resources import files
 from itertools import chain
 from typing import Any
@@ -115,8 +115,9 @@ def _hub_model(text: str, changes: tuple[tuple[str, str | None], ...]) -> HubMod
         order=reader.in_order((*params, *buffers)),
         heads=reader.heads,
         query_heads=reader.query_heads,
-        mixer_heads=reader.counted(mixers=True),
+        mixer_heads=reader.mixer_heads,
         mixers=reader.mixers(first),
+        attention_with_mixers=bool(reader.shared),
         pair_projections=frozenset(reader.pairs(params)),
         own_values=tuple(item for item in reader.memory.items() if reader.laws[item[1]] is None),
         query_size=_query_size(settings),
@@ -465,14 +466,19 @@ class _Reader:
         return math.gcd(_number(self.model.config, "num_attention_heads") or 0, *own)
 
     @property
+    def _queries(self) -> set[str]:
+        """Patterns of what projects the queries of attention, where it is cut."""
+        names = ("q_proj", "qkv_proj", "query_key_value", "q_b_proj", "c_attn")
+        return {
+            generic(path)
+            for _, path, style, mixes in self.planned
+            if not mixes and style in ("colwise", "qkv_colwise") and path.rpartition(".")[2] in names
+        }
+
+    @property
     def heads(self) -> tuple[int, int] | None:
         """:attr:`query_heads` and key/value heads, where queries are cut."""
-        names = ("q_proj", "qkv_proj", "query_key_value", "q_b_proj", "c_attn")
-        cut = any(
-            style in ("colwise", "qkv_colwise") and path.rpartition(".")[2] in names
-            for _, path, style, mixes in self.planned
-            if not mixes
-        )
+        cut = self._queries
         if counted := self.counted(mixers=False):
             return (counted, counted)
         queries, pairs = self.query_heads, min((plan.pairs for plan in self.plans if plan.pairs), default=0)
@@ -493,15 +499,41 @@ class _Reader:
         ]
         return math.gcd(*found)
 
+    @property
+    def mixer_heads(self) -> int:
+        """As :attr:`HubModel.mixer_heads`."""
+        own = self.counted(mixers=True)
+        return math.gcd(own, *(self.heads or ())) if own and self.shared else own
+
+    @cached_property
+    def _cut(self) -> tuple[set[str], set[str]]:
+        """Patterns that cut what is in no mixers, and those that cut mixers."""
+        cut = set[str](), set[str]()
+        for _, path, _, mixes in self.planned:
+            cut[mixes].add(generic(path))
+        return cut
+
+    @cached_property
+    def shared(self) -> frozenset[str]:
+        """Patterns of regions that cut mixers, and attention of other blocks by the same names."""
+        others, own = self._cut
+        every = (region for region in self.derived.regions if not region.isdisjoint(others & own))
+        shared = frozenset[str]().union(*every)
+        return shared if self._queries <= shared else frozenset()
+
     def mixers(self, first: int) -> tuple[frozenset[str], frozenset[str]]:
         """As :attr:`HubModel.mixers`; ``first`` is the layer of the first block."""
-        names, cut = set[str](), (set[str](), set[str]())
+        others, own = self._cut
+        if not others & own <= self.shared:
+            return frozenset(), frozenset()
+        names = set[str]()
         for number, block in enumerate(self.structure.list_of_blocks):
-            held = (path for path, _ in block.named_parameters() if is_mixer(_child(block, path)))
-            names |= {f"{first + number}.block.{path}" for path in held}
-        for _, path, _, mixes in self.planned:
-            cut[mixes].add(generic(f"{self.structure.blocks}.0.{path}"))
-        return frozenset(() if cut[0] & cut[1] else cut[1]), frozenset(names)
+            for path, _ in block.named_parameters():
+                cut = not self.shared.isdisjoint((generic(path), generic(path.rpartition(".")[0])))
+                if cut or is_mixer(_child(block, path)):
+                    names.add(f"{first + number}.block.{path}")
+        patterns = (f"{self.structure.blocks}.*.{path}" for path in own | self.shared)
+        return frozenset(patterns), frozenset(names)
 
 
 def _child(block: nn.Module, path: str) -> nn.Module:

@@ -521,7 +521,7 @@ def _wrap(child: nn.Module, path: str, plan: BlockPlan, tp: TensorParallel) -> s
         elif style == "all_reduce":
             inner.register_forward_hook(partial(_reduced, tp=whole))
         elif style == "mla_kv_a_proj":
-            inner.register_forward_hook(partial(_rotary_copied, rotary=plan.rotary, tp=whole))
+            rotary_copied(inner, plan.rotary, partial(collectives.copy_to, tp=whole))
         elif style == "moe_identity_expert":
             inner.register_forward_pre_hook(lambda _, given: (given[0] / tp.size, *given[1:]))
         elif style == MEAN:
@@ -627,11 +627,14 @@ def _reduced(_module: nn.Module, _given: Any, gave: Any, *, tp: TensorParallel) 
     return collectives.reduce_from(gave.clone(), tp)
 
 
-def _rotary_copied(
-    _module: nn.Module, _given: Any, gave: Tensor, *, rotary: int, tp: TensorParallel
-) -> Tensor:
-    passed, rotated = torch.split(gave, [gave.shape[-1] - rotary, rotary], dim=-1)
-    return torch.cat([passed, collectives.copy_to(rotated, tp)], dim=-1)
+def rotary_copied(module: nn.Module, rotary: int, copied: Callable[[Tensor], Tensor]) -> None:
+    """Put what ``copied`` makes of the last ``rotary`` outputs of a module in their place."""
+
+    def ends(_module: nn.Module, _given: Any, gave: Tensor) -> Tensor:
+        passed, rotated = torch.split(gave, [gave.shape[-1] - rotary, rotary], dim=-1)
+        return torch.cat([passed, copied(rotated)], dim=-1)
+
+    module.register_forward_hook(ends)
 
 
 def _set_ends(child: nn.Module, tp: TensorParallel, *, tight: bool) -> None:

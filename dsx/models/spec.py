@@ -235,7 +235,9 @@ class HubModel:
         query_heads: Attention heads, whether it does or not; 0 if nothing says how many there are.
         mixer_heads: What heads, and groups of them, of recurrent mixers that are cut have in common; else 0.
         mixers: Patterns of the tensor plan that cut these, and names of their parameters; none if it
-            cuts other parts of blocks by one of the patterns.
+            cuts other parts of blocks by one of the patterns, which are not derived together.
+        attention_with_mixers: Whether they cut attention too, as in blocks of several kinds with the same
+            names: its heads then count among ``mixer_heads``.
         pair_projections: Parameters that give keys or values, each rank its own heads, with their heads, of
             which layers may have different numbers.
         own_values: (name, name in transformers' model) of every parameter whose fresh values only the
@@ -275,6 +277,7 @@ class HubModel:
     query_heads: int = field(default=0, repr=False)
     mixer_heads: int = 0
     mixers: tuple[frozenset[str], frozenset[str]] = field(default=(frozenset(), frozenset()), repr=False)
+    attention_with_mixers: bool = False
     pair_projections: frozenset[tuple[str, int]] = field(default=frozenset(), repr=False)
     own_values: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     query_size: int = 0
@@ -305,12 +308,13 @@ class HubModel:
         if not self.keeps_whole(tensor):
             return self
         whole = {name for name, pairs in self.pair_projections if pairs % tensor}
-        plan = dict(self.tensor_plan)
+        plan, heads = dict(self.tensor_plan), self.heads
         if self.mixer_heads % tensor:
             patterns, names = self.mixers
             whole, plan = whole | names, plan | dict.fromkeys(patterns)
+            heads = None if self.attention_with_mixers else heads
         params = tuple(replace(s, split=None, parts=()) if s.name in whole else s for s in self.params)
-        return replace(self, params=params, tensor_plan=tuple(sorted(plan.items())))
+        return replace(self, params=params, tensor_plan=tuple(sorted(plan.items())), heads=heads)
 
     def keeps_whole(self, tensor: int) -> bool:
         """Whether so many ranks have to share key/value heads, or to have recurrent mixers whole."""
@@ -352,14 +356,15 @@ class HubModel:
         """Why ``tensor`` ranks cannot share the model; None if they can."""
         if tensor == 1:
             return None
-        if self.heads is not None:
-            queries, pairs = self.heads
+        own = self.for_tensor(tensor)
+        if own.heads is not None:
+            queries, pairs = own.heads
             several = {pairs} | {each for _, each in self.pair_projections}
             pairs = next((each for each in several if each % tensor and tensor % each), pairs)
             shared = self.pair_projections and tensor % pairs == 0
             if queries % tensor or (pairs % tensor and not shared):
                 return f"attention heads = {queries}, key/value heads = {pairs}: they cannot be shared by it"
-        params = self.for_tensor(tensor).params
+        params = own.params
         nothing = all(spec.split is None or spec.pad_multiple is not None for spec in params)
         if self.mixer_heads % tensor and (nothing or not self.mixers[0]):
             return f"heads or groups of recurrent mixers = {self.mixer_heads}: they cannot be shared by it"

@@ -189,7 +189,8 @@ def _too_few_heads(context_method: str, model: Model, tensor: int, context: int)
     if context_method != "ulysses" or context == 1:
         return None
     heads = model.num_heads if isinstance(model, ModelSpec) else model.query_heads
-    is_whole = isinstance(model, HubModel) and model.heads is None  # in a tensor-parallel rank
+    # Attention in a tensor-parallel rank:
+    is_whole = isinstance(model, HubModel) and model.for_tensor(tensor).heads is None
     own = heads if is_whole else heads // tensor
     if own % context == 0:
         return None

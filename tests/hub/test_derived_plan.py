@@ -91,14 +91,40 @@ def test_a_mixer_is_cut_by_heads_and_groups_in_the_parts_that_its_code_splits() 
     assert one.styles["mamba.norm"] == "mean_over_ranks"
 
 
-@pytest.mark.parametrize("family", ["bamba", "falcon_h1", "qwen3_next", "olmo_hybrid"])
-def test_a_mixer_whose_heads_ranks_cannot_share_is_whole_on_each(family: str) -> None:
+def test_kinds_of_blocks_with_linears_of_the_same_names_agree_on_one_plan() -> None:
+    """Latent attention beside a delta rule: what is of low rank is whole on every rank."""
+    found = found_for("kimi_linear")
+    own = {name.removeprefix("self_attn."): style for name, style in found.styles.items() if "attn" in name}
+    names = ("q_proj", "k_proj", "v_proj", "b_proj", "g_b_proj", "q_b_proj", "kv_b_proj")
+    gate = ("f_b_proj", "dt_bias", "A_log")
+    assert own == {
+        **dict.fromkeys((*names, *(f"forget_gate.{name}" for name in gate)), "colwise"),
+        "conv1d.weight": "segments:own,own,own",
+        "kv_a_proj_with_mqa": "mla_kv_a_proj",  # the gradient of what is rotated, all heads share, alone
+        "o_norm": "replicated_with_grad_allreduce",
+        "o_proj": "rowwise",
+    }
+    model = hub_model(config_of("kimi_linear"))
+    assert (model.heads, model.mixer_heads, model.uncut(8)) == ((4, 4), 4, None)
+    alone = hub_model(config_of("kimi_linear", num_attention_heads=1, num_key_value_heads=1))
+    assert (alone.mixer_heads, alone.uncut(2)) == (0, None)  # attention with one head is not cut, nor they
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        *((family, {}) for family in ("bamba", "falcon_h1", "qwen3_next", "olmo_hybrid")),
+        ("kimi_linear", {"linear_num_heads": 2}),  # and so is attention that is cut by the same names
+    ],
+)
+def test_a_mixer_whose_heads_ranks_cannot_share_is_whole_on_each(family: str, options: Json) -> None:
     """As with null for each of its entries, which is what ranks build; at other degrees it is cut."""
-    model = hub_model(config_of(family))
+    model = hub_model(config_of(family, **options))
     assert (model.mixer_heads, model.uncut(2), model.uncut(4)) == (2, None, None)
     four = model.for_tensor(4)
-    whole = hub_model(config_of(family), dict.fromkeys(model.mixers[0]))
+    whole = hub_model(config_of(family, **options), dict.fromkeys(model.mixers[0]))
     assert (whole.mixer_heads, four.tensor_plan) == (0, whole.tensor_plan)
+    assert four.heads == whole.heads
     assert four.params == whole.for_tensor(4).params
     assert not any("linear_attn" in name for name, _ in model.pair_projections)
     assert model.for_tensor(2).whole == model.whole

@@ -32,6 +32,7 @@ SAMPLE = {
     "olmo2": ("tp-pp",),  # norms over all heads together
     "phi": ("pp", "zb"),  # biases everywhere, a part of each head rotated
     "qwen3_next": ("dp", "zb"),  # linear attention
+    "kimi_linear": ("tp", "zb"),  # the same and latent attention, by the same names
     "vaultgemma": ("tp",),  # soft caps
 }
 
@@ -43,7 +44,7 @@ def outcomes(family: str, layouts: Any, folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("family", "layouts"), often(SAMPLE.items(), 12))
+@pytest.mark.parametrize(("family", "layouts"), often(SAMPLE.items(), 13))
 def test_a_family_trains_like_transformers(family: str, layouts: Any, tmp_path: Path) -> None:
     for outcome in outcomes(family, layouts, tmp_path).values():
         assert outcome["result"] == "ok", json.dumps(outcome, indent=1)

@@ -31,6 +31,8 @@ CASES = [
     ("qwen3_5_text", {}, "linear_attn"),
     ("olmo_hybrid", {}, "linear_attn"),
     ("lfm2", {}, "conv"),
+    ("kimi_linear", {}, "self_attn"),  # a gate of low rank; attention of other blocks has the same names
+    ("bailing_hybrid", {"kda_safe_gate": False}, "self_attn"),
 ]
 
 
