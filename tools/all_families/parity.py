@@ -288,9 +288,9 @@ def random_model(config: Any) -> Any:
 
 
 def _auto_class(family: str) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+    from transformers import AutoModelForCausalLM
 
-    return AutoModelForMultimodalLM if tiny.is_composite(family) else AutoModelForCausalLM
+    return tiny.composite_class(family) or AutoModelForCausalLM
 
 
 def read_model(folder: Path, attention: str | None = None) -> tuple[Any, Json]:

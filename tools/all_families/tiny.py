@@ -156,9 +156,10 @@ def all_families() -> list[str]:
 
 def composite_families() -> list[str]:
     """Every ``model_type`` that :func:`is_composite`."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+    from transformers.models.auto import modeling_auto as known
 
-    return sorted(filter(is_composite, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES))
+    names = {*known.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, *known.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES}
+    return sorted(filter(is_composite, names))
 
 
 def modules(families: Iterable[str]) -> list[str]:
@@ -222,10 +223,20 @@ def tiny_config(family: str, option: Mapping[str, Any] | None = None, **sizes: A
 
 def is_composite(family: str) -> bool:
     """Whether a family's models read more than text, beside a text model that its config has as a part."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+    return composite_class(family) is not None
 
-    known = family in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
-    return known and "text_config" in _config_class(family).sub_configs
+
+def composite_class(family: str) -> Any:
+    """transformers' Auto class that makes a composite family's models; None if it :func:`is_composite` not."""
+    import transformers
+    from transformers.models.auto import modeling_auto as known
+
+    mappings = {
+        transformers.AutoModelForMultimodalLM: known.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+        transformers.AutoModelForSeq2SeqLM: known.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    }
+    kind = next((each for each, names in mappings.items() if family in names), None)
+    return kind if kind and "text_config" in _config_class(family).sub_configs else None
 
 
 def tiny_composite(family: str, **sizes: Any) -> Any:
