@@ -67,7 +67,7 @@ _TOWER = {
 
 _PARTS: dict[str, dict[str, dict[str, Any]]] = {
     "emu3": {"": {"vocabulary_map": {"<image>": VOCABULARY - 1}}},
-    "granite4_vision": {"": {"deepstack_layer_map": [[0, 0]]}},
+    "granite4_vision": {"": {"deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2"}},
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": WIDTH // 4}},
     "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
     "dots3_note": {"vision_config": {"per_layer_config": {}}},
@@ -105,7 +105,10 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gemma4_text": {"global_head_dim": 2 * HEAD},
     "gemma4_unified_text": {"global_head_dim": 2 * HEAD},
-    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [WIDTH // 2, WIDTH // 2]},
+    "ernie4_5_vl_moe_text": {
+        "moe_intermediate_size": [WIDTH // 2, WIDTH // 2],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]},
+    },
     "glm5_next_text": {"qk_rope_head_dim": 0},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
