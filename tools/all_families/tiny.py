@@ -253,7 +253,7 @@ def is_composite(family: str) -> bool:
 
 
 def composite_class(family: str) -> Any:
-    """transformers' Auto class that makes a composite family's models; None if it :func:`is_composite` not."""
+    """The Auto class that makes a composite family's models; None if it is not :func:`is_composite`."""
     import transformers
     from transformers.models.auto import modeling_auto as known
 
@@ -283,7 +283,7 @@ def tiny_composite(family: str, **sizes: Any) -> Any:
 
 
 def _tower(part: Mapping[str, Any]) -> dict[str, Any]:
-    """A part of a composite config with sizes of :data:`_TOWER`; what it lists by layer is of its first ones."""
+    """A part of a composite config with sizes of :data:`_TOWER`; lists by layer are cut."""
     small, layers = dict(part), part.get("num_hidden_layers")
     for field, value in part.items():
         size = _TOWER.get(field)
