@@ -138,7 +138,11 @@ def _empty(described: Any) -> Any:
     """A composite model without weights."""
     from transformers.models.auto import modeling_auto as known
 
-    mappings = (known.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, known.MODEL_FOR_MULTIMODAL_LM_MAPPING)
+    mappings = (
+        known.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        known.MODEL_FOR_MULTIMODAL_LM_MAPPING,
+        known.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,  # where transformers has some of audio and text
+    )
     kind = next((mapping[type(described)] for mapping in mappings if type(described) in mapping), None)
     if kind is None:
         raise _refusal(described, "transformers has no class of it that makes text of images or sound")

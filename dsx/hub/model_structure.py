@@ -117,13 +117,16 @@ def check_keys(config: Mapping[str, Any]) -> None:
             )
 
 
-def with_family_floats(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with floats where its family wants them: DeepSpeed reads the 1.0 of a JSON as 1."""
+def with_family_floats(config: Mapping[str, Any], part: type | None = None) -> dict[str, Any]:
+    """The config with floats where its family wants them: DeepSpeed reads the 1.0 of a JSON as 1.
+
+    ``part`` is the class of one that is a part of another's, which may have no family of its own.
+    """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind, wanted = config.get("model_type"), dict[str, str]()
-    known = CONFIG_MAPPING[kind].__mro__ if isinstance(kind, str) and kind in CONFIG_MAPPING else ()
-    for parent in reversed(known):
+    family = CONFIG_MAPPING[kind] if isinstance(kind, str) and kind in CONFIG_MAPPING else part
+    for parent in reversed(family.__mro__ if family else ()):
         wanted |= {name: str(hint) for name, hint in getattr(parent, "__annotations__", {}).items()}
     floats = {name for name, hint in wanted.items() if "float" in hint and "int" not in hint}
 
@@ -132,10 +135,10 @@ def with_family_floats(config: Mapping[str, Any]) -> dict[str, Any]:
             return type(value)(map(each, value))
         return float(value) if type(value) is int else value
 
-    parts = getattr(CONFIG_MAPPING[kind], "sub_configs", {}) if known else {}
+    parts = getattr(family, "sub_configs", {})
     inside = {
-        key: with_family_floats({"model_type": getattr(parts[key], "model_type", None), **config[key]})
-        for key in parts
+        key: with_family_floats({"model_type": getattr(of, "model_type", None), **config[key]}, of)
+        for key, of in parts.items()
         if isinstance(config.get(key), dict)
     }
     own = {key: each(value) if key in floats else value for key, value in config.items()}

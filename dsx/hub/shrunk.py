@@ -218,8 +218,8 @@ def _layers(given: Mapping[str, Any], kinds: Sequence[Hashable], depth: int) -> 
         elif _by_number(value):
             own = {int(name): each for name, each in value.items()}
             found[key] = {str(place): own[n] for place, n in enumerate(numbers) if n in own}
-    if isinstance(given.get("max_window_layers"), int):
-        found["max_window_layers"] = min(given["max_window_layers"], depth - 1)
+    if isinstance(without := given.get("max_window_layers"), int):  # blocks behind the first so many have one
+        found["max_window_layers"] = min(without, depth - 1) if without < len(kinds) else depth
     return found
 
 

@@ -24,16 +24,17 @@ from dsx.checkpoint.open import open_checkpoint
 from dsx.checkpoint.reshard import WantedTarget, prepare
 from dsx.errors import CheckpointError, ModelError
 from dsx.hub.composite import language_config
+from dsx.hub.model_structure import hf_config_of
 from hub.test_hub_weights import CASE, config_of, engine_of, same, tensors_in
 from often import often
 from parity import dsx_run
 
-SIX = ["gemma3", "llama4", "qwen2_5_vl", "mistral3", "qwen3_vl", "internvl"]
+SOME = ["gemma3", "llama4", "qwen2_5_vl", "mistral3", "qwen3_vl", "internvl", "audioflamingo3"]
 IMAGE = 258
 ONCE = ConversionOptions(workers=1)
 
 
-@pytest.mark.parametrize(("family", "layout"), often([(f, lay) for lay in ("tp-pp", "dp") for f in SIX], 12))
+@pytest.mark.parametrize(("family", "layout"), often([(f, lay) for lay in ("tp-pp", "dp") for f in SOME], 14))
 def test_text_trains_like_the_composite_class_with_its_tower_frozen(
     family: str, layout: str, tmp_path: Path
 ) -> None:
@@ -189,6 +190,21 @@ def refusal(family: str, **outer: Any) -> str:
     with pytest.raises(ModelError) as told:
         language_config(config)
     return str(told.value)
+
+
+def test_sound_beside_text_is_of_a_class_for_sequences_to_sequences() -> None:
+    assert (
+        language_config(json.loads(tiny.tiny_composite("audioflamingo3").to_json_string()))["model_type"]
+        == "qwen2"
+    )
+
+
+def test_numbers_of_parts_that_are_no_family_are_read_as_their_classes_want_them() -> None:
+    """DeepSpeed reads the 0.0 of a JSON as 0, which transformers' class of the part refuses."""
+    config = json.loads(tiny.tiny_composite("fun_asr_nano").to_json_string())
+    config["adaptor_config"] |= {"hidden_dropout": 0, "layer_norm_eps": 1}
+    adaptor = hf_config_of(config).adaptor_config
+    assert type(adaptor.hidden_dropout) is float
 
 
 def test_what_is_more_than_text_is_refused_with_its_reason() -> None:

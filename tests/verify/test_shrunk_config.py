@@ -11,6 +11,8 @@ import pytest
 
 from dsx.config.resolve import RunConfig, resolve
 from dsx.errors import DsxError
+from dsx.hub.model_structure import hf_config_of
+from dsx.hub.shrunk import shrunk
 from dsx.models.spec import HubModel
 from dsx.verify.reference import Transformers
 from dsx.verify.shrunk import trial
@@ -164,6 +166,20 @@ def test_any_model_made_small_is_one_that_its_family_takes(seed: int) -> None:
     ]
     assert [same(now) for same in compare] == [same(was) for same in compare]
     assert made.mesh == config.mesh
+
+
+def test_a_model_none_of_whose_blocks_has_a_window_gets_none() -> None:
+    """Its config names a window, for blocks behind more than it has."""
+    config = {
+        "model_type": "qwen3",
+        "num_hidden_layers": 2,
+        "use_sliding_window": True,
+        "sliding_window": 4096,
+    }
+    for without, windows in ((2, False), (9, False), (1, True)):
+        made = hf_config_of(shrunk({**config, "max_window_layers": without}, layers=2))
+        assert made.num_hidden_layers == 2
+        assert ("sliding_attention" in made.layer_types) is windows
 
 
 def test_what_is_frozen_and_adapted_stays_as_far_as_the_small_model_has_it() -> None:

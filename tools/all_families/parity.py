@@ -267,7 +267,7 @@ def logits_and_loss(model: Any, inputs: Any, labels: Any) -> tuple[Any, Any]:
 def random_model(config: Any) -> Any:
     """A causal language model with no parameter and no saved buffer at zero or one."""
     import torch
-    from transformers import logging
+    from transformers import PreTrainedModel, logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -283,14 +283,17 @@ def random_model(config: Any) -> Any:
     if tiny.is_composite(config.model_type):  # the tower is frozen, the language model and its head are not
         model.requires_grad_(requires_grad=False)
         model.get_decoder().requires_grad_()
-        model.get_output_embeddings().requires_grad_()
+        heads = (
+            each.get_output_embeddings() for each in model.modules() if isinstance(each, PreTrainedModel)
+        )
+        next(head for head in heads if head is not None).requires_grad_()  # some have it inside
     return model
 
 
 def _auto_class(family: str) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+    from transformers import AutoModelForCausalLM
 
-    return AutoModelForMultimodalLM if tiny.is_composite(family) else AutoModelForCausalLM
+    return tiny.composite_class(family) or AutoModelForCausalLM
 
 
 def read_model(folder: Path, attention: str | None = None) -> tuple[Any, Json]:

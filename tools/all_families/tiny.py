@@ -52,9 +52,10 @@ _TOWER = {
     name: size
     for names, size in {
         "hidden_size embed_dim d_model projection_dim vision_output_dim projector_input_dim": HEADS * HEAD,
-        "projector_output_dim out_hidden_size encoder_dim hidden_dim": HEADS * HEAD,
+        "projector_output_dim out_hidden_size encoder_dim hidden_dim text_hidden_size": HEADS * HEAD,
+        "adapter_in_dim adapter_out_dim adapter_input_size adapter_output_size": HEADS * HEAD,
         "intermediate_size mlp_dim encoder_ffn_dim projector_hidden_size output_dim": 4 * HEAD,
-        "num_hidden_layers depth num_layers encoder_layers": 2,
+        "num_hidden_layers depth num_layers n_layers encoder_layers": 2,
         "num_attention_heads num_heads encoder_attention_heads num_key_value_heads": HEADS,
         "head_dim patch_size": HEAD,
         "num_position_embeddings": 16,
@@ -64,9 +65,18 @@ _TOWER = {
 }
 """Sizes of what stands beside the language model in a composite one."""
 
+_PARTS: dict[str, dict[str, dict[str, Any]]] = {
+    "emu3": {"": {"vocabulary_map": {"<image>": VOCABULARY - 1}}},
+    "granite4_vision": {"": {"deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2"}},
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": WIDTH // 4}},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
+    "dots3_note": {"vision_config": {"per_layer_config": {}}},
+}
+"""What else fits together only so."""
+
 _MROPE = (
     "qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "qwen3_vl", "glm4v", "glm4v_moe", "glm_ocr", "hunyuan_vl",
-    "paddleocr_vl",
+    "paddleocr_vl", "cosmos3_edge",
 )  # fmt: skip
 
 _TYPES = ("layer_types", "mlp_layer_types", "layers_block_type")
@@ -95,6 +105,11 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gemma4_text": {"global_head_dim": 2 * HEAD},
     "gemma4_unified_text": {"global_head_dim": 2 * HEAD},
+    "ernie4_5_vl_moe_text": {
+        "moe_intermediate_size": [WIDTH // 2, WIDTH // 2],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]},
+    },
+    "glm5_next_text": {"qk_rope_head_dim": 0},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
@@ -116,6 +131,14 @@ _FAMILIES: dict[str, dict[str, Any]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
         }
         for family in _MROPE
+    },
+    "glm4v_moe_text": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [1, 1, 2],
+        }
     },
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
@@ -156,9 +179,13 @@ def all_families() -> list[str]:
 
 def composite_families() -> list[str]:
     """Every ``model_type`` that :func:`is_composite`."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+    from transformers.models.auto import modeling_auto as known
 
-    return sorted(filter(is_composite, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES))
+    names = {
+        *known.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+        *known.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    }
+    return sorted(filter(is_composite, names))
 
 
 def modules(families: Iterable[str]) -> list[str]:
@@ -222,10 +249,20 @@ def tiny_config(family: str, option: Mapping[str, Any] | None = None, **sizes: A
 
 def is_composite(family: str) -> bool:
     """Whether a family's models read more than text, beside a text model that its config has as a part."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+    return composite_class(family) is not None
 
-    known = family in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
-    return known and "text_config" in _config_class(family).sub_configs
+
+def composite_class(family: str) -> Any:
+    """The Auto class that makes a composite family's models; None if it is not :func:`is_composite`."""
+    import transformers
+    from transformers.models.auto import modeling_auto as known
+
+    mappings = {
+        transformers.AutoModelForMultimodalLM: known.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+        transformers.AutoModelForSeq2SeqLM: known.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    }
+    kind = next((each for each, names in mappings.items() if family in names), None)
+    return kind if kind and "text_config" in _config_class(family).sub_configs else None
 
 
 def tiny_composite(family: str, **sizes: Any) -> Any:
@@ -235,12 +272,26 @@ def tiny_composite(family: str, **sizes: Any) -> Any:
     text = made.get_text_config(decoder=True)
     key = next(name for name in config_class.sub_configs if getattr(made, name, None) is text)
     parts = {
-        name: {field: _TOWER.get(field, value) for field, value in part.to_dict().items()}
+        name: _tower(part.to_dict()) | _PARTS.get(family, {}).get(name, {})
         for name in config_class.sub_configs
         if name != key and (part := getattr(made, name, None)) is not None
     }
     tied = {name: getattr(made, name) for name in ("tie_word_embeddings",) if hasattr(made, name)}
-    return config_class(**{**parts, key: tiny_config(text.model_type, **tied, **sizes).to_dict(), **tied})
+    own = _PARTS.get(family, {}).get("", {})
+    text = tiny_config(text.model_type, **tied, **sizes).to_dict()
+    return config_class(**{**parts, key: text, **tied, **own})
+
+
+def _tower(part: Mapping[str, Any]) -> dict[str, Any]:
+    """A part of a composite config with sizes of :data:`_TOWER`; lists by layer are cut."""
+    small, layers = dict(part), part.get("num_hidden_layers")
+    for field, value in part.items():
+        size = _TOWER.get(field)
+        if size is not None and type(value) in (type(size), type(None)):
+            small[field] = size
+        elif isinstance(value, list) and len(value) == layers:
+            small[field] = value[: _TOWER["num_hidden_layers"]]
+    return small
 
 
 def _config_class(family: str) -> Any:
