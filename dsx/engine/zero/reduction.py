@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dsx.engine.executor import StepHooks
-from dsx.engine.zero.messages import end_sum, start_sum
-from dsx.engine.zero.pages import empty
+from dsx.engine.zero.messages import empty, end_sum, start_sum
 from dsx.errors import ModelError
 from dsx.parallel.reduction import GradientPiece, Interval, by_owner
 from dsx.schedules.schedule import Schedule
