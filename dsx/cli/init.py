@@ -17,6 +17,8 @@ from dsx import __version__
 from dsx.checkpoint.store import write_atomically
 from dsx.cli.options import FORMAT, GPUS, MODEL, SET
 from dsx.cli.output import say, say_json
+from dsx.config.document import shipped
+from dsx.config.wording import dotted, parted_from_secrets
 from dsx.errors import CheckpointError, ConfigError
 from dsx.terminal import with_room
 
@@ -53,9 +55,7 @@ def init(
     beginning; without --model it is a tiny preset. The layout is one that --gpus ranks can have. Existing
     files are never overwritten.
     """
-    from dsx.config.document import shipped
     from dsx.config.starter import starter
-    from dsx.config.wording import dotted, parted_from_secrets
 
     begun = starter(model=model, gpus=gpus, ds_config=ds_config, overrides=overrides or [])
     content, left_out = parted_from_secrets(begun.content)

@@ -10,6 +10,7 @@ import typer
 
 from dsx.cli.options import FORMAT, RULES
 from dsx.cli.output import BAD, judging, one_a_line, say, say_json
+from dsx.errors import CheckpointError
 from dsx.terminal import aligned, amount, columns, wrapped
 
 if TYPE_CHECKING:
@@ -41,7 +42,6 @@ def inspect(
     from dsx.checkpoint.catalog import check_files
     from dsx.checkpoint.open import open_checkpoint
     from dsx.checkpoint.read import verify as verified
-    from dsx.errors import CheckpointError
     from dsx.waiting import Waiting
 
     with judging(CheckpointError):

@@ -14,6 +14,8 @@ import typer
 from dsx.cli.options import FORMAT
 from dsx.cli.output import BAD, judging, one_a_line, say, say_json
 from dsx.errors import ModelError
+from dsx.launch import entry
+from dsx.models.config_values import with_floats
 from dsx.terminal import aligned, columns
 
 _TOLD_SHARE = 0.01
@@ -40,15 +42,12 @@ def models(
     A small model of the same structure is made, and what dsx cuts is compared with transformers. Exit code 1
     if the model of PATH is refused.
     """
-    from dsx.launch import entry
-
     entry.quiet()  # a model is tried with torch and DeepSpeed
     if path is None:
         _list(probed=probe, style=style)
         return
     from dsx.checkpoint.formats.huggingface.names import read_config
     from dsx.hub.report import report
-    from dsx.models.config_values import with_floats
     from dsx.waiting import Waiting
 
     config = read_config(path)

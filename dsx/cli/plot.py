@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import typer
 
@@ -11,10 +11,10 @@ from dsx.cli.options import FORMAT, OUTPUT, drawn
 from dsx.cli.output import deliver, say, say_json, style_of, text_of, write
 from dsx.cli.picture import as_file, picture_of
 from dsx.errors import ConfigError
+from dsx.schedules.tables import facts_json, step_table
+from dsx.schedules.timeline import comparison_page, comparison_svg, comparison_trace
+from dsx.schedules.trace import Comparison, Trace, compare
 from dsx.terminal import columns
-
-if TYPE_CHECKING:
-    from dsx.schedules.trace import Comparison
 
 _Style = Literal["table", "json", "svg", "html", "png", "perfetto"]
 _PICTURES = ("html", "png", "svg", "pdf")
@@ -99,8 +99,6 @@ def trace(
     The simulation runs the same schedule with the durations of the step's own actions and transfers, as
     medians over micro-batches. Steps are recorded by dsx.train.trace_steps or engine.trace.
     """
-    from dsx.schedules.trace import Trace, compare
-
     kind = style_of(style, output, get_args(_Style))
     text = text_of(file, str(file), "give a trace/step*.json of a run")
     deliver(_render(compare(Trace.from_json(text, where=str(file))), kind), output)
@@ -108,15 +106,9 @@ def trace(
 
 def _render(comparison: Comparison, style: str) -> str | bytes:
     if style == "perfetto":
-        from dsx.schedules.timeline import comparison_trace
-
         return comparison_trace(comparison)
     if style in ("svg", "html", "png"):
-        from dsx.schedules.timeline import comparison_page, comparison_svg
-
         if style == "html":
             return comparison_page(comparison)
         return picture_of(comparison_svg(comparison), style)
-    from dsx.schedules.tables import facts_json, step_table
-
     return facts_json(comparison) if style == "json" else step_table(comparison, width=columns())

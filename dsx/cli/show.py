@@ -12,8 +12,12 @@ import typer
 
 from dsx.cli.options import FORMAT, OUTPUT
 from dsx.cli.output import deliver, say, say_json, style_of
+from dsx.config.document import shipped
 from dsx.config.wording import suggest
 from dsx.errors import ConfigError
+from dsx.launch.entry import quiet
+from dsx.models.hf_config import model_spec
+from dsx.models.params import num_parameters
 from dsx.terminal import aligned, columns
 
 
@@ -30,7 +34,6 @@ def env(
     That is versions, devices, links, locks of extension builds, limits, ports and variables. Exit code 1 if a
     machine of the hostfile does not answer.
     """
-    from dsx.launch.entry import quiet
     from dsx.launch.environment import ANSWERS, sections
 
     kind = style_of(style, output, ("table", "json"))
@@ -53,8 +56,6 @@ def guide(
     style: Annotated[Literal["table", "json"], FORMAT] = "table",
 ) -> None:
     """Print a guide, or list the guides."""
-    from dsx.config.document import shipped
-
     pages = [page for page in shipped("docs/guides").iterdir() if page.name.endswith(".md")]
     texts = {
         page.name.removesuffix(".md"): page.read_text(encoding="utf-8")
@@ -84,8 +85,6 @@ def presets(style: Annotated[Literal["table", "json"], FORMAT] = "table") -> Non
 
     As JSON, each has its Hugging Face config.
     """
-    from dsx.models.hf_config import model_spec
-    from dsx.models.params import num_parameters
     from dsx.models.presets import presets as known
 
     rows: list[dict[str, Any]] = []

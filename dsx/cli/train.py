@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from dsx.cli.options import CONFIG, MOST_RANKS, SET, count
+from dsx.config.document import shipped
 
 
 def train(
@@ -28,7 +29,6 @@ def train(
     otherwise. The exit code is the run's. For several machines, recipes of your own and options of the
     launcher: deepspeed or torchrun (dsx guide launching).
     """
-    from dsx.config.document import shipped
     from dsx.config.load import content_of
     from dsx.config.starter import recipe_of
     from dsx.launch.start import start
