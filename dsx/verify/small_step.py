@@ -30,7 +30,7 @@ from dsx.config.adapter import peft_settings
 from dsx.config.deepspeed import zero_stage
 from dsx.config.load import content_of
 from dsx.config.run import RunConfig
-from dsx.engine.notes import keep_proof_of
+from dsx.engine.initialize import keep_proof_of
 from dsx.engine.zero.building import without_a_trace
 from dsx.errors import DsxError, LayoutError
 from dsx.hub.model_structure import structure_of, with_weights
@@ -48,12 +48,11 @@ from dsx.parallel.groups import Groups, make_groups
 from dsx.parallel.mesh import Mesh
 from dsx.train.proof import Proof, keep_proof, layout_words
 from dsx.verify.diagnosis import CLIPPING, DTYPE, UNKNOWN, ParityFinding
-from dsx.verify.entry_point import user_model
 from dsx.verify.observation import Observations
 from dsx.verify.reference import Reference, ReferenceFailedError
 from dsx.verify.run import EXACT, VerifyPlan, family_plan, judge, user_job, user_plan
 from dsx.verify.shrunk import make_visible, trial
-from dsx.verify.subject import NOISE, VerifyJob, observe_pass
+from dsx.verify.subject import NOISE, VerifyJob, observe_pass, user_model
 from dsx.waiting import Waiting
 
 
