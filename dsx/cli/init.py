@@ -23,7 +23,7 @@ from dsx.errors import CheckpointError, ConfigError
 from dsx.terminal import with_room
 
 if TYPE_CHECKING:
-    from dsx.config.starter import Starter
+    from dsx.config.ordinary import Starter
 
 _CONFIG, _RECIPE, _GENERATE = "train.json", "train.py", "generate.py"
 
@@ -55,7 +55,7 @@ def init(
     beginning; without --model it is a tiny preset. The layout is one that --gpus ranks can have. Existing
     files are never overwritten.
     """
-    from dsx.config.starter import starter
+    from dsx.config.ordinary import starter
 
     begun = starter(model=model, gpus=gpus, ds_config=ds_config, overrides=overrides or [])
     content, left_out = parted_from_secrets(begun.content)

@@ -25,7 +25,7 @@ def islands(
     in the folder that its config names as dsx.outer.keys. The key that has signed them is kept nowhere:
     further islands need keys that are all made anew.
     """
-    from dsx.islands.keys import write_keys
+    from dsx.islands.links import write_keys
 
     authority, *own = write_keys(folder, number)
     if style == "json":

@@ -30,7 +30,7 @@ def train(
     launcher: deepspeed or torchrun (dsx guide launching).
     """
     from dsx.config.load import content_of
-    from dsx.config.starter import recipe_of
+    from dsx.config.ordinary import recipe_of
     from dsx.launch.start import start
 
     items = overrides or []
