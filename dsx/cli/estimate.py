@@ -13,7 +13,7 @@ import typer
 
 from dsx.cli import options
 from dsx.cli.output import BAD, deliver, say, style_of
-from dsx.cli.picture import as_file
+from dsx.cli.plot import as_file
 from dsx.config.deepspeed import precision
 from dsx.errors import ConfigError
 from dsx.terminal import amount, columns, unit_of, wrapped

@@ -17,7 +17,7 @@ from dsx.terminal import aligned, amount, columns, wrapped
 
 if TYPE_CHECKING:
     from dsx.checkpoint.catalog import Catalog, Entry
-    from dsx.checkpoint.compare import TensorDifference
+    from dsx.checkpoint.read import TensorDifference
 
 
 def inspect(
@@ -176,9 +176,9 @@ def diff(
     differ. Facts that depend on the layout are not compared. JSON lists equal tensors,
     too.
     """
-    from dsx.checkpoint.compare import compare, fact_differences, only_in
     from dsx.checkpoint.formats.huggingface.catalog import under_common_names
     from dsx.checkpoint.open import open_checkpoint
+    from dsx.checkpoint.read import compare, fact_differences, only_in
     from dsx.waiting import Waiting
 
     with Waiting(f"reading what {a} and {b} hold"):
@@ -212,7 +212,7 @@ def _lines(
     absent: dict[str, tuple[tuple[str, str], ...]],
     facts: dict[str, tuple[Any, Any]],
 ) -> list[str]:
-    from dsx.checkpoint.compare import BROKEN_ULPS
+    from dsx.checkpoint.read import BROKEN_ULPS
 
     lines = []
     for item in found:

@@ -303,7 +303,6 @@ class Command(TyperCommand):
             hold_to_words(parameter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the command line into ``ctx.params``, as click does."""
         known = {flag for parameter in self.params for flag in parameter.opts}
         with in_our_words(self, ctx.command_path):
             return super().parse_args(ctx, spelt_out(modern(args, known), known))
@@ -327,7 +326,6 @@ class CommandGroup(TyperGroup):
     """All commands."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse what stands before a command's name, as click does."""
         with in_our_words(self, ctx.command_path):
             return super().parse_args(ctx, args)
 

@@ -14,7 +14,7 @@ import typer
 
 from dsx.cli import options
 from dsx.cli.output import judging, say, style_of, write
-from dsx.cli.picture import as_file
+from dsx.cli.plot import as_file
 from dsx.cli.schedule import in_milliseconds, render
 from dsx.errors import ConfigError, DsxError
 from dsx.terminal import aligned, amount, columns, wrapped

@@ -13,7 +13,7 @@ import typer
 
 from dsx.cli.options import OUTPUT, drawn
 from dsx.cli.output import deliver, judging, say, style_of, text_of, write
-from dsx.cli.picture import picture_of
+from dsx.cli.plot import picture_of
 from dsx.errors import ConfigError, LayoutError, ScheduleError
 from dsx.models.config_values import MOST_LAYERS
 from dsx.planner.choose import Choice, choose

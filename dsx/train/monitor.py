@@ -226,7 +226,6 @@ class Monitor:
         self._memory.before_step(counts=whole and not self._engine.overflowed)
 
     def warn(self, text: str) -> None:
-        """Say something that the user should know, on rank 0."""
         self._progress.warning(text)
 
     def went_back(self) -> None:

@@ -41,7 +41,6 @@ class ReplicatedAdapter(ZeroAdapter):
         parameter.grad = gradient.view(parameter.shape).to(parameter.dtype)
 
     def came_late(self, parameter: nn.Parameter) -> bool:
-        """Whether ``p.grad`` is there again."""
         return parameter.grad is not None
 
     def attach(self) -> None:
@@ -217,16 +216,13 @@ class Bf16Adapter(ZeroAdapter):
         write_sum(self.of(parameter).narrow(0, start, parts[0].numel()), *parts)
 
     def came_late(self, parameter: nn.Parameter) -> bool:
-        """Whether the buffer has been added to since."""
         return parameter in self._late
 
     def complete(self) -> None:
-        """Forget what was taken in this step."""
         self._taken.clear()
         self._late.clear()
 
     def forget(self) -> None:
-        """The buffers' sums, too."""
         super().forget()
         self.complete()
         self._optimizer.clear_hp_grads()

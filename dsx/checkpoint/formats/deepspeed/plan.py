@@ -70,7 +70,6 @@ class StockPlan:
 
     @classmethod
     def of(cls, source: Catalog, layout: StockLayout) -> StockPlan:
-        """What to write of ``source``."""
         if layout.precision not in PRECISIONS:
             raise CheckpointError(
                 f"precision = {layout.precision}", "DeepSpeed has none such", "use fp32, bf16 or fp16"
@@ -161,7 +160,6 @@ class StockPlan:
         return {**(saved if isinstance(saved, dict) else {}), "stage": self.layout.zero_stage}
 
     def zero(self) -> ZeroPlan:
-        """ZeRO's cut of the groups."""
         keys, dtype = self.zero_keys(), PRECISIONS[self.layout.precision]
         size = keys.get("sub_group_size")
         return ZeroPlan(
