@@ -21,11 +21,9 @@ from torch import nn
 from dsx.config.resolve import zero_problems
 from dsx.config.schema import ZeroConfig
 from dsx.engine.chunks import Tie
-from dsx.engine.zero.adapter import ZeroAdapter
 from dsx.engine.zero.calls import changed
-from dsx.engine.zero.loss_scale import LossScale
+from dsx.engine.zero.loss_scale import LossScale, NormScope
 from dsx.engine.zero.master_shards import owners
-from dsx.engine.zero.norm import NormScope
 from dsx.engine.zero.partitioned import PartitionedAdapter
 from dsx.engine.zero.reduction import (
     GradientStore,
@@ -33,6 +31,7 @@ from dsx.engine.zero.reduction import (
     LeftToDeepSpeed,
     Reduction,
     Scale,
+    ZeroAdapter,
     reducible,
 )
 from dsx.engine.zero.replicated import Bf16Adapter, ReplicatedAdapter, WidenedAdapter
