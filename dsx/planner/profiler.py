@@ -38,10 +38,9 @@ from dsx.parallel.groups import Groups
 from dsx.planner.cluster import Cluster, Link
 from dsx.planner.costs import Efficiency, Network, Software
 from dsx.planner.inputs import Calibration
-from dsx.planner.layer_cost import LayerCost
 from dsx.planner.layer_times import Machine, layer_times
 from dsx.planner.measured import conditions_of, recompute_modes
-from dsx.planner.profile import RECOMPUTE, Conditions, Profile
+from dsx.planner.profile import RECOMPUTE, Conditions, LayerCost, Profile
 from dsx.terminal import amount
 from dsx.train.monitor import device_name
 
