@@ -25,8 +25,8 @@ from dsx.checkpoint.formats import dcp, megatron, native
 from dsx.checkpoint.formats import universal as universal_target
 from dsx.checkpoint.formats.deepspeed import target as deepspeed_target
 from dsx.checkpoint.formats.deepspeed.module import as_model
-from dsx.checkpoint.formats.deepspeed.plan import StockLayout
 from dsx.checkpoint.formats.deepspeed.reader import FORMAT as STOCK
+from dsx.checkpoint.formats.deepspeed.target import StockLayout
 from dsx.checkpoint.formats.huggingface import catalog
 from dsx.checkpoint.formats.huggingface.names import in_memory
 from dsx.checkpoint.layouts import (

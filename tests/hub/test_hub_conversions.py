@@ -20,7 +20,7 @@ from dsx.checkpoint.execute import ConversionOptions, execute
 from dsx.checkpoint.formats import native
 from dsx.checkpoint.formats.deepspeed import reader
 from dsx.checkpoint.formats.deepspeed import target as deepspeed_target
-from dsx.checkpoint.formats.deepspeed.plan import StockLayout
+from dsx.checkpoint.formats.deepspeed.target import StockLayout
 from dsx.checkpoint.formats.huggingface import catalog as hf_catalog
 from dsx.checkpoint.formats.huggingface import weights as hf
 from dsx.checkpoint.layouts import TargetDegrees, layout_like
