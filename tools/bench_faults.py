@@ -297,9 +297,8 @@ def killed_saves(folder: Path, count: int, chance: random.Random) -> Json:
     import torch.distributed
 
     import dsx.train.recipe  # noqa: F401 - likewise
-    from dsx.checkpoint.compare import compare
     from dsx.checkpoint.open import open_checkpoint
-    from dsx.checkpoint.read import verify
+    from dsx.checkpoint.read import compare, verify
 
     torch.set_num_threads(1)
     watcher, found = Disturbance(), Counter[str]()

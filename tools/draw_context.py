@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dsx.cli.picture import picture_of
+from dsx.cli.plot import picture_of
 from dsx.nn.attention import CausalMask
 from dsx.nn.context import DetachedContextParallel
 from dsx.nn.documents import Places
@@ -59,7 +59,7 @@ def sent(to: int, of: int) -> list[int]:
 
 
 class Drawing:
-    """Rectangles by colour and texts, as :func:`dsx.cli.picture.picture_of` reads them."""
+    """Rectangles by colour and texts, as :func:`dsx.cli.plot.picture_of` reads them."""
 
     def __init__(self, width: int, height: int) -> None:
         self.width, self.height = width, height

@@ -1,23 +1,30 @@
-"""Where the frozen parameters of a run are from, which its checkpoints leave out: a folder, or a seed.
+"""What a run's checkpoints leave out: frozen parameters, and the model around a trained language model.
 
-They are what building the model gives, so that a checkpoint of a run says where that is, and what is trained
-is all that it holds. Whoever needs the whole model puts both together (:func:`completed`).
+Frozen parameters are what building the model gives, of a folder or a seed, so that a checkpoint of a run says
+where that is, and what is trained is all that it holds. Whoever needs the whole model puts both together
+(:func:`completed`).
+
+Of a composite model a run reads the language model's tensors alone, and its checkpoints hold these. What it
+exports is the whole folder again (:func:`whole`): the other tensors byte for byte, the trained ones under the
+names that the folder has for them.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dsx.checkpoint.catalog import Catalog, Entry, Piece, model_fact
-from dsx.checkpoint.claims import MISFITS, forms_of, model_of_fact, text_key
+from dsx.checkpoint.catalog import Catalog, Entry, Piece, Skeleton, model_fact
+from dsx.checkpoint.claims import MISFITS, forms_of, model_of_fact, modules_in, text_key
 from dsx.checkpoint.file_io import blamed
 from dsx.checkpoint.formats.deepspeed.module import as_model
 from dsx.checkpoint.formats.huggingface import catalog as hugging_face
+from dsx.checkpoint.formats.huggingface.names import PROCESSOR_FILES, TOKENIZER_FILES, read_config
+from dsx.checkpoint.merge import Merge
 from dsx.config.run import RunConfig
 from dsx.errors import CheckpointError
 from dsx.models.param import ParamSpec
@@ -211,3 +218,120 @@ def names_in(config: Mapping[str, Any], model: Model) -> hugging_face.NamesOf | 
     from dsx.hub.read import folder_names  # here: dsx's own families need neither torch nor transformers
 
     return folder_names(model).of
+
+
+_HOME = "composite"
+"""What files of the folder begin with, in a catalog of a checkpoint and it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Composite:
+    """A composite model's folder.
+
+    Attributes:
+        folder: Its tensors under its own names.
+        key: The part of its config that is the language model's.
+        names: The folder's name of each tensor of the language model, by that in a folder of its own.
+        beside: The folder's name of each of the tower's, by that which transformers writes.
+        architecture: transformers' class of it.
+    """
+
+    folder: Catalog
+    key: str
+    names: Mapping[str, str]
+    beside: Mapping[str, str]
+    architecture: str
+
+    def tower(self, held: Collection[str]) -> tuple[Entry, ...]:
+        """Every tensor that is neither the language model's nor ``held``; one of whatever type keeps it."""
+        inside = {*self.names.values(), *held}
+        return tuple(replace(one, role="buffer") for one in self.folder.entries if one.name not in inside)
+
+    def config_with(self, text: Mapping[str, Any]) -> dict[str, Any]:
+        """The config.json around a language model of a config, and the class that reads it."""
+        own = {"architectures": [self.architecture], **self.folder.facts["hf_config"]}
+        return own | {self.key: hugging_face.with_dtype(text, ())}
+
+    def inside(self, spec: ParamSpec) -> ParamSpec:
+        """A parameter under the folder's names."""
+        names = self.beside if spec.tower else self.names
+        return replace(spec, hf=tuple(names[name] for name in spec.hf))
+
+
+def composite_at(root: Path | None, *, tower: bool = False) -> Composite | None:
+    """The composite model in a folder; None if there is none, or the folder is of one model.
+
+    ``tower``: Whether anything of its tower was trained, so that the folder must have all of it.
+
+    Raises:
+        CheckpointError: The folder cannot be read.
+        ModelError: Its language model cannot be told apart.
+    """
+    config = {} if root is None else read_config(root)
+    key = text_key(config)
+    if root is None or key is None:
+        return None
+    from dsx.hub.composite import CompositeNames  # here: other models need no transformers
+
+    folder, known = hugging_face.catalog_of(root), CompositeNames(config)
+    found = known.of(folder.by_name, root)
+    names = known.names | {own: name for name, own in found.items() if own is not None}
+    others = known.of_tower(folder.by_name, root) if tower else {}
+    beside = {own: name for name, own in others.items() if own is not None}
+    return Composite(folder=folder, key=key, names=names, beside=beside, architecture=known.architecture)
+
+
+def fact_of(root: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The fact ``composite`` of a language model in a folder of a config.json; None if it is all that is."""
+    modules = modules_in(config)
+    return {"path": str(root.absolute()), "digest": digest_of(root), "modules": modules} if modules else None
+
+
+def composite_fact(config: RunConfig | None) -> dict[str, Any] | None:
+    """The same of a run's model."""
+    if config is not None and config.weights is not None:
+        with suppress(CheckpointError):  # that the folder is gone keeps no run from saving
+            return fact_of(config.weights, read_config(config.weights))
+    return None
+
+
+def whole(source: Catalog, merge: Merge | None, folder: Path | None) -> tuple[Catalog, Merge | None]:
+    """A checkpoint under Hugging Face's names with the rest of the composite model that it was trained in.
+
+    Args:
+        source: A checkpoint; one of a language model by itself stays as it is.
+        merge: What is added to its weights.
+        folder: The composite model's folder; where the checkpoint says by default.
+
+    Raises:
+        CheckpointError: The folder is gone, or another.
+    """
+    fact = source.facts.get("composite")
+    if fact is None:
+        return source, merge
+    root, tower = folder_of(source, fact, folder, "the other parts of the model"), source.facts.get("model")
+    found = composite_at(root, tower="pictures" in (tower or {}))
+    assert found is not None, "a digest tells one folder from another"
+    names = {**found.names, **found.beside}
+    if merge is not None:
+        products = {names[name]: product for name, product in merge.products.items()}
+        merge = replace(merge, source=hugging_face.under_model_names(merge.source, names), products=products)
+    source = hugging_face.under_model_names(source, names)
+    others = (replace(each, pieces=moved_below(_HOME, each)) for each in found.tower(source.by_name))
+    sums = (replace(one, file=f"{_HOME}/{one.file}") for one in found.folder.checksums)
+    return replace(
+        source,
+        entries=(*source.entries, *others),
+        facts={**source.facts, "hf_config": found.config_with(source.facts["hf_config"])},
+        checksums=(*source.checksums, *sums),
+        others={**source.others, _HOME: found.folder},
+    ), merge
+
+
+def other_files(source: Catalog) -> Iterator[Skeleton]:
+    """What a composite model's folder has about its texts and images, of a checkpoint that is ``whole``."""
+    if _HOME in source.others:
+        for path in sorted(source.others[_HOME].root.iterdir()):
+            if path.name in TOKENIZER_FILES | PROCESSOR_FILES:
+                data = path.read_bytes()
+                yield Skeleton(file=path.name, num_bytes=len(data), parts=((0, data),))

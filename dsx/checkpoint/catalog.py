@@ -176,7 +176,6 @@ class Piece:
 
     @property
     def box(self) -> Box:
-        """The box as (start, stop) per dim."""
         return tuple((low, low + extent) for low, extent in zip(self.start, self.shape, strict=True))
 
     def stop(self, item_bytes: int) -> int:

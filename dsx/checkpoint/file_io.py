@@ -256,7 +256,6 @@ class FileWindow(io.RawIOBase):
         return self._taken(self._file.read, size)
 
     def readline(self, size: int | None = -1) -> bytes:
-        """As any file's, but never more than 256 MiB."""
         return self._taken(self._file.readline, size)
 
     def _taken(self, read: Callable[[int], bytes], size: int | None) -> bytes:

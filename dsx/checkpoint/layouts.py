@@ -13,7 +13,7 @@ from dsx.checkpoint.catalog import NO_SETTINGS, Catalog
 from dsx.checkpoint.claims import check_layers
 from dsx.checkpoint.formats.deepspeed.module import tied_names, under_names
 from dsx.checkpoint.formats.deepspeed.order import TIED, Ties
-from dsx.checkpoint.formats.deepspeed.plan import StockLayout
+from dsx.checkpoint.formats.deepspeed.target import StockLayout
 from dsx.errors import CheckpointError, ConfigError
 from dsx.models.param import ParamSpec, layer_of
 from dsx.parallel.layout import Layout

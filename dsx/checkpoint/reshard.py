@@ -8,18 +8,25 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dsx.checkpoint.base import completed, of_today, under_known_names
+from dsx.checkpoint.base import (
+    completed,
+    composite_at,
+    fact_of,
+    of_today,
+    other_files,
+    under_known_names,
+    whole,
+)
 from dsx.checkpoint.catalog import Catalog, Target, check_files, model_fact
 from dsx.checkpoint.claims import MISFITS, forms_of, language_config, model_of, model_of_fact, specs_of_model
-from dsx.checkpoint.composite import composite_at, fact_of, other_files, whole
 from dsx.checkpoint.copy_plan import CopyPlan, plan
 from dsx.checkpoint.execute import ConversionOptions, ConversionReport, execute, worker_bytes
 from dsx.checkpoint.formats import dcp, megatron, native
 from dsx.checkpoint.formats import universal as universal_target
 from dsx.checkpoint.formats.deepspeed import target as deepspeed_target
 from dsx.checkpoint.formats.deepspeed.module import as_model
-from dsx.checkpoint.formats.deepspeed.plan import StockLayout
 from dsx.checkpoint.formats.deepspeed.reader import FORMAT as STOCK
+from dsx.checkpoint.formats.deepspeed.target import StockLayout
 from dsx.checkpoint.formats.huggingface import catalog
 from dsx.checkpoint.formats.huggingface.names import in_memory
 from dsx.checkpoint.layouts import (

@@ -137,7 +137,6 @@ class Staging:
         self._discard()
 
     def path_of(self, file: str) -> Path:
-        """Where a file of the target is now."""
         return self.data / file
 
     def commit(self, *, point_latest: bool) -> None:

@@ -13,21 +13,16 @@ import typer
 from dsx import __version__
 from dsx.cli.check import check
 from dsx.cli.data import data
-from dsx.cli.diff import diff
 from dsx.cli.estimate import estimate
-from dsx.cli.init import init
-from dsx.cli.inspect import inspect
-from dsx.cli.islands import islands
-from dsx.cli.models import models
+from dsx.cli.init import init, islands, train
+from dsx.cli.inspect import diff, inspect
 from dsx.cli.options import Command, CommandGroup
 from dsx.cli.output import BAD_INPUT, say, tell, writing
 from dsx.cli.plan import plan
 from dsx.cli.plot import plot, trace
-from dsx.cli.reshard import reshard
+from dsx.cli.reshard import reshard, upcycle
 from dsx.cli.schedule import schedule
-from dsx.cli.show import env, guide, presets, schema
-from dsx.cli.train import train
-from dsx.cli.upcycle import upcycle
+from dsx.cli.show import env, guide, models, presets, schema
 from dsx.cli.verify import verify
 from dsx.errors import DsxError
 from dsx.launch.entry import say_loading

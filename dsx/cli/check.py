@@ -17,16 +17,16 @@ import typer
 
 from dsx.cli.options import CONFIGS, FORMAT, GPU_MEMORY, GPUS, SET, STDIN
 from dsx.cli.output import BAD, BAD_INPUT, say, say_styled, tell
+from dsx.config.document import Source, UnopenedError, decoded, from_text, read_text, refuse_unusable
 from dsx.config.keys import shown
 from dsx.config.refusals import ABSENT, Finding
 from dsx.config.wording import at, dotted, name_of, without_secrets
+from dsx.errors import ConfigError
 from dsx.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
-    from dsx.config.document import Source
     from dsx.config.run import RunConfig
     from dsx.doctor.examine import Report
-    from dsx.errors import ConfigError
 
 
 _WHO = {
@@ -295,7 +295,6 @@ def check(
         return
     _check_arguments(configs, overrides, fix, diff, gpus, gpu_memory)
     from dsx.doctor.examine import examine
-    from dsx.errors import ConfigError
 
     look = partial(
         examine,
@@ -357,9 +356,7 @@ def _one(
     writes: bool,
 ) -> Outcome:
     """Check one file, and mend it if asked to. Raises ConfigError if it cannot be looked at."""
-    from dsx.config.document import UnopenedError, decoded, from_text, read_text
     from dsx.doctor.mend import settle, write
-    from dsx.errors import ConfigError
 
     try:
         text = decoded(sys.stdin.buffer, shown_path(path)) if path == STDIN else read_text(path)
@@ -402,7 +399,6 @@ def _overridden(source: Source, overrides: list[str]) -> Source:
     """``source`` with ``--set`` values put over it."""
     if not overrides:
         return source
-    from dsx.config.document import refuse_unusable
     from dsx.config.load import override
 
     config = copy.deepcopy(source.config)

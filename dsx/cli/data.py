@@ -12,6 +12,7 @@ import typer
 
 from dsx.cli.options import CONFIG, FORMAT, SET, count
 from dsx.cli.output import say, say_json, say_styled
+from dsx.config.wording import at
 from dsx.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,7 +42,6 @@ def data(
     from dsx.config.load import load
     from dsx.config.schema import OWN
     from dsx.config.sources import read_model
-    from dsx.config.wording import at
     from dsx.data.text import Text, prepare_text, report
     from dsx.data.tokenizers import load_tokenizer
 

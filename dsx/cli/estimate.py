@@ -13,6 +13,10 @@ import typer
 
 from dsx.cli import options
 from dsx.cli.output import BAD, deliver, say, style_of
+from dsx.cli.plot import as_file
+from dsx.config.deepspeed import precision
+from dsx.errors import ConfigError
+from dsx.terminal import amount, columns, unit_of, wrapped
 
 if TYPE_CHECKING:
     from dsx.config.run import RunConfig
@@ -63,7 +67,6 @@ def estimate(
     schedule's micro-batches, logits, transfers and temporaries at the highest moment. With --gpu-memory, exit
     code 1 says that a rank does not fit, and three changes that would help are printed.
     """
-    from dsx.errors import ConfigError
     from dsx.planner import cluster as clusters
 
     if config is None and model is None and layers is None:
@@ -106,7 +109,6 @@ def estimate(
         found = _of_layers(own, gpus, pipeline or 1, chunks or 1, schedule or "auto", gpu, room)
     memory, title = found.memory, found.heading[0]
     if kind in _PICTURES:
-        from dsx.cli.picture import as_file
         from dsx.memory.table import draw
 
         figure = draw(memory, title=title, capacity_bytes=None if room is None else room.usable_bytes)
@@ -140,7 +142,6 @@ def _of_layers(
     cluster: Cluster | None,
     room: GpuMemory | None,
 ) -> _Found:
-    from dsx.config.deepspeed import precision
     from dsx.memory.layer_list import estimate_layers
     from dsx.memory.table import beyond_tensors
     from dsx.waiting import Waiting
@@ -246,7 +247,6 @@ def _title(run: RunConfig) -> str:
 
 def _text(found: _Found, room: GpuMemory | None) -> str:
     from dsx.memory.table import details, table
-    from dsx.terminal import columns, unit_of, wrapped
 
     memory, width = found.memory, columns()
     highest = memory.highest
@@ -323,7 +323,6 @@ def _advice(
     from dsx.planner.cluster import preset
     from dsx.planner.predicted import LayoutScorer
     from dsx.planner.what_fits import what_would_fit
-    from dsx.terminal import amount
     from dsx.waiting import Waiting
 
     where = cluster or preset("H100")

@@ -1,4 +1,4 @@
-"""``dsx init``."""
+"""``dsx init``, ``dsx train`` and ``dsx islands keys``: what begins a run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
+from importlib.resources import as_file
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -15,13 +16,16 @@ import typer
 
 from dsx import __version__
 from dsx.checkpoint.store import write_atomically
-from dsx.cli.options import FORMAT, GPUS, MODEL, SET
-from dsx.cli.output import say, say_json
+from dsx.cli.options import CONFIG, FORMAT, GPUS, MODEL, MOST_RANKS, SET, count
+from dsx.cli.output import one_a_line, say, say_json
+from dsx.config.document import shipped
+from dsx.config.wording import dotted, parted_from_secrets
 from dsx.errors import CheckpointError, ConfigError
 from dsx.terminal import with_room
 
 if TYPE_CHECKING:
-    from dsx.config.starter import Starter
+    from dsx.config.ordinary import Starter
+
 
 _CONFIG, _RECIPE, _GENERATE = "train.json", "train.py", "generate.py"
 
@@ -53,9 +57,7 @@ def init(
     beginning; without --model it is a tiny preset. The layout is one that --gpus ranks can have. Existing
     files are never overwritten.
     """
-    from dsx.config.document import shipped
-    from dsx.config.starter import starter
-    from dsx.config.wording import dotted, parted_from_secrets
+    from dsx.config.ordinary import starter
 
     begun = starter(model=model, gpus=gpus, ds_config=ds_config, overrides=overrides or [])
     content, left_out = parted_from_secrets(begun.content)
@@ -180,3 +182,56 @@ Nobody wrote these, and they were chosen:
         if assumed
         else ""
     }"""
+
+
+def train(
+    config: Annotated[Path, CONFIG],
+    *,
+    gpus: Annotated[
+        int | None,
+        count(
+            "--gpus", "Number of ranks. Default: one for each GPU, or one where there is none.", MOST_RANKS
+        ),
+    ] = None,
+    overrides: Annotated[list[str] | None, SET] = None,
+) -> None:
+    """Train by a config on this machine, under DeepSpeed's launcher.
+
+    It starts the recipe that comes with dsx: finetune.py where the model has weights to begin with, gpt_3d.py
+    otherwise. The exit code is the run's. For several machines, recipes of your own and options of the
+    launcher: deepspeed or torchrun (dsx guide launching).
+    """
+    from dsx.config.load import content_of
+    from dsx.config.ordinary import recipe_of
+    from dsx.launch.start import start
+
+    items = overrides or []
+    recipe = shipped(f"recipes/{recipe_of(content_of(config, items))}")
+    words = [str(config), *(word for item in items for word in ("--set", item))]
+    with as_file(recipe) as program:  # a file of a package may lie in an archive
+        code = start(program, words, gpus=gpus)
+    raise typer.Exit(code)
+
+
+def islands(
+    action: Annotated[  # noqa: ARG001 - the parser has judged it
+        Literal["keys"], typer.Argument(metavar="keys", help="What to do: keys.", show_default=False)
+    ],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the keys are to lie.")],
+    number: Annotated[int, count("--islands", "How many islands there are (dsx.outer.islands).")] = 2,
+    style: Annotated[Literal["table", "json"], FORMAT] = "table",
+) -> None:
+    """Make the keys by which islands know each other.
+
+    FOLDER gets ca.pem and a secret file for each island. The site of island 1 needs ca.pem and island1.pem,
+    in the folder that its config names as dsx.outer.keys. The key that has signed them is kept nowhere:
+    further islands need keys that are all made anew.
+    """
+    from dsx.islands.links import write_keys
+
+    authority, *own = write_keys(folder, number)
+    if style == "json":
+        say_json([[str(authority), str(file)] for file in own])
+    else:
+        lines = (f"island {island} needs {authority} and {file}" for island, file in enumerate(own))
+        say(one_a_line(lines))

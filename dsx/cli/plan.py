@@ -14,6 +14,8 @@ import typer
 
 from dsx.cli import options
 from dsx.cli.output import judging, say, style_of, write
+from dsx.cli.plot import as_file
+from dsx.cli.schedule import in_milliseconds, render
 from dsx.errors import ConfigError, DsxError
 from dsx.terminal import aligned, amount, columns, wrapped
 
@@ -241,9 +243,7 @@ def _is_picture(output: Path | None, *, told: bool) -> bool:
 
 
 def _picture(found: BestLayout, kept: dict[str, Any] | None, output: Path) -> str | bytes:
-    from dsx.cli.picture import as_file
-    from dsx.cli.schedule import in_milliseconds, render
-    from dsx.planner.goodput_picture import draw
+    from dsx.planner.what_is_left import draw
 
     if kept is None:
         layout = found.best.layout

@@ -13,21 +13,23 @@ import typer
 
 from dsx.cli.options import OUTPUT, drawn
 from dsx.cli.output import deliver, judging, say, style_of, text_of, write
-from dsx.cli.picture import picture_of
+from dsx.cli.plot import picture_of
 from dsx.errors import ConfigError, LayoutError, ScheduleError
 from dsx.models.config_values import MOST_LAYERS
 from dsx.planner.choose import Choice, choose
 from dsx.planner.layout import Space
 from dsx.planner.profile import Profile
+from dsx.schedules import timeline as pictures
 from dsx.schedules.builders import NAMES, Options, build, default_chunks
 from dsx.schedules.interleaved import MOST_FORWARDS
-from dsx.schedules.simulate import Costs, Seconds, simulate
+from dsx.schedules.program import load
+from dsx.schedules.schedule import Schedule
+from dsx.schedules.simulate import Costs, Seconds, Timeline, peak_activations, simulate
+from dsx.schedules.tables import schedule_table
 from dsx.terminal import NARROWEST, aligned, amount, columns, wrapped
 
 if TYPE_CHECKING:
     from dsx.planner.order_search import Searched
-    from dsx.schedules.schedule import Schedule
-    from dsx.schedules.simulate import Timeline
 
 
 _MOST_ROWS = 12
@@ -368,8 +370,6 @@ def _build(
 
 def _read(path: Path, given: tuple[int | None, ...]) -> Schedule:
     """The schedule in a file, proved to run."""
-    from dsx.schedules.program import load
-
     if any(number is not None for number in given):
         raise ConfigError(str(path), "the file says its size and order itself", "drop the other numbers")
     text = text_of(path, str(path), "give a CSV file, one row per rank")
@@ -392,17 +392,11 @@ def render(
     if style == "json":
         return json.dumps(_facts(built, timeline), indent=2) + "\n"
     if style == "perfetto":
-        from dsx.schedules.timeline import chrome_trace
-
-        return chrome_trace(built, {"simulated": timeline})
+        return pictures.chrome_trace(built, {"simulated": timeline})
     if style in _PICTURES:
-        from dsx.schedules import timeline as pictures
-
         if style == "html":
             return pictures.html(built, timeline, unit=unit, offloads=offloads, costs=costs)
         return picture_of(pictures.svg(built, timeline, unit=unit, offloads=offloads, costs=costs), style)
-    from dsx.schedules.tables import schedule_table
-
     width = NARROWEST if to_file else columns()
     facts = _facts(built, timeline)
     peaks = ", ".join(map(str, facts["peak_activations"]))
@@ -416,8 +410,6 @@ def render(
 
 
 def _facts(built: Schedule, timeline: Timeline) -> dict[str, Any]:
-    from dsx.schedules.simulate import peak_activations
-
     return {
         "name": built.name,
         "pipeline_ranks": built.num_ranks,

@@ -12,6 +12,7 @@ import typer
 from dsx.cli.options import CONFIG, FORMAT, GPUS, SET
 from dsx.cli.output import BAD, say, say_json
 from dsx.errors import ConfigError
+from dsx.launch import entry
 from dsx.terminal import columns, seconds
 
 if TYPE_CHECKING:
@@ -65,8 +66,6 @@ def verify(
         what = f"it stands beside --model {model}"
         raise ConfigError(f"--stock {stock}", what, "give one of --model and --stock")
     source, own = _source(config, model, overrides or [])
-    from dsx.launch import entry
-
     entry.quiet()
     from dsx.verify.run import Request
     from dsx.verify.run import verify as run

@@ -14,8 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from dsx.config.schema_block import MistakeError, Positive, SchemaBlock, Seed
-from dsx.config.schema_moe import MoeConfig
-from dsx.config.schema_parallel import ParallelConfig
+from dsx.config.schema_parallel import MoeConfig, ParallelConfig
 from dsx.models.param import Quantization
 from dsx.models.spec import PresetFamily, Recompute
 from dsx.parallel.islands import wrong_meeting

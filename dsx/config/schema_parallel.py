@@ -1,4 +1,4 @@
-"""``dsx.parallel``: over how many ranks a model, its sequences and its experts are divided."""
+"""``dsx.parallel`` and ``dsx.moe``: over how many ranks a model is divided, and how experts are kept busy."""
 
 from __future__ import annotations
 
@@ -65,3 +65,21 @@ class ParallelConfig(SchemaBlock):
     def method(self) -> ContextMethod:
         """``context_method``, with what "auto" becomes."""
         return "all_gather" if self.context_method == "auto" else self.context_method
+
+
+class MoeConfig(SchemaBlock):
+    """``dsx.moe``: what keeps a mixture's experts equally busy, besides a family's own auxiliary loss."""
+
+    bias_update_speed: float = Field(
+        default=0.0,
+        ge=0,
+        description="What the bias of each expert in its router's choice moves by after a step: up where "
+        "the expert got fewer tokens of the global batch than the mean, down where more (arXiv:2408.15664; "
+        "DeepSeek-V3 used 0.001). For families that have such a bias. 0: it stays.",
+    )
+    z_loss: float = Field(
+        default=0.0,
+        ge=0,
+        description="Coefficient of the routers' z-loss (arXiv:2202.08906, equation 5): of each layer the "
+        "mean over tokens of the squared logsumexp of the router's logits. ST-MoE used 0.001. 0: none.",
+    )

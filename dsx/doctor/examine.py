@@ -21,7 +21,7 @@ from dsx.config.document import Source, from_mapping, from_text, read_text
 from dsx.config.keys import Version, condition, installed, shown
 from dsx.config.keys import version as parse_version
 from dsx.config.refusals import Context, Edit, Finding, Rule, Runner
-from dsx.doctor import figures, unknown, values
+from dsx.doctor import unknown, values
 
 Check = Callable[[Context], Iterator[Finding]]
 
@@ -59,18 +59,18 @@ CHECKS: Final[tuple[Check, ...]] = (
     values.check_switched_off,
     values.check_no_effect,
     # Checks of what does not go together.
-    figures.check_world,
-    figures.check_batch_triple,
-    figures.check_buckets,
-    figures.check_optimizer,
-    figures.check_clipping,
-    figures.check_learning_rate,
-    figures.check_betas_order,
-    figures.check_difficulties,
-    figures.check_whole_numbers,
-    figures.check_schedule,
-    figures.check_schedule_length,
-    figures.check_rounds,
+    values.check_world,
+    values.check_batch_triple,
+    values.check_buckets,
+    values.check_optimizer,
+    values.check_clipping,
+    values.check_learning_rate,
+    values.check_betas_order,
+    values.check_difficulties,
+    values.check_whole_numbers,
+    values.check_schedule,
+    values.check_schedule_length,
+    values.check_rounds,
     refusals.check_same_key,
     refusals.check_betas,
     refusals.check_loss_scale,

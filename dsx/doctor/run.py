@@ -45,7 +45,7 @@ def resolve_run(
 
 def trainer_block(config: Mapping[str, Any]) -> list[Finding]:
     """What is wrong with the ``dsx`` block of a config that dsx.Trainer reads."""
-    from dsx.config.trainer_block import problems
+    from dsx.config.ordinary import problems
 
     return [as_finding(problem, config) for problem in problems(config)]
 

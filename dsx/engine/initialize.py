@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import inspect
 import json
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from traceback import walk_tb
 from typing import Any
 
@@ -46,6 +49,7 @@ from dsx.engine.zero.experts import experts_apart
 from dsx.engine.zero.float32 import float32_kept
 from dsx.engine.zero.loss_scale import require_precision
 from dsx.errors import ConfigError, ModelError
+from dsx.kept import cache_folder, code_version, keep
 from dsx.launch.entry import AGREED
 from dsx.launch.extension_locks import builds_said
 from dsx.launch.processes import load_compilers_late
@@ -53,6 +57,7 @@ from dsx.models.transformers_settings import first_line
 from dsx.nn.loss import of_head
 from dsx.nn.parameters import DTYPES, Weights
 from dsx.parallel.groups import Grid, Groups
+from dsx.parallel.mesh import Mesh
 from dsx.terminal import shortened
 from dsx.waiting import Waiting
 
@@ -340,9 +345,7 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
     )
     run = config if isinstance(config, RunConfig) else None
     if model.proof is None and model.groups.rank == 0:
-        from dsx.engine.notes import say  # here: recipes prove their layouts, and have not come from stock
-
-        say(model, settings, run)
+        say_once(model, settings, run)  # recipes prove their layouts, and have not come from stock
     blocks = _compile_blocks(model, settings.zero_stage, run, wanted=compile_blocks)
     require_precision(settings.deepspeed)
     with (
@@ -528,3 +531,54 @@ def _loader(engine: Any, dataset: Any, groups: Groups) -> Any:
         dataset, num_replicas=groups.mesh.num_shares, rank=groups.share, shuffle=False
     )
     return engine.deepspeed_io(dataset, data_sampler=sampler)
+
+
+def say_once(model: PipelineModule, settings: Settings, run: RunConfig | None) -> None:
+    """Say that the layout is unproved, and where the losses differ from stock DeepSpeed's on purpose.
+
+    Programs with a resolved config, ``run``, have not come from stock.
+    """
+    mesh, off = model.groups.mesh, run is not None and run.dsx.proof == "off"
+    place = _place(model.layer_specs, mesh, settings.zero_stage)
+    if mesh.size > 1 and not off and (place is None or not place.exists()):
+        how = "prove a small model of them"
+        divided = [title for title, degree in (("tensor", mesh.tp), ("context", mesh.cp)) if degree > 1]
+        if divided:
+            how = f"without {' and '.join(divided)} parallelism a small model of them can be proved"
+        sys.stdout.write(
+            f"dsx: these layers are not proved to train over {mesh.words} as in one process; {how} "
+            "before yours are built: dsx.prove(make_layers, config) (docs/guides/checking.md)\n"
+        )
+    plain = settings.zero_stage == 0 and precision(settings.deepspeed) == "fp32"
+    if run is None and plain and settings.clipping > 0 and mesh.pp > 1 and not clips_by_itself():
+        sys.stdout.write(
+            f"dsx: gradient_clipping = {settings.clipping:g} holds for the norm of the whole model; stock "
+            "DeepSpeed in fp32 without ZeRO takes the first stage's, so that losses differ once it clips\n"
+        )
+    sys.stdout.flush()
+
+
+def keep_proof_of(layers: Sequence[Any], mesh: Mesh, zero_stage: int) -> None:
+    """Remember that layers of these kinds were proved in this layout (:func:`dsx.prove`)."""
+    place = _place(layers, mesh, zero_stage)
+    if place is not None:
+        keep(place, mesh.words)
+
+
+def _place(layers: Sequence[Any], mesh: Mesh, zero_stage: int) -> Path | None:
+    """By the kinds of layers in their order, with their code: a small model has fewer of each kind.
+
+    None where a kind has no file, so that nothing vouches for its code.
+    """
+    kinds = [getattr(layer, "typename", layer) for layer in layers]
+    kinds = [kind if hasattr(kind, "__qualname__") else type(kind) for kind in kinds]
+    said: list[Any] = [mesh.axes, zero_stage]
+    for kind in dict.fromkeys(kinds):
+        try:
+            code = Path(inspect.getfile(kind)).read_bytes()
+        except (OSError, TypeError):
+            return None
+        said.append((kind.__module__, kind.__qualname__, hashlib.sha256(code).hexdigest()))
+    version = code_version("**/*.py", "**/*.toml")
+    name = f"layers-{hashlib.sha256(repr(said).encode()).hexdigest()[:32]}"
+    return cache_folder("proofs") / version / name

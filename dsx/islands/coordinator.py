@@ -18,10 +18,8 @@ from typing import Any, Protocol, TypeVar
 from pydantic import TypeAdapter
 
 from dsx.errors import ConfigError, RunError
-from dsx.islands.keys import context_of
-from dsx.islands.links import Connection, Header, LinkError, Listener, own_address
-from dsx.islands.membership import Membership
-from dsx.islands.standing import Ready, Round, Standing
+from dsx.islands.links import Connection, Header, LinkError, Listener, context_of, own_address
+from dsx.islands.standing import Membership, Ready, Round, Standing
 from dsx.launch.entry import local_world_size
 from dsx.parallel.islands import Islands, is_loopback, place_of
 

@@ -27,8 +27,7 @@ from dsx.engine.rank_progress import RankProgress
 from dsx.engine.zero.master_shards import MasterShard, master_shards, refresh_weights
 from dsx.errors import RunError
 from dsx.islands.coordinator import IslandNode
-from dsx.islands.ranks import IslandRanks
-from dsx.islands.rounds import PendingRound, RoundProtocol, Share, State
+from dsx.islands.rounds import IslandRanks, PendingRound, RoundProtocol, Share, State
 from dsx.islands.standing import OuterReport, Ready, Standing
 from dsx.parallel.groups import Groups
 from dsx.parallel.islands import OUTER_ERROR, OUTER_MOMENTUM, OUTER_STATES, OUTER_WEIGHTS, Rounds, cut

@@ -392,7 +392,6 @@ class _Printable(logging.LogRecord):
     """A log record of any package, whose message may quote a file of unknown origin."""
 
     def getMessage(self) -> str:  # noqa: N802 - logging's name
-        """See logging."""
         return printable(super().getMessage())
 
 

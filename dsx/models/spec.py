@@ -296,7 +296,6 @@ class HubModel:
     tower_params: tuple[ParamSpec, ...] = field(default=(), repr=False, compare=False)
 
     def window(self, block: int, sequence_length: int) -> int:
-        """As :meth:`ModelSpec.window`."""
         return _window(self.windows, block, sequence_length)
 
     def block_of(self, layer: int) -> int:

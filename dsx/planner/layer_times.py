@@ -18,7 +18,7 @@ from dsx.memory.record_cache import ModelRecords
 from dsx.models.flops import Precision
 from dsx.planner.cluster import Group
 from dsx.planner.costs import Network, Software
-from dsx.planner.layer_cost import LayerCost
+from dsx.planner.profile import LayerCost
 
 
 @dataclass(frozen=True, slots=True)

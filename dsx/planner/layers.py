@@ -14,9 +14,9 @@ from dsx.models.params import layer_kinds, param_specs
 from dsx.models.spec import HubModel, Model
 from dsx.parallel.limits import LayoutRequest
 from dsx.parallel.mesh import Mesh
-from dsx.planner.layer_cost import LayerCost
 from dsx.planner.layer_times import Machine, layer_times, record_times, recorded_flops
 from dsx.planner.layout import ADAPTERS, EXPERTS, Candidate, PlannedLayers, Task
+from dsx.planner.profile import LayerCost
 
 if TYPE_CHECKING:
     from dsx.memory.layer_list import ListRecords

@@ -20,8 +20,8 @@ from dsx.schedules.program import Program
 
 if TYPE_CHECKING:
     from dsx.planner.costs import Evidence
-    from dsx.planner.layer_cost import LayerCost
     from dsx.planner.layer_times import Machine
+    from dsx.planner.profile import LayerCost
 
 ADAPTERS, EXPERTS, SHARED = "adapters", "experts", "ranks that share sequences"
 """Kinds of layers (:meth:`PlannedLayers.kinds`), and of meshes."""

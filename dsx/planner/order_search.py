@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from dsx.planner.choose import Choice, Ranking, choose
-from dsx.planner.layer_cost import LayerCost, stage_costs
 from dsx.planner.layout import Space
 from dsx.planner.partition_search import SimulatedPipeline, shortest_cut
-from dsx.planner.profile import Conditions, Profile
+from dsx.planner.profile import Conditions, LayerCost, Profile, stage_costs
 from dsx.schedules.program import Program
 from dsx.schedules.schedule import Op
 from dsx.schedules.search import MemoryLimit, SchedulingProblem, search

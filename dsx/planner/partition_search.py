@@ -17,9 +17,8 @@ from typing import Self
 from dsx.models.spec import Recompute
 from dsx.parallel.partition import balanced, partition
 from dsx.parallel.stages import StageMap
-from dsx.planner.layer_cost import LayerCost, action_costs, stage_costs
 from dsx.planner.layout import Bounds
-from dsx.planner.profile import Profile
+from dsx.planner.profile import LayerCost, Profile, action_costs, stage_costs
 from dsx.schedules.program import Program
 from dsx.schedules.schedule import Schedule
 from dsx.schedules.simulate import Costs, TimedOrder, peaks, simulate

@@ -35,17 +35,16 @@ from dsx.nn.parallel import TensorParallel
 from dsx.nn.parameters import DTYPES
 from dsx.nn.split import WeightGradients
 from dsx.parallel.groups import Groups
-from dsx.planner.cluster import Cluster
+from dsx.planner.cluster import Cluster, Link
 from dsx.planner.costs import Efficiency, Network, Software
 from dsx.planner.inputs import Calibration
-from dsx.planner.layer_cost import LayerCost
 from dsx.planner.layer_times import Machine, layer_times
 from dsx.planner.measured import conditions_of, recompute_modes
-from dsx.planner.profile import RECOMPUTE, Conditions, Profile
+from dsx.planner.profile import RECOMPUTE, Conditions, LayerCost, Profile
 from dsx.terminal import amount
 from dsx.train.monitor import device_name
 
-_DROPPED = 2  # First micro-batches: kernels are chosen, memory is taken for the first time.
+_DROPPED = 2  # The first: kernels are chosen, memory is taken, connections are made for the first time.
 _WHERE = (0, 0)  # Any (virtual stage, micro-batch).
 
 
@@ -254,33 +253,26 @@ def _tensors(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-_DROPPED = 2  # First round trips: connections are made.
 _SMALL_BYTES = 1024
 _LEAST_LARGE_BYTES = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredLink:
-    """Time of a transfer of n bytes: ``latency_seconds + n / bytes_per_second``."""
+def link_of(small: tuple[int, float], large: tuple[int, float]) -> Link:
+    """The line through two measured (bytes, seconds), the small one no faster than free.
 
-    latency_seconds: float
-    bytes_per_second: float
+    A transfer of n bytes takes ``latency_seconds + n / bytes_per_second``.
 
-    @classmethod
-    def through(cls, small: tuple[int, float], large: tuple[int, float]) -> MeasuredLink:
-        """The line through two measured (bytes, seconds), the small one no faster than free.
-
-        >>> MeasuredLink.through((1000, 1e-3), (101_000, 2e-3))
-        MeasuredLink(latency_seconds=0.00099, bytes_per_second=100000000.0)
-        """
-        more_bytes, more_seconds = large[0] - small[0], large[1] - small[1]
-        if more_seconds <= 0:  # the noise is larger than the difference
-            return cls(0.0, large[0] / large[1])
-        rate = more_bytes / more_seconds
-        return cls(max(0.0, small[1] - small[0] / rate), rate)
+    >>> link_of((1000, 1e-3), (101_000, 2e-3))
+    Link(bytes_per_second=100000000.0, latency_seconds=0.00099)
+    """
+    more_bytes, more_seconds = large[0] - small[0], large[1] - small[1]
+    if more_seconds <= 0:  # the noise is larger than the difference
+        return Link(large[0] / large[1], 0.0)
+    rate = more_bytes / more_seconds
+    return Link(rate, max(0.0, small[1] - small[0] / rate))
 
 
-def measure_link(groups: Groups, device: torch.device, *, num_bytes: int, rounds: int) -> MeasuredLink | None:
+def measure_link(groups: Groups, device: torch.device, *, num_bytes: int, rounds: int) -> Link | None:
     """What neighbours need for transfers of up to ``num_bytes``; None without a pipeline.
 
     A collective call over all ranks. Every pair of neighbours plays ping-pong with a small and a large
@@ -300,7 +292,7 @@ def measure_link(groups: Groups, device: torch.device, *, num_bytes: int, rounds
     everyone: list[list[tuple[float, ...]]] = [[] for _ in range(groups.mesh.size)]
     dist.all_gather_object(everyone, mine)
     small, large = (median(t) for t in zip(*(pair for pairs in everyone for pair in pairs), strict=True))
-    return MeasuredLink.through((sizes[0], small), (sizes[1], large))
+    return link_of((sizes[0], small), (sizes[1], large))
 
 
 def _ping_pong(groups: Groups, device: torch.device, first: int, num_bytes: int, rounds: int) -> float:
@@ -610,13 +602,13 @@ def _middle(costs: Sequence[LayerCost]) -> LayerCost:
 
 def _link(
     costs: Mapping[LayerKey, LayerCost], groups: Groups, device: torch.device, *, rounds: int
-) -> MeasuredLink | None:
+) -> Link | None:
     largest = max(cost.boundary_bytes for cost in costs.values())
     return measure_link(groups, device, num_bytes=largest, rounds=rounds)
 
 
 def _profile(
-    conditions: Conditions, modes: Mapping[Recompute, Sequence[LayerCost]], link: MeasuredLink | None
+    conditions: Conditions, modes: Mapping[Recompute, Sequence[LayerCost]], link: Link | None
 ) -> Profile:
     """Modes as measured, with what follows from comparing them.
 

@@ -24,8 +24,8 @@ from dsx.parallel.reduction import elements_of_a_bucket
 from dsx.parallel.stages import StageMap
 from dsx.planner.cluster import Group
 from dsx.planner.costs import Kind
-from dsx.planner.layer_cost import LayerCost, hidden
 from dsx.planner.layout import Candidate, Task
+from dsx.planner.profile import LayerCost, hidden
 from dsx.schedules.program import Program
 from dsx.schedules.schedule import Op, Schedule
 from dsx.schedules.simulate import Costs, TimedOrder, Timeline
@@ -424,7 +424,7 @@ class Predictor:
         )
 
     def hides(self, layout: Candidate) -> list[tuple[float, float]]:
-        """Of every virtual stage; see :func:`dsx.planner.layer_cost.hidden`."""
+        """Of every virtual stage; see :func:`dsx.planner.profile.hidden`."""
         times, bounds = self.times(layout), self.stages(layout).bounds
         return [hidden(times[a:b]) if layout.program.divides else (0.0, 0.0) for a, b in pairwise(bounds)]
 

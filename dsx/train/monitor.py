@@ -226,7 +226,6 @@ class Monitor:
         self._memory.before_step(counts=whole and not self._engine.overflowed)
 
     def warn(self, text: str) -> None:
-        """Say something that the user should know, on rank 0."""
         self._progress.warning(text)
 
     def went_back(self) -> None:
@@ -307,7 +306,7 @@ class Monitor:
         written = {"metrics": self._tracker.metrics_path, **self._written}
         if self._tracker.wandb_path is not None:
             written["W&B run"] = self._tracker.wandb_path
-        steps, evaluation = int(self._engine.global_steps), self._last_evaluation
+        steps, evaluation, guess = int(self._engine.global_steps), self._last_evaluation, self._estimate
         rows = end_rows(
             steps=steps,
             tokens=self._tokens(steps),
@@ -315,7 +314,7 @@ class Monitor:
             resumed_after=self._resumed_after,
             evaluation=evaluation,
             unigram_bits_per_byte=self._corpus.unigram_bits_per_byte if evaluation else None,
-            memory=None if self._estimate is None else self._beside(self._estimate),
+            memory=None if guess is None else beside(self._peaks, guess, self._memory.by_pp_rank),
             islands=None if self._engine.outer is None else self._rounds.told(),
             written=written,
         )
@@ -325,9 +324,6 @@ class Monitor:
         self._progress.rows("done" if ended else "stopped", rows)
         if not ended:
             self._progress.note(standing(self._config, steps))
-
-    def _beside(self, estimate: RunMemory) -> str | None:
-        return beside(self._peaks, estimate, self._memory.by_pp_rank)
 
     def _open_tracker(self, run_id: str | None) -> Tracker:
         return Tracker(

@@ -47,10 +47,10 @@ from dsx.checkpoint.run.names import spec_of
 from dsx.config.adapter import SETTINGS
 from dsx.config.batch import ACCUMULATION, MICRO, TRAIN
 from dsx.config.load import content_of, raise_all
+from dsx.config.ordinary import completed, decided
 from dsx.config.resolve import resolve
 from dsx.config.run import RunConfig
 from dsx.config.sources import is_hub_name
-from dsx.config.trainer_block import completed, decided
 from dsx.config.wording import at
 from dsx.errors import ConfigError, ModelError
 from dsx.hub.on_meta import parameters_on_meta

@@ -738,7 +738,6 @@ class Trainer:
         self._event("on_log", logs)
 
     def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
-        """Add a callback, or an object of its class."""
         self.callback_handler.add_callback(callback)
 
     def pop_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> TrainerCallback | None:
@@ -747,7 +746,6 @@ class Trainer:
         return found
 
     def remove_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
-        """Remove a callback, or the first of its class."""
         self.callback_handler.remove_callback(callback)
 
     def is_local_process_zero(self) -> bool:

@@ -29,11 +29,10 @@ from dsx.parallel.groups import make_groups
 from dsx.verify import diagnosis
 from dsx.verify.compare import Bench, Tolerances, TrainingComparison, Weights, judge_masks, norm_of
 from dsx.verify.diagnosis import ParityFinding, StepRow
-from dsx.verify.entry_point import UserModel, user_model
 from dsx.verify.observation import Observations
 from dsx.verify.reference import Batch, ReferenceLayers, Transformers, Updates, family_layers, fresh_weights
 from dsx.verify.shrunk import make_exact, make_visible, trial
-from dsx.verify.subject import VerifyJob, observe_passes, random_tokens
+from dsx.verify.subject import UserModel, VerifyJob, observe_passes, random_tokens, user_model
 from dsx.waiting import Waiting
 
 EXACT = Tolerances(value=1e-5, norm=2e-6, gradient=1e-4, update=5e-4, weight=1e-6, held=1e-6)

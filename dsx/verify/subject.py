@@ -20,16 +20,17 @@ from dsx.checkpoint.run.names import spec_of
 from dsx.config.batch import Batch, resolve_batch
 from dsx.config.resolve import RunConfig, resolve
 from dsx.config.schema import OWN
+from dsx.config.user_function import user_function
 from dsx.engine.initialize import initialize
 from dsx.engine.pipeline_module import PipelineModule
 from dsx.engine.zero.master_shards import master_shards
+from dsx.errors import ModelError
 from dsx.models.param import ParamSpec
 from dsx.nn.documents import MicroBatch
 from dsx.nn.dropout import Dropout
 from dsx.parallel.groups import Groups, of_experts
 from dsx.parallel.mesh import Mesh
 from dsx.train.building import build_layers
-from dsx.verify.entry_point import UserModel, user_model
 from dsx.verify.observation import (
     Mask,
     Observations,
@@ -233,7 +234,7 @@ class VerifyJob:
     Attributes:
         content: DeepSpeed's JSON, with its ``dsx`` block unless there is an ``entry``.
         clipping: Largest norm in the pass with clipping; 0 leaves that pass out.
-        entry: A user's function, or its name (:mod:`dsx.verify.entry_point`); None for dsx's families.
+        entry: A user's function, or its name (:mod:`dsx.verify.subject`); None for dsx's families.
         stock: Whether to run ``entry``'s model under stock DeepSpeed.
         dropout: The JSON with dropout on, to look at its masks; None if the model has none.
         distinct: Replicas with data of their own, which the others repeat; 0 for all.
@@ -459,3 +460,50 @@ def masks_of(config: RunConfig, groups: Groups) -> dict[str, Mask]:
     numbers = range(groups.share, config.accumulation * groups.mesh.num_shares, groups.mesh.num_shares)
     engine.train_batch(random_tokens(config, 0, number) for number in numbers)
     return found
+
+
+_FIX = (
+    'return {"layers": [...], "loss_fn": ..., "num_stages": 2, "batch": lambda step, index, size: (x, y)}; '
+    "every other key is an argument of PipelineModule"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserModel:
+    """What a user's function gives.
+
+    Attributes:
+        arguments: The arguments of PipelineModule, ``layers`` among them.
+        batch: ``batch(step, index, size) -> (inputs, labels)``: micro-batch ``index`` of a step over all
+            data-parallel replicas, the same whenever it is asked for.
+    """
+
+    arguments: dict[str, Any]
+    batch: Callable[[int, int, int], tuple[Any, Any]]
+
+    @property
+    def num_stages(self) -> int:
+        return int(self.arguments["num_stages"])
+
+
+def user_model(entry: str | Callable[[], Any]) -> UserModel:
+    """Call a function, or the one that ``module:function`` or ``path/to/file.py:function`` names.
+
+    Raises:
+        ModelError: There is none, or it gives something else.
+    """
+    name = entry if isinstance(entry, str) else getattr(entry, "__qualname__", repr(entry))
+    given = (user_function(entry) if isinstance(entry, str) else entry)()
+    if not isinstance(given, Mapping):
+        raise ModelError(name, f"it returns {type(given).__name__}, not a dict", _FIX)
+    arguments = dict(given)
+    missing = [key for key in ("layers", "num_stages", "batch") if key not in arguments]
+    if missing:
+        raise ModelError(name, f"what it returns lacks {', '.join(missing)}", _FIX)
+    batch = arguments.pop("batch")
+    if not callable(batch):
+        raise ModelError(name, f"batch is {type(batch).__name__}, not a function", _FIX)
+    stages = arguments["num_stages"]
+    if not isinstance(stages, int) or isinstance(stages, bool) or stages < 1:
+        raise ModelError(name, f"num_stages is {stages!r}", "give the number of pipeline stages, 1 or more")
+    return UserModel(arguments=arguments, batch=batch)

@@ -12,12 +12,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import made
-from dsx.checkpoint.compare import compare, only_in
 from dsx.checkpoint.execute import ConversionOptions
 from dsx.checkpoint.formats.deepspeed.module import as_model
 from dsx.checkpoint.layouts import Pipeline, TargetDegrees
 from dsx.checkpoint.open import open_checkpoint
-from dsx.checkpoint.read import verify
+from dsx.checkpoint.read import compare, only_in, verify
 from dsx.checkpoint.reshard import WantedTarget, prepare
 
 small = st.integers(1, 3)

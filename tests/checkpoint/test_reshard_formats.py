@@ -13,12 +13,11 @@ from safetensors.torch import load_file
 import made
 from checkpoint import stock_checkpoints
 from checkpoint.stock_checkpoints import Stock
-from dsx.checkpoint.compare import compare
 from dsx.checkpoint.execute import ConversionOptions
 from dsx.checkpoint.formats import native
 from dsx.checkpoint.layouts import TargetDegrees, layout_like
 from dsx.checkpoint.open import open_checkpoint
-from dsx.checkpoint.read import DamagedError
+from dsx.checkpoint.read import DamagedError, compare
 from dsx.checkpoint.reshard import WantedTarget, prepare
 
 COMMAND = ("reshard",)

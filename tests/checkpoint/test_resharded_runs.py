@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import ranks
-from dsx.checkpoint.compare import compare
 from dsx.checkpoint.open import open_checkpoint
+from dsx.checkpoint.read import compare
 from often import often
 from parity import dsx_run, oracle
 from parity.dsx_run import Case

@@ -11,14 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import made
-from dsx.checkpoint.compare import compare, only_in
 from dsx.checkpoint.execute import ConversionOptions
 from dsx.checkpoint.formats.deepspeed.module import as_model
 from dsx.checkpoint.formats.huggingface import catalog as hf_catalog
 from dsx.checkpoint.formats.huggingface import weights as hf
 from dsx.checkpoint.layouts import TargetDegrees
 from dsx.checkpoint.open import open_checkpoint
-from dsx.checkpoint.read import verify
+from dsx.checkpoint.read import compare, only_in, verify
 from dsx.checkpoint.reshard import WantedTarget, prepare
 from dsx.errors import CheckpointError, LayoutError
 from dsx.models.param import Init, ParamSpec

@@ -11,7 +11,7 @@ from deepspeed.runtime.utils import partition_balanced, partition_uniform
 
 import made
 from dsx.checkpoint.catalog import Catalog, Entry
-from dsx.checkpoint.formats.deepspeed.plan import StockLayout
+from dsx.checkpoint.formats.deepspeed.target import StockLayout
 from dsx.checkpoint.layouts import Pipeline, TargetDegrees, evenest, parse_ties, stock_layout
 from dsx.errors import CheckpointError
 

@@ -9,13 +9,12 @@ import made
 import ranks
 from dsx.checkpoint.catalog import model_fact
 from dsx.checkpoint.claims import forms_of
-from dsx.checkpoint.compare import compare, fact_differences, only_in
 from dsx.checkpoint.execute import ConversionOptions
 from dsx.checkpoint.formats.deepspeed.module import as_model
 from dsx.checkpoint.formats.huggingface.catalog import under_common_names
 from dsx.checkpoint.layouts import TargetDegrees
 from dsx.checkpoint.open import open_checkpoint
-from dsx.checkpoint.read import verify
+from dsx.checkpoint.read import compare, fact_differences, only_in, verify
 from dsx.checkpoint.reshard import WantedTarget, prepare, under_hf_names
 from dsx.config.resolve import resolve
 from dsx.models.hf_config import model_spec

@@ -18,8 +18,8 @@ import dsx as package
 from dsx.checkpoint import store
 from dsx.config import sources as module
 from dsx.config.load import read
+from dsx.config.ordinary import starter
 from dsx.config.resolve import resolve
-from dsx.config.starter import starter
 from dsx.errors import ConfigError
 from model_folder import write_model_folder
 from often import often
@@ -63,7 +63,7 @@ def machine(monkeypatch):
     """One with GPUs and a compiler; called with a reason, one on which DeepSpeed's optimizers are not for."""
 
     def lacks(why: str) -> None:
-        monkeypatch.setattr("dsx.config.starter.why_not_compiled", lambda: why)
+        monkeypatch.setattr("dsx.config.ordinary.why_not_compiled", lambda: why)
 
     lacks("")
     return lacks

@@ -10,7 +10,7 @@ import pytest
 from dsx.config.resolve import resolve
 from dsx.planner.cluster import preset
 from dsx.planner.goodput import daly, young
-from dsx.planner.goodput_picture import draw
+from dsx.planner.what_is_left import draw
 
 COMMAND = ("plan", "--model", "llama/tiny", "--sequence-length", "128", "--top", "1")
 CONFIG = Path(__file__).parents[2] / "configs/zero1.json"

@@ -8,7 +8,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from dsx.cli.picture import as_file, picture_of
+from dsx.cli.plot import as_file, picture_of
 from dsx.schedules.builders import build
 from dsx.schedules.simulate import Costs, simulate
 from dsx.schedules.timeline import page, svg

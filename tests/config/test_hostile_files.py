@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import mutant_runs
+from dsx.config.ordinary import starter
 from dsx.config.resolve import resolve
 from dsx.config.schema import DataConfig
-from dsx.config.starter import starter
 from dsx.data.corpus import Corpus, prepare
 from dsx.errors import DsxError
 from dsx.hub.model_structure import hf_config_of

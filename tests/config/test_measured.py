@@ -14,9 +14,8 @@ from dsx.errors import ConfigError
 from dsx.models.params import layer_kinds
 from dsx.planner import measured
 from dsx.planner.choose import choose
-from dsx.planner.layer_cost import LayerCost
 from dsx.planner.layout import CHUNKS, Space
-from dsx.planner.profile import Profile
+from dsx.planner.profile import LayerCost, Profile
 from dsx.schedules.builders import build
 
 PIPELINE = {"dsx.parallel.pipeline": 2, "dsx.parallel.tensor": 1}

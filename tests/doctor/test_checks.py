@@ -14,7 +14,7 @@ from dsx.config.document import from_mapping
 from dsx.config.keys import Operator, reference
 from dsx.config.refusals import By, Context, errors, refused
 from dsx.config.wording import HIDDEN, dotted
-from dsx.doctor import examine, figures, unknown, values
+from dsx.doctor import examine, unknown, values
 from dsx.doctor.examine import CHECKS, advice
 
 BASE = {
@@ -503,7 +503,7 @@ def test_every_kind_of_finding_has_a_case():
         values.check_syntax,
         values.check_constants,
         values.check_trainer,
-        figures.check_whole_numbers,
+        values.check_whole_numbers,
     }
     assert {rule.check for rule in (*refused(), *advice())} == rules
 

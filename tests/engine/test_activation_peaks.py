@@ -15,8 +15,8 @@ import ranks
 from dsx.models.spec import ModelSpec
 from dsx.nn.split import WeightGradients
 from dsx.parallel.groups import make_groups
-from dsx.planner.layer_cost import stage_costs
 from dsx.planner.partition_search import peak_bytes
+from dsx.planner.profile import stage_costs
 from dsx.schedules.builders import default_chunks
 from dsx.train.recipe import build_engine
 from parity import dsx_run

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import ranks
-from dsx.engine import notes
-from dsx.engine.context_layers import VOUCHED, require_context
+from dsx.engine.initialize import say_once
+from dsx.engine.layer_parameters import VOUCHED, require_context
 from dsx.engine.settings import settings_of
 from dsx.errors import ConfigError, ModelError
 from dsx.nn import ContextParallel, as_head, gather_rows
@@ -209,7 +209,7 @@ def test_a_batch_that_does_not_fit_is_told_in_the_numbers_that_were_written() ->
 def test_layers_on_the_axis_are_not_told_to_be_proved_on_it(capsys: pytest.CaptureFixture[str]) -> None:
     settings = settings_of({"train_micro_batch_size_per_gpu": 1}, None, Mesh.of())
     groups = SimpleNamespace(mesh=Mesh.of(cp=2, tp=2))
-    notes.say(SimpleNamespace(groups=groups, layer_specs=(Mixer(),)), settings, None)
+    say_once(SimpleNamespace(groups=groups, layer_specs=(Mixer(),)), settings, None)
     assert "without tensor and context parallelism a small model of them can be" in capsys.readouterr().out
 
 

@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 
 import ranks
-from dsx.engine.zero.messages import exchange, share_weights
-from dsx.engine.zero.pages import empty
+from dsx.engine.zero.messages import empty, exchange, share_weights
 
 
 def _exchanged(rank: int, world_size: int, sizes: list[list[int]]) -> bool:

@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 import ranks
-from dsx.checkpoint.compare import compare
 from dsx.checkpoint.open import open_checkpoint
+from dsx.checkpoint.read import compare
 from often import often
 from parity import dsx_run
 from parity.dsx_run import Case

@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import dsx as dsx_library
 import ranks
-from dsx.checkpoint.compare import compare, only_in
 from dsx.checkpoint.execute import ConversionOptions
 from dsx.checkpoint.open import open_checkpoint
+from dsx.checkpoint.read import compare, only_in
 from dsx.checkpoint.reshard import WantedTarget, prepare
 from dsx.hub.read import hub_model
 from float32_families import FAMILIES

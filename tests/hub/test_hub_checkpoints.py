@@ -18,10 +18,10 @@ import dsx as dsx_library
 import made
 import ranks
 from dsx.checkpoint.catalog import model_fact
-from dsx.checkpoint.compare import compare, only_in
 from dsx.checkpoint.formats.huggingface.catalog import with_names
 from dsx.checkpoint.layouts import TargetDegrees, layout_like
 from dsx.checkpoint.open import open_checkpoint
+from dsx.checkpoint.read import compare, only_in
 from dsx.checkpoint.reshard import WantedTarget, prepare
 from dsx.hub.read import hub_model
 from dsx.models import families

@@ -15,16 +15,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import ranks
 from checkpoint.stock_checkpoints import engine_of_transformers, train_transformers
 from dsx.checkpoint.catalog import Catalog
-from dsx.checkpoint.compare import compare, only_in
 from dsx.checkpoint.copy_plan import plan
 from dsx.checkpoint.execute import ConversionOptions, execute
 from dsx.checkpoint.formats import native
 from dsx.checkpoint.formats.deepspeed import reader
 from dsx.checkpoint.formats.deepspeed import target as deepspeed_target
-from dsx.checkpoint.formats.deepspeed.plan import StockLayout
+from dsx.checkpoint.formats.deepspeed.target import StockLayout
 from dsx.checkpoint.formats.huggingface import catalog as hf_catalog
 from dsx.checkpoint.formats.huggingface import weights as hf
 from dsx.checkpoint.layouts import TargetDegrees, layout_like
+from dsx.checkpoint.read import compare, only_in
 from dsx.errors import CheckpointError
 from dsx.hub.disk_names import FolderNames, disk_forms
 from dsx.models.param import Init, ParamSpec

@@ -32,7 +32,7 @@ from typing import Any
 
 import machines
 import ranks as harness
-from dsx.islands.keys import write_keys
+from dsx.islands.links import write_keys
 from dsx.launch.local_ranks import environment
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "gpt_3d.py"

@@ -10,10 +10,10 @@ from test_oracles import ROWS, STEPS, Samples, config_of
 
 import dsx
 import ranks
-from dsx.checkpoint.compare import compare, fact_differences, only_in
 from dsx.checkpoint.execute import ConversionOptions
 from dsx.checkpoint.layouts import TargetDegrees
 from dsx.checkpoint.open import open_checkpoint
+from dsx.checkpoint.read import compare, fact_differences, only_in
 from dsx.checkpoint.reshard import WantedTarget, prepare
 from dsx.parallel.islands import OUTER_STATES
 from often import often

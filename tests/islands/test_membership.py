@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from dsx.islands.membership import Membership, decided
-from dsx.islands.standing import Ready, Standing
+from dsx.islands.standing import Membership, Ready, Standing, decided
 
 PATIENCE = 8.0
 

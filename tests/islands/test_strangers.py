@@ -24,8 +24,7 @@ import torch
 from dsx.errors import ConfigError, DataError
 from dsx.islands import links
 from dsx.islands.coordinator import IslandNode
-from dsx.islands.keys import context_of, key_file, write_keys
-from dsx.islands.links import Connection, LinkError
+from dsx.islands.links import Connection, LinkError, context_of, key_file, write_keys
 from dsx.islands.rounds import LedRound, RoundProtocol
 from dsx.islands.standing import Ready, Round, Standing
 from dsx.parallel.islands import Islands

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import deepspeed.accelerator
 import pytest
 
-from dsx.config.starter import recipe_of
+from dsx.config.ordinary import recipe_of
 from dsx.errors import ConfigError
 from dsx.launch import start
 

@@ -7,8 +7,7 @@ from random import Random
 from dsx.checkpoint.claims import model_of
 from dsx.models.flops import layer_flops
 from dsx.models.presets import find_preset
-from dsx.planner.layer_cost import LayerCost
-from dsx.planner.profile import Conditions, Profile
+from dsx.planner.profile import Conditions, LayerCost, Profile
 
 CONDITIONS = Conditions(
     model="some",

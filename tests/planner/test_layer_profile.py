@@ -17,9 +17,10 @@ from dsx.nn.linear import ColumnParallelLinear
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.split import WeightGradients
 from dsx.planner.choose import choose
+from dsx.planner.cluster import Link
 from dsx.planner.layout import Space
 from dsx.planner.profile import Profile
-from dsx.planner.profiler import MeasuredLink, profile_layers
+from dsx.planner.profiler import link_of, profile_layers
 from engine import toy_pipeline as toy
 from often import often
 
@@ -185,14 +186,14 @@ def test_what_cannot_be_measured() -> None:
 
 
 def test_link_through_two_points() -> None:
-    link = MeasuredLink.through((1000, 0.002), (101_000, 0.012))
+    link = link_of((1000, 0.002), (101_000, 0.012))
     assert link.bytes_per_second == pytest.approx(1e7)
     assert link.latency_seconds == pytest.approx(0.0019)
-    noisy = MeasuredLink.through((1000, 0.002), (100_000, 0.001))  # the large one took less
+    noisy = link_of((1000, 0.002), (100_000, 0.001))  # the large one took less
     assert (noisy.latency_seconds, noisy.bytes_per_second) == (0.0, pytest.approx(1e8))
 
 
-def _link(rank: int, world_size: int) -> MeasuredLink | None:
+def _link(rank: int, world_size: int) -> Link | None:
     from dsx.parallel.groups import make_groups
     from dsx.parallel.mesh import Mesh
     from dsx.planner.profiler import measure_link

@@ -9,7 +9,7 @@ from dsx.planner import profiler as measured
 from dsx.planner.cluster import preset
 from dsx.planner.costs import Efficiency
 from dsx.planner.inputs import PinnedChoices, plan_inputs, plan_search
-from dsx.planner.layer_cost import LayerCost
+from dsx.planner.profile import LayerCost
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ from profiles import cost, gpt2, random_layers
 
 from dsx.errors import LayoutError
 from dsx.parallel.partition import balanced
-from dsx.planner.layer_cost import action_costs, stage_costs
 from dsx.planner.layout import Space
 from dsx.planner.order_search import made_up, search_order
 from dsx.planner.partition_search import SimulatedPipeline, shortest_cut
+from dsx.planner.profile import action_costs, stage_costs
 from dsx.schedules.builders import build
 from dsx.schedules.program import Program
 from dsx.schedules.schedule import Op, Schedule

@@ -22,11 +22,11 @@ from dsx.planner.best_first import best_first
 from dsx.planner.cluster import preset
 from dsx.planner.costs import Efficiency, Network, Software
 from dsx.planner.inputs import PinnedChoices, plan_inputs, plan_search
-from dsx.planner.layer_cost import LayerCost
 from dsx.planner.layer_times import Machine
 from dsx.planner.layers import ModelLayers, model_task
 from dsx.planner.layout import Candidate, Space, meshes, scheduled, variants
 from dsx.planner.plan import MemoryFloor, Plan, Search, reason
+from dsx.planner.profile import LayerCost
 from dsx.planner.step_time import Predictor
 from dsx.schedules.schedule import lower
 from often import often

@@ -12,9 +12,8 @@ from profiles import CONDITIONS, cost, profile, random_layers
 from dsx.errors import ConfigError
 from dsx.models.hf_config import model_spec
 from dsx.models.presets import find_preset
-from dsx.planner.layer_cost import action_costs, stage_costs
 from dsx.planner.partition_search import peak_bytes
-from dsx.planner.profile import Conditions, Profile, digest
+from dsx.planner.profile import Conditions, Profile, action_costs, digest, stage_costs
 from dsx.schedules.builders import NAMES, build, default_chunks
 from dsx.schedules.schedule import Action, Op, Schedule
 from dsx.schedules.simulate import peak_activations

@@ -58,7 +58,7 @@ def adapter_with(**changes: Callable[[Any], Any]) -> Fault:
 
 def counting(rule: Callable[[Any, Any], bool]) -> Fault:
     """The norm with another rule of what counts."""
-    return replaced("dsx.engine.zero.norm.NormScope.counts", lambda _: rule)
+    return replaced("dsx.engine.zero.loss_scale.NormScope.counts", lambda _: rule)
 
 
 def in_backward(change: Callable[[Any, dict[str, Any]], Any]) -> Fault:
@@ -279,7 +279,7 @@ def _ties_then(change: Callable[[Any, Any], None]) -> Fault:
 
         return sum_ties
 
-    return replaced("dsx.engine.zero.adapter.ZeroAdapter.sum_ties", make)
+    return replaced("dsx.engine.zero.reduction.ZeroAdapter.sum_ties", make)
 
 
 _STAGE3 = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"

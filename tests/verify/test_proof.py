@@ -376,8 +376,8 @@ def test_a_parameter_that_stays_gathered_shows_at_any_rate_and_schedule(tmp_path
 
 # What fails on which rank, with what, and what the proof is made without, or refused for.
 FAILING = [
-    ("adapter_start._made_by_peft", 0, ImportError("no peft"), "the adapter's start (ImportError: no peft)"),
-    ("adapter_start.TemporaryDirectory", 1, OSError("full"), "the adapter's start (OSError: full)"),
+    ("small_step._made_by_peft", 0, ImportError("no peft"), "the adapter's start (ImportError: no peft)"),
+    ("small_step.TemporaryDirectory", 1, OSError("full"), "the adapter's start (OSError: full)"),
     ("small_step._buffer_finding", 0, KeyError("inv_freq"), "buffers' data types (KeyError: 'inv_freq')"),
     (
         "small_step.family_plan",

@@ -14,10 +14,10 @@ from dsx.models.spec import Adapter
 from dsx.parallel.mesh import Mesh
 from dsx.planner.cluster import Cluster, ClusterConfig, described
 from dsx.planner.costs import Efficiency, Network, Software
-from dsx.planner.layer_cost import LayerCost
 from dsx.planner.layer_times import Machine
 from dsx.planner.layers import ModelLayers, model_task
 from dsx.planner.layout import Candidate, Task
+from dsx.planner.profile import LayerCost
 from dsx.planner.step_time import Predictor
 
 SOFTWARE = {

@@ -29,11 +29,12 @@ from dsx.checkpoint.formats.deepspeed.flat import (
     numbers_of,
 )
 from dsx.checkpoint.formats.deepspeed.module import Module, modules_of
-from dsx.checkpoint.formats.deepspeed.plan import StockLayout, StockPlan
 from dsx.checkpoint.formats.deepspeed.reader import facts_of, located
 from dsx.checkpoint.formats.deepspeed.target import (
     VERSION,
     Files,
+    StockLayout,
+    StockPlan,
     clipping,
     group_settings,
     scaler,

@@ -15,9 +15,8 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from dsx.checkpoint import store
-from dsx.checkpoint.base import names_in
+from dsx.checkpoint.base import Composite, composite_at, composite_fact, names_in
 from dsx.checkpoint.claims import model_of, modules_in
-from dsx.checkpoint.composite import Composite, composite_at, composite_fact
 from dsx.checkpoint.formats import slices
 from dsx.checkpoint.formats.huggingface import catalog
 from dsx.checkpoint.formats.huggingface import weights as hf

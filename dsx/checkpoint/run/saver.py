@@ -20,9 +20,8 @@ import torch
 import torch.distributed as dist
 
 from dsx.checkpoint import store
-from dsx.checkpoint.base import base_fact
+from dsx.checkpoint.base import base_fact, composite_fact
 from dsx.checkpoint.catalog import Catalog, Checksum, Entry, merged_groups
-from dsx.checkpoint.composite import composite_fact
 from dsx.checkpoint.file_io import blamed, digest, stretches, write_from
 from dsx.checkpoint.formats import native
 from dsx.checkpoint.formats.native import StoredBlock, read_manifest, write_manifest

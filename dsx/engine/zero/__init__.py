@@ -21,10 +21,9 @@ from torch import nn
 from dsx.config.resolve import zero_problems
 from dsx.config.schema import ZeroConfig
 from dsx.engine.chunks import Tie
-from dsx.engine.zero.adapter import ZeroAdapter
-from dsx.engine.zero.loss_scale import LossScale
+from dsx.engine.zero.calls import changed
+from dsx.engine.zero.loss_scale import LossScale, NormScope
 from dsx.engine.zero.master_shards import owners
-from dsx.engine.zero.norm import NormScope
 from dsx.engine.zero.partitioned import PartitionedAdapter
 from dsx.engine.zero.reduction import (
     GradientStore,
@@ -32,6 +31,7 @@ from dsx.engine.zero.reduction import (
     LeftToDeepSpeed,
     Reduction,
     Scale,
+    ZeroAdapter,
     reducible,
 )
 from dsx.engine.zero.replicated import Bf16Adapter, ReplicatedAdapter, WidenedAdapter
@@ -67,15 +67,9 @@ def given_optimizer_kept() -> Iterator[None]:
     group the step fails. The groups of the first one have their fp32 partitions by then; all that it lacks
     are the states of those.
     """
-    kinds = (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)
-    originals = [kind.initialize_optimizer_states for kind in kinds]
-    for kind, original in zip(kinds, originals, strict=True):
-        kind.initialize_optimizer_states = _keeping(original)
-    try:
+    kinds, name = (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3), "initialize_optimizer_states"
+    with changed((kind, name, _keeping(getattr(kind, name))) for kind in kinds):
         yield
-    finally:
-        for kind, original in zip(kinds, originals, strict=True):
-            kind.initialize_optimizer_states = original
 
 
 def _keeping(initialize_states: Callable[[Any], None]) -> Callable[[Any], None]:

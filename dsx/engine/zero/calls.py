@@ -178,33 +178,39 @@ def _profile_whole_steps(engine: Any) -> None:
     profiler.reset_profile = start_once
 
 
-class DirectCalls:
-    """The module, and autograd between ZeRO's prologue and epilogue (runtime/engine.py, backward)."""
-
-    hooked = True
+class _OwnCalls:
+    """The module and torch's autograd, without the hooks that DeepSpeed has on the module."""
 
     def __init__(self, engine: Any, backwards: Backwards, loss_scale: LossScale) -> None:
         self._engine, self._backwards, self._scale = engine, backwards, loss_scale
-        self._flags = getattr(engine.optimizer, "clear_backward_seen_flag", lambda: None)
         for hook in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
             hook.remove()
+
+    def announce(self, loss: torch.Tensor) -> None:
+        """Nothing to do: what a backward needs is done for every loss."""
+
+    def _begin(self, outputs: Tensors, gradients: Tensors, *, boundary: bool, is_loss: bool) -> Tensors:
+        """What a backward starts from: of a loss its share of the step, times fp16's loss scale."""
+        self._backwards.begin(boundary=boundary)
+        if is_loss:
+            outputs = (self._scale.scaled(outputs[0] / self._engine.gradient_accumulation_steps()),)
+        return _roots(outputs, gradients)
+
+
+class DirectCalls(_OwnCalls):
+    """The module, and autograd between ZeRO's prologue and epilogue (runtime/engine.py, backward)."""
+
+    hooked = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's forward without hooks on the outputs, because :meth:`backward` hooks the loss."""
         if self._engine.training_dataloader is None:
             self._engine.tput_timer.start()
-        self._flags()
+        getattr(self._engine.optimizer, "clear_backward_seen_flag", lambda: None)()
         return self._engine.module(*args, **kwargs)
 
-    def announce(self, loss: torch.Tensor) -> None:
-        """Nothing to do: :meth:`backward` does it for every loss."""
-
     def backward(self, outputs: Tensors, gradients: Tensors, *, boundary: bool, is_loss: bool) -> None:
-        self._backwards.begin(boundary=boundary)
-        engine = self._engine
-        if is_loss:
-            outputs = (self._scale.scaled(outputs[0] / engine.gradient_accumulation_steps()),)
-        outputs = _roots(outputs, gradients)
+        engine, outputs = self._engine, self._begin(outputs, gradients, boundary=boundary, is_loss=is_loss)
         _before_backward(outputs, engine._backward_prologue)  # noqa: SLF001
         engine._running_engine_backward = True  # noqa: SLF001
         try:
@@ -227,7 +233,7 @@ def _before_backward(outputs: Sequence[torch.Tensor], prologue: Callable[[], Non
         output.register_hook(once)
 
 
-class PlainCalls:
+class PlainCalls(_OwnCalls):
     """The module and autograd alone, for when dsx reduces the gradients and ZeRO has nothing to do.
 
     DeepSpeed's hooks on parameters count them anew in every backward, and prologue and epilogue keep the
@@ -237,22 +243,13 @@ class PlainCalls:
     hooked = False
 
     def __init__(self, engine: Any, backwards: Backwards, loss_scale: LossScale) -> None:
-        self._engine, self._backwards, self._scale = engine, backwards, loss_scale
+        super().__init__(engine, backwards, loss_scale)
         self.forward = engine.module
-        for hook in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
-            hook.remove()
         for hook in getattr(engine.optimizer, "_grad_acc_hooks", ()):
             hook.remove()
 
-    def announce(self, loss: torch.Tensor) -> None:
-        """Nothing to do."""
-
     def backward(self, outputs: Tensors, gradients: Tensors, *, boundary: bool, is_loss: bool) -> None:
-        """Autograd's, of the loss's share of the step, times fp16's loss scale."""
-        self._backwards.begin(boundary=boundary)
-        if is_loss:
-            outputs = (self._scale.scaled(outputs[0] / self._engine.gradient_accumulation_steps()),)
-        torch.autograd.backward(_roots(outputs, gradients))
+        torch.autograd.backward(self._begin(outputs, gradients, boundary=boundary, is_loss=is_loss))
 
 
 def calls(engine: Any, backwards: Backwards, loss_scale: LossScale, *, reduced_here: bool) -> Calls:

@@ -15,11 +15,10 @@ from deepspeed.runtime.zero import stage_1_and_2
 from torch import nn
 
 from dsx.engine.chunks import Tie
-from dsx.engine.zero.adapter import ZeroAdapter
 from dsx.engine.zero.calls import GradientHooks
 from dsx.engine.zero.master_shards import master_shards
-from dsx.engine.zero.messages import share_weights, write_sum
-from dsx.engine.zero.pages import empty
+from dsx.engine.zero.messages import empty, share_weights, write_sum
+from dsx.engine.zero.reduction import ZeroAdapter
 from dsx.engine.zero.replica_check import GradientPart
 from dsx.errors import ConfigError
 

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from dsx.engine.chunks import Tie
-from dsx.engine.zero.adapter import ZeroAdapter
+from dsx.engine.zero.loss_scale import Refuses
 from dsx.engine.zero.master_shards import master_shards
 from dsx.engine.zero.messages import share_weights, write_sum
-from dsx.engine.zero.norm import Refuses
+from dsx.engine.zero.reduction import ZeroAdapter
 from dsx.engine.zero.replica_check import GradientPart
 
 
@@ -41,7 +41,6 @@ class ReplicatedAdapter(ZeroAdapter):
         parameter.grad = gradient.view(parameter.shape).to(parameter.dtype)
 
     def came_late(self, parameter: nn.Parameter) -> bool:
-        """Whether ``p.grad`` is there again."""
         return parameter.grad is not None
 
     def attach(self) -> None:
@@ -217,16 +216,13 @@ class Bf16Adapter(ZeroAdapter):
         write_sum(self.of(parameter).narrow(0, start, parts[0].numel()), *parts)
 
     def came_late(self, parameter: nn.Parameter) -> bool:
-        """Whether the buffer has been added to since."""
         return parameter in self._late
 
     def complete(self) -> None:
-        """Forget what was taken in this step."""
         self._taken.clear()
         self._late.clear()
 
     def forget(self) -> None:
-        """The buffers' sums, too."""
         super().forget()
         self.complete()
         self._optimizer.clear_hp_grads()

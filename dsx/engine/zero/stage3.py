@@ -35,12 +35,10 @@ from deepspeed.utils import z3_leaf_module
 from torch import nn
 
 from dsx.engine.chunks import Tie
-from dsx.engine.zero.adapter import ZeroAdapter
 from dsx.engine.zero.calls import GradientHooks
 from dsx.engine.zero.float32 import gradients_in_float32
-from dsx.engine.zero.messages import end_sum, start_sum
-from dsx.engine.zero.pages import empty
-from dsx.engine.zero.reduction import LeftToDeepSpeed
+from dsx.engine.zero.messages import empty, end_sum, start_sum
+from dsx.engine.zero.reduction import LeftToDeepSpeed, ZeroAdapter
 from dsx.engine.zero.replica_check import GradientPart
 from dsx.errors import ConfigError, LayoutError
 from dsx.nn.embedding import TiedUse

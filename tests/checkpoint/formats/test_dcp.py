@@ -15,8 +15,8 @@ import made
 import ranks
 from checkpoint.stock_checkpoints import read_entry
 from dsx.checkpoint import plain
-from dsx.checkpoint.compare import compare
 from dsx.checkpoint.open import open_checkpoint
+from dsx.checkpoint.read import compare
 from dsx.errors import CheckpointError
 
 COMMAND = ("reshard",)

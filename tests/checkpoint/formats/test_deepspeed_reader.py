@@ -12,9 +12,9 @@ import torch
 from checkpoint import stock_checkpoints
 from checkpoint.stock_checkpoints import Live, Stock, read_entry
 from dsx.checkpoint.catalog import Catalog, check_files
-from dsx.checkpoint.compare import compare
 from dsx.checkpoint.formats.deepspeed.reader import catalog_of
 from dsx.checkpoint.open import open_checkpoint
+from dsx.checkpoint.read import compare
 
 COMMAND = ("reshard",)
 

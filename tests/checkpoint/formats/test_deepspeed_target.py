@@ -13,9 +13,8 @@ from checkpoint import stock_checkpoints
 from checkpoint.stock_checkpoints import Live, Stock, read_entry
 from dsx.checkpoint.copy_plan import plan
 from dsx.checkpoint.execute import ConversionOptions, execute
-from dsx.checkpoint.formats.deepspeed.plan import StockLayout
 from dsx.checkpoint.formats.deepspeed.reader import catalog_of
-from dsx.checkpoint.formats.deepspeed.target import target_of
+from dsx.checkpoint.formats.deepspeed.target import StockLayout, target_of
 from dsx.checkpoint.formats.torch_file import read_torch_file
 from dsx.errors import CheckpointError
 from often import often

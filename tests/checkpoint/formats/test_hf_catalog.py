@@ -23,7 +23,7 @@ from dsx.checkpoint.execute import ConversionOptions, execute
 from dsx.checkpoint.formats import native as dsx_native
 from dsx.checkpoint.formats.deepspeed import reader
 from dsx.checkpoint.formats.deepspeed import target as deepspeed_target
-from dsx.checkpoint.formats.deepspeed.plan import StockLayout
+from dsx.checkpoint.formats.deepspeed.target import StockLayout
 from dsx.checkpoint.formats.huggingface import catalog as hf_catalog
 from dsx.checkpoint.formats.huggingface import names as hf_names
 from dsx.checkpoint.formats.huggingface import weights as hf

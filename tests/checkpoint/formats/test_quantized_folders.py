@@ -25,7 +25,6 @@ from transformers import (
 
 import dsx
 import ranks
-from dsx.checkpoint.compare import compare
 from dsx.checkpoint.execute import ConversionOptions
 from dsx.checkpoint.formats.huggingface.names import read_config
 from dsx.checkpoint.formats.huggingface.weights import HfWeights
@@ -33,7 +32,7 @@ from dsx.checkpoint.formats.slices import part_of
 from dsx.checkpoint.open import open_checkpoint
 from dsx.checkpoint.pieces import whole_part
 from dsx.checkpoint.plain import as_numpy
-from dsx.checkpoint.read import Reader
+from dsx.checkpoint.read import Reader, compare
 from dsx.checkpoint.reshard import WantedTarget, prepare
 from dsx.errors import CheckpointError, DsxError
 from dsx.hub.read import folder_names, hub_model

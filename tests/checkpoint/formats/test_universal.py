@@ -16,7 +16,7 @@ from dsx.checkpoint.copy_plan import plan
 from dsx.checkpoint.execute import ConversionOptions, execute
 from dsx.checkpoint.formats import universal
 from dsx.checkpoint.formats.deepspeed import reader
-from dsx.checkpoint.formats.deepspeed.plan import StockLayout
+from dsx.checkpoint.formats.deepspeed.target import StockLayout
 from dsx.checkpoint.formats.universal import target_of
 from dsx.errors import CheckpointError
 
