@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from dsx.memory.layer_record import (
     Kept,
     LayerRecord,
     LayerRequest,
+    PictureInput,
     RecordedParameter,
     RecordedUse,
     Shape,
@@ -174,7 +176,7 @@ class LayerRecorder(paper.UncompiledMode):
         replaced = None
         if func is ADD and would_be_in_place(args):
             replaced = self.id_of(args[0])
-        if func.overloadpacket is _aten.convolution and args[1].shape[1] != 1:
+        if func.overloadpacket is _aten.convolution and args[1].shape[1] != 1 and not _of_patches(args):
             # That of one filter for each channel takes nothing besides its result (DepthwiseConv2d.cu).
             raise NotImplementedError("dsx does not know what the kernels of convolutions over channels take")
         result = func(*args, **kwargs)
@@ -358,6 +360,12 @@ class _Work:
         self._recorder.emit("wait", self._number)
 
 
+def _of_patches(given: Sequence[Any]) -> bool:
+    """Whether a convolution goes from one patch to the next, none of them padded: a matrix product."""
+    _, weight, _, stride, padding, dilation = given[:6]
+    return [*weight.shape[2:]] == [*stride] and not any(padding) and {*dilation} == {1}
+
+
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
@@ -436,6 +444,7 @@ class _LayerTracing:
         forms: The forms of its inputs, which it gets as one tensor or one tuple.
         more: Forms of further arguments, which get no gradient: a loss's labels.
         loss_fn: The pipeline's loss, if the layer computes it, to which the labels then go.
+        pictures: What the inputs are where they have pictures.
     """
 
     def __init__(
@@ -446,8 +455,9 @@ class _LayerTracing:
         category: str,
         more: Sequence[TensorForm],
         loss_fn: Layer | None,
+        pictures: Sequence[PictureInput],
     ) -> None:
-        self.layer, self.device, self.loss_fn = layer, device, loss_fn
+        self.layer, self.device, self.loss_fn, self._pictures = layer, device, loss_fn, pictures
         self.recorder = LayerRecorder(device, category)
         self.forms = (*forms, *more)
         self._first = len(forms)
@@ -465,6 +475,9 @@ class _LayerTracing:
         form = self.forms[place]
         with self.recorder.paused():
             made = self._positions.get(place)
+            if made is None and self._pictures and self._pictures[place].values:
+                values = json.loads(self._pictures[place].values)
+                made = torch.tensor(values, dtype=getattr(torch, form.dtype)).to(self.device)
             if made is None:
                 made = torch.empty(form.shape, dtype=getattr(torch, form.dtype), device=self.device)
             if 0 < place < self._first and not form.differentiable:
@@ -476,6 +489,9 @@ class _LayerTracing:
     def call(self, inputs: Sequence[Tensor]) -> Any:
         first = inputs[0] if self._first == 1 else tuple(inputs[: self._first])
         labels = inputs[self._first :]
+        if self._pictures:
+            named = zip((each.name for each in self._pictures[1:]), inputs[1:], strict=True)
+            first = inputs[0], dict(named)
         return (
             self.layer(first, *labels)
             if self.loss_fn is None
@@ -694,6 +710,7 @@ def record_layer(
     divided: WeightGradients | None = None,
     hooked: bool = False,
     loss_fn: Layer | None = None,
+    pictures: Sequence[PictureInput] = (),
 ) -> LayerRecord:
     """Record a layer. Call it inside :func:`fake_build`, where the layer was built too.
 
@@ -706,8 +723,9 @@ def record_layer(
         divided: Takes the weight gradients of a layer that was built with it; None to divide no backward.
         hooked: Whether ZeRO-3 gathers parameters module by module.
         loss_fn: The pipeline's loss, if the layer computes it with its head: it gets ``more`` then.
+        pictures: What the inputs are where they have pictures: ids first, and then what goes by name.
     """
-    tracing = _LayerTracing(layer, inputs, device, category, more, loss_fn)
+    tracing = _LayerTracing(layer, inputs, device, category, more, loss_fn, pictures)
     return tracing.record(hooked=hooked, divided=divided)
 
 
@@ -768,8 +786,9 @@ def record_request(request: LayerRequest) -> LayerRecord:
     if request.kind == "Positions" and hub is not None and hub.padding is not None:
         places = places or [whole]
     hidden = TensorForm((shape.micro_batch, length, *sizes), name, shape.width, request.entered)
-    stream = [hidden, *beside, *places]
-    with fake_build(device):
+    stream = [hidden, *beside, *places, *request.told]
+    seen = shape.pictures
+    with fake_build(device, knows=bool(seen)):
         layers = families.layers(
             model,
             tp,
@@ -785,9 +804,12 @@ def record_request(request: LayerRequest) -> LayerRecord:
         )
         layer = layers[index]()
         inputs = [tokens, *positions] if kinds[0] == request.kind else stream
+        if seen:
+            layer.tower.fill_empty()
+            inputs = [each.form for each in seen]
         try:
-            how = {"divided": split, "hooked": request.hooked} | _with_loss(shape, tp, tokens)
-            return record_layer(layer, inputs, device=device, **how)
+            how = {"divided": split, "hooked": request.hooked, "pictures": seen}
+            return record_layer(layer, inputs, device=device, **how | _with_loss(shape, tp, tokens))
         except Exception as error:
             if hub is None:
                 raise
