@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from dsx.errors import ModelError
 from dsx.hub.composite import CompositeNames
 from dsx.hub.model_structure import BlockCall, structure_of
+from dsx.hub.on_meta import forget
 from dsx.hub.tensor_plan import set_dropouts
 from dsx.models.config_values import at
 from dsx.models.param import TOWER, ParamSpec
@@ -83,6 +84,8 @@ class Tower(nn.Module):
         self._whole: Any
         vars(self)["_whole"] = self._names.whole  # its modules are none of the layer's
         self._whole.requires_grad_(requires_grad=False).eval()
+        for parameter in self._whole.parameters():
+            forget(parameter)  # the folder has its values
         self._device, self._dtype = torch.device(weights.device or "cpu"), weights.dtype
         self._structure = structure_of(model.config)
         stack = self._whole.get_submodule(self._names.modules[self._structure.base])
