@@ -262,7 +262,7 @@ class HubBlock(nn.Module):
         run = again(self._recompute, self.host, once, random=training)
         y, sums = run(x, sums)
         if isinstance(places, Told) and places.added:  # so that the first block is like all others
-            y, places = y + places.added[0], Told((*kept, *places.added[1:]))
+            y, places = y + places.added[0], Told((*places.of_stages, *places.added[1:]))
         return Stream(block_ends(y, self._split) if self.hides and self._split else y, sums, places).flat()
 
     @property

@@ -254,7 +254,8 @@ class Tower(nn.Module):
         def called(_number: int, call: BlockCall) -> Tensor:
             calls.append(call)
             x = call.hidden
-            is_same = bool(given) and x is given[-1] and not x.is_inference() and not x._version
+            is_same = bool(given) and x is given[-1] and not x.is_inference()
+            is_same = is_same and not x._version  # noqa: SLF001 (nobody has written to it)
             given.append(x if is_same else torch.full_like(x, value))
             return given[-1]
 

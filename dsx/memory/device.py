@@ -72,7 +72,9 @@ class _Answers(UncompiledMode):
         leaves, form = tree_flatten((args, kwargs))
         given = [self._value(each) for each in leaves]
         packet, tags = func.overloadpacket.__name__, func.tags
-        is_known = not any(each is None and leaf is not None for each, leaf in zip(given, leaves, strict=True))
+        is_known = not any(
+            each is None and leaf is not None for each, leaf in zip(given, leaves, strict=True)
+        )
         is_known &= torch.Tag.nondeterministic_seeded not in tags and "empty" not in packet
         if is_known and (torch.Tag.data_dependent_output in tags or packet == "equal"):
             return self._computed(func, form, given)
@@ -87,17 +89,26 @@ class _Answers(UncompiledMode):
             if packet in ("index", "index_put", "index_put_", "_index_put_impl_"):
                 args = args[0], self._places(args[1]), *args[2:]
             result, value = self._answered(func, args, kwargs), None
-            made = tree_leaves(result)
-            if is_known and all(isinstance(each, torch.Tensor) and each.numel() <= _MOST for each in made):
+            if is_known and all(map(self._is_followed, tree_leaves(result))):
                 value = self._computed(func, form, given)
         if value is not None:
             for each, of in zip(tree_leaves(result), tree_leaves(value), strict=True):
                 self._values[each] = of
-        elif func._schema.is_mutable:  # noqa: SLF001 (no public one)
+        else:
+            self._forget(func, args, kwargs)
+        return result
+
+    def _is_followed(self, made: Any) -> bool:
+        """Whether something is a tensor that has no values itself, and few enough to have them beside it."""
+        real = self._on_meta and isinstance(made, torch.Tensor) and not made.is_meta
+        return isinstance(made, torch.Tensor) and not real and made.numel() <= _MOST
+
+    def _forget(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Know nothing more of what an operator writes to."""
+        if func._schema.is_mutable:  # noqa: SLF001 (no public one)
             for each in tree_leaves((args[:1], kwargs.get("out"))):
                 if isinstance(each, torch.Tensor):
                     self._values.pop(each, None)
-        return result
 
     def _computed(self, func: Any, form: Any, given: Any) -> Any:
         args, kwargs = tree_unflatten(given, form)

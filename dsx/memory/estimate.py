@@ -394,7 +394,7 @@ def estimate_run(job: Job) -> RunMemory:
                 estimate=replace(found(pp_rank), rank=ranks[pp_rank][0]),
             )
             for pp_rank in range(len(plans))
-        )
+        ),
     )
 
 

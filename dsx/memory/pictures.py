@@ -97,9 +97,7 @@ def _fullest(settings: str, count: int) -> tuple[tuple[_Row, ...], int]:
     try:
         parts = [data.of_part(part) for part in data.parts()]
         known = [[*islice(_chats(part), _LOOKED_AT)] for part in parts]
-        rows = [
-            row for part, chats in zip(parts, known, strict=True) for row in _rows(part, _chosen(chats))
-        ]
+        rows = [row for part, chats in zip(parts, known, strict=True) for row in _rows(part, _chosen(chats))]
     except (DataError, OSError) as error:
         raise _refusal(data, str(error).partition("\n")[0]) from error
     if not rows:

@@ -2,7 +2,7 @@
 
 Equal layers are recorded once. Records lie in a folder of the user's cache, by a hash of what they depend on:
 the layer, its shapes and options, and the versions of torch and of dsx's own code. Without a record, torch is
-loaded and the layer is recorded (:mod:`dsx.memory.layer_recorder`).
+loaded and the layer is recorded (:mod:`dsx.memory.record_request`).
 """
 
 from __future__ import annotations
@@ -77,7 +77,13 @@ class ModelRecords:
         if key not in self._found:
             shape = alone(self.shape if is_block else replace(self.shape, recompute="none"), index)
             request = LayerRequest(
-                shape=shape, kind=kind, divided=divided, hooked=hooked, frozen=frozen, entered=entered, told=told
+                shape=shape,
+                kind=kind,
+                divided=divided,
+                hooked=hooked,
+                frozen=frozen,
+                entered=entered,
+                told=told,
             )
             self._found[key] = recorded_for_many(request) if self.many else recorded(request)
         return self._found[key]
@@ -198,7 +204,7 @@ def recorded(request: LayerRequest) -> LayerRecord:
     collects = gc.isenabled()
     gc.disable()  # while torch is loaded, a quarter of the time would go there
     try:
-        from dsx.memory.layer_recorder import record_request
+        from dsx.memory.record_request import record_request
 
         gc.freeze()  # what was loaded is not looked through when the recorder collects
         record = record_request(request)
