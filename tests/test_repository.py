@@ -73,8 +73,9 @@ def test_what_needs_no_tensors_loads_nothing_heavy():
     light -= {"dsx.models.families", "dsx.parallel.groups", "dsx.planner.profiler", "dsx.memory.watch"}
     light -= {"dsx.planner.own_layers"}
     light -= {
-        f"dsx.memory.{name}" for name in ("layer_recorder", "module_gathers", "layer_list", "device", "meter")
-    }
+        f"dsx.memory.{name}"
+        for name in ("layer_recorder", "layer_list", "module_gathers", "pictures", "record_request")
+    } | {"dsx.memory.device", "dsx.memory.meter"}
     light |= {
         "dsx.verify.diagnosis",
         "dsx.verify.shrunk",
@@ -104,6 +105,7 @@ RECORDING = {
     "memory.module_gathers",
     "memory.device",
     "memory.layer_recorder",
+    "memory.record_request",
 }
 
 FIRST_STEP = """

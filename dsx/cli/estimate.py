@@ -199,6 +199,7 @@ def _of_model(
         _title(run),
         *([options.how_busy(imbalance)] if run.mesh.ep > 1 else []),
         f"{run.accumulation} micro-batch{several} of {size}",
+        *([memory.supposed] if memory.supposed else []),
         *(["assumed, unless --set says otherwise:", *(f"  {each}" for each in told)] if told else []),
     ]
     facts: dict[str, Any] = {
@@ -206,6 +207,7 @@ def _of_model(
         "assumed": {each.key: each.value for each in whole.assumed},
     }
     facts |= {"imbalance": imbalance} if run.mesh.ep > 1 else {}
+    facts |= {"pictures": memory.supposed} if memory.supposed else {}
     beyond = beyond_tensors(_device(where), run.precision)
     return _Found(heading, facts, memory, beyond, lambda most: _advice(source, items, run, most, where))
 

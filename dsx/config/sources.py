@@ -245,9 +245,7 @@ def _with_pictures(
     if dsx.adapter is not None:
         fix = "name the tower's modules in dsx.adapter.targets or train_also"
         _refuse_tower(dsx, "beside an adapter the model itself is frozen", fix)
-    said = f"{place}: its tower is on every rank of the first stage"
-    said += "; estimates count its weights, not what it computes with, nor masks of pictures"
-    return _with_tower(spec, dsx, given, place), [said]
+    return _with_tower(spec, dsx, given, place), [f"{place}: its tower is on every rank of the first stage"]
 
 
 def _refuse_tower(dsx: DsxConfig, what: str, fix: str) -> None:

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from jinja2 import TemplateSyntaxError
 
 from dsx.config.schema import DataConfig
-from dsx.data.pictures import Chat, Processor, digest_of, moved
+from dsx.data.pictures import Chat, Expanded, Processor, digest_of, moved
 from dsx.data.records import BadRecordError, Example, Message, pictures_in
 from dsx.data.tokenizers import TokenIds, Tokenizer
 from dsx.errors import DataError
@@ -154,14 +154,23 @@ class Masks:
         """A chat, with the tokens of its pictures where these are read."""
         if self._processor is None:
             return _Marked(example.where, text, spans, is_chat=True)
+        chat, made = self._expanded(self._processor, example, text)
+        spans = moved(spans, made.spans)
+        return _Marked(example.where, made.text, spans, is_chat=True, chat=chat, given=made.ids)
+
+    def seen(self, example: Example) -> Expanded:
+        """A chat as the processor gives it, with its pictures. Raises BadRecordError."""
+        assert self._processor is not None, "dsx.data.pictures is false"
+        text, _ = self.render(example, len(example.messages))
+        return self._expanded(self._processor, example, text)[1]
+
+    def _expanded(self, processor: Processor, example: Example, text: str) -> tuple[Chat, Expanded]:
         try:
             chat = Chat(text, tuple((path, digest_of(path)) for path in pictures_in(example.messages)))
-            made = self._processor.expanded(chat)
+            return chat, processor.expanded(chat)
         except (OSError, ValueError) as error:
             fix = "mend the record, or skip such records (dsx.data.bad_records)"
             raise BadRecordError(example.where, str(error), fix) from error
-        spans = moved(spans, made.spans)
-        return _Marked(example.where, made.text, spans, is_chat=True, chat=chat, given=made.ids)
 
     def _chats(self, example: Example) -> list[tuple[str, list[Span]]]:
         """The documents of a chat: one, but for "each" of a template that writes earlier turns otherwise."""

@@ -253,8 +253,6 @@ class HubBlock(nn.Module):
     def forward(self, given: Given) -> Given:
         """[B, s, ...] to the same, and the sums of an auxiliary loss beside it."""
         x, sums, places = Stream.of(given, sums=self._balance is not None, told=self._told)
-        if self._number and isinstance(places, Told) and places.added:
-            x, places = x + places.added[0], Told((*places.of_stages, *places.added[1:]))
         length, training = x.shape[1] * self._times, self.training
         told = {"training": training, "whole": self._alone}
         kept = places.of_stages if isinstance(places, Told) else places
@@ -263,6 +261,8 @@ class HubBlock(nn.Module):
         once = partial(self._run, call if self.host is None else replace(call, hidden=x.new_empty(0)))
         run = again(self._recompute, self.host, once, random=training)
         y, sums = run(x, sums)
+        if isinstance(places, Told) and places.added:  # so that the first block is like all others
+            y, places = y + places.added[0], Told((*places.of_stages, *places.added[1:]))
         return Stream(block_ends(y, self._split) if self.hides and self._split else y, sums, places).flat()
 
     @property

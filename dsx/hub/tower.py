@@ -21,12 +21,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from dsx.errors import ModelError
 from dsx.hub.composite import CompositeNames
 from dsx.hub.model_structure import BlockCall, structure_of
+from dsx.hub.on_meta import forget
 from dsx.hub.tensor_plan import set_dropouts
 from dsx.models.config_values import at
 from dsx.models.param import TOWER, ParamSpec
@@ -78,11 +79,13 @@ class Tower(nn.Module):
 
     def __init__(self, model: HubModel, weights: Weights) -> None:
         super().__init__()
-        with unset_fake_temporarily():  # an estimate asks for its size alone
+        with _disable_current_modes():  # of an estimate, under which numbers have no values
             self._names = CompositeNames(json.loads(model.pictures))
         self._whole: Any
         vars(self)["_whole"] = self._names.whole  # its modules are none of the layer's
         self._whole.requires_grad_(requires_grad=False).eval()
+        for parameter in self._whole.parameters():
+            forget(parameter)  # the folder has its values
         self._device, self._dtype = torch.device(weights.device or "cpu"), weights.dtype
         self._structure = structure_of(model.config)
         stack = self._whole.get_submodule(self._names.modules[self._structure.base])
@@ -124,6 +127,13 @@ class Tower(nn.Module):
                 holder = holder.get_submodule(part)
             holder.register_parameter(name, self._whole.get_parameter(path))
         initialise(self, dict(own), weights.tp, seed=weights.seed)
+
+    def fill_empty(self) -> None:
+        """Have all that is frozen without values, for an estimate."""
+        for spec in self.specs:
+            like = self._whole.get_parameter_or_buffer(_path(spec))
+            self.fill(spec, torch.empty(spec.shape, dtype=like.dtype, device=self._device))
+        self.finish()
 
     def finish(self) -> None:
         """Once all is filled: buffers that no folder has move to the device, and adapters begin."""
@@ -216,31 +226,38 @@ class Tower(nn.Module):
 
     def _added(self, y: Tensor, named: Mapping[str, Any], told: Told) -> Iterator[Tensor]:
         """What the text forward adds to hidden states in front of block 1, 2, ..., [B, S, H] each."""
-        calls, last = self._run(y, named, 0.0)
+        calls, given, last = self._run(y, named, 0.0)
         added = [call.hidden for call in calls[1:]]
         if not self._is_tried:
-            plain, _ = self._run(y, told.named(self._structure.kinds_of_masks), 0.0)
+            plain, _, _ = self._run(y, told.named(self._structure.kinds_of_masks), 0.0)
             apart = [_differs(one, other) for one, other in zip(calls, plain, strict=True)]
             if any(apart):
                 raise self._refusal(f"block {apart.index(True)} gets something else where pictures are")
             if last is not None and last.any():
                 raise self._refusal("something of pictures is added behind the last block")
-            ones, _ = self._run(y, named, 1.0)
+            ones, _, _ = self._run(y, named, 1.0)
             for call, each in zip(ones[1:], added, strict=True):
                 if not torch.allclose(call.hidden, 1.0 + each):
                     raise self._refusal("features of pictures change hidden states otherwise than by a sum")
             self._is_tried = True
-        most = max((n for n, each in enumerate(added, 1) if each.any()), default=0)
+        changed = (each is not before for each, before in zip(added, given, strict=False))
+        # The largest number is one that tensors without values have, too.
+        most = max((n for n, yes in enumerate(changed, 1) if yes and _largest(added[n - 1])), default=0)
         yield from added[:most]
 
     def _run(
         self, y: Tensor, named: Mapping[str, Any], value: float
-    ) -> tuple[list[BlockCall], Tensor | None]:
-        calls, ends = list[BlockCall](), list[Tensor]()
+    ) -> tuple[list[BlockCall], list[Tensor], Tensor | None]:
+        """Calls of blocks that give ``value``, what they give, one tensor as long as nobody changes it."""
+        calls, given, ends = list[BlockCall](), list[Tensor](), list[Tensor]()
 
         def called(_number: int, call: BlockCall) -> Tensor:
             calls.append(call)
-            return torch.full_like(call.hidden, value)
+            x = call.hidden
+            is_same = bool(given) and x is given[-1] and not x.is_inference()
+            is_same = is_same and not x._version  # noqa: SLF001 (nobody has written to it)
+            given.append(x if is_same else torch.full_like(x, value))
+            return given[-1]
 
         base = self._structure.stripped((), called, self._device, self._dtype)
         if self._structure.plain_end and self._structure.after:
@@ -248,7 +265,7 @@ class Tower(nn.Module):
             end.register_forward_pre_hook(lambda _, given: ends.append(given[0]))
         with torch.set_grad_enabled(self.trains and torch.is_grad_enabled()):
             base(inputs_embeds=y, use_cache=False, **named)
-        return calls, ends[0] if ends else None
+        return calls, given, ends[0] if ends else None
 
     def _refusal(self, why: str) -> ModelError:
         return ModelError(
@@ -266,6 +283,10 @@ def _path(spec: ParamSpec) -> str:
 def _hand_over(_stack: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
     assert not arguments, "composite classes of transformers name what they give"
     raise _HandedOverError(named)
+
+
+def _largest(x: Tensor) -> float:
+    return float(torch.linalg.vector_norm(x.detach(), torch.inf))
 
 
 def _differs(one: BlockCall, other: BlockCall) -> bool:

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint as torch_checkpoint
 from torch.autograd.function import once_differentiable
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.backend_registration import (
     _DummyBackendModule,
     _setup_privateuseone_for_python_backend,
@@ -49,29 +49,113 @@ class _Answers(UncompiledMode):
 
     A number is 1, a whole number 0. "All of them" and "at most" are true and any other question false: ids
     are in range, tensors equal, rounding errors small, and nothing overflows.
+
+    Args:
+        knows: Whether numbers that programs write down, and what they make of these alone, are followed: ids
+            and sizes of pictures, which decide about shapes. A question about them is answered as it is.
+        on_meta: Whether tensors without storage are torch's meta tensors, those on the CPU real ones.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, knows: bool, on_meta: bool) -> None:
         super().__init__()
         self._true: Any = WeakTensorKeyDictionary()
+        self._knows, self._on_meta, self._values = knows, on_meta, WeakTensorKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer what needs values; pass on all else."""
-        del types
+        if not self._knows:
+            return self._answered(func, args, kwargs or {})
+        return self._followed(func, args, kwargs or {})
+
+    def _followed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The same of tensors whose values may be known, which are then computed beside them."""
+        leaves, form = tree_flatten((args, kwargs))
+        given = [self._value(each) for each in leaves]
+        packet, tags = func.overloadpacket.__name__, func.tags
+        is_known = not any(
+            each is None and leaf is not None for each, leaf in zip(given, leaves, strict=True)
+        )
+        is_known &= torch.Tag.nondeterministic_seeded not in tags and "empty" not in packet
+        if is_known and (torch.Tag.data_dependent_output in tags or packet == "equal"):
+            return self._computed(func, form, given)
+        if is_known and (torch.Tag.dynamic_output_shape in tags or packet == "_to_copy"):
+            value = self._computed(func, form, given)
+            own = next(leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor))
+            place = torch.device(kwargs.get("device") or own)
+            if place.type == "cpu" and self._on_meta:
+                return value
+            result = tree_map(lambda each: torch.empty_like(each, device=place), value)
+        else:
+            if packet in ("index", "index_put", "index_put_", "_index_put_impl_"):
+                args = args[0], self._places(args[1]), *args[2:]
+            result, value = self._answered(func, args, kwargs), None
+            if is_known and all(map(self._is_followed, tree_leaves(result))):
+                value = self._computed(func, form, given)
+        if value is not None:
+            for each, of in zip(tree_leaves(result), tree_leaves(value), strict=True):
+                self._values[each] = of
+        else:
+            self._forget(func, args, kwargs)
+        return result
+
+    def _is_followed(self, made: Any) -> bool:
+        """Whether something is a tensor that has no values itself, and few enough to have them beside it."""
+        real = self._on_meta and isinstance(made, torch.Tensor) and not made.is_meta
+        return isinstance(made, torch.Tensor) and not real and made.numel() <= _MOST
+
+    def _forget(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Know nothing more of what an operator writes to."""
+        if func._schema.is_mutable:  # noqa: SLF001 (no public one)
+            for each in tree_leaves((args[:1], kwargs.get("out"))):
+                if isinstance(each, torch.Tensor):
+                    self._values.pop(each, None)
+
+    def _computed(self, func: Any, form: Any, given: Any) -> Any:
+        args, kwargs = tree_unflatten(given, form)
+        with _disable_current_modes():
+            return func(*args, **kwargs)
+
+    def _value(self, leaf: Any) -> Any:
+        """What an argument is where everything has values; None for a tensor of which nothing is known."""
+        if isinstance(leaf, torch.device):
+            return torch.device("cpu")
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        is_plain = type(leaf) is torch.Tensor and leaf.device.type == "cpu"
+        return self._values.get(leaf, leaf if is_plain else None)
+
+    def _places(self, indices: Any) -> list[Any]:
+        """Indices, those written as numbers that say which elements, as ``nonzero`` does, of masks."""
+        found: list[Any] = []
+        for each in indices:
+            value = None if each is None else self._values.get(each)
+            if value is None or value.dtype != torch.bool:
+                found.append(each)
+            else:
+                with _disable_current_modes():
+                    places = value.nonzero().unbind(1)
+                found += [torch.empty_like(place, device=each.device) for place in places]
+        return found
+
+    def _answered(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:  # noqa: SLF001 (an operator)
             if args[0].dtype == torch.bool:
                 return args[0] in self._true
             return 1.0 if args[0].dtype.is_floating_point else 0
-        if func is torch.ops.aten.equal.default:
+        if func in (torch.ops.aten.equal.default, torch.ops.aten.allclose.default):
             return True
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:  # noqa: SLF001
             # Its form is derived for bf16 alone, and the kernel of other dtypes gives the same.
             given = [side.to(torch.bfloat16) for side in args[:2]]
-            return func(*given, *args[2:], **(kwargs or {})).to(args[0].dtype)
-        result = func(*args, **(kwargs or {}))
+            return func(*given, *args[2:], **kwargs).to(args[0].dtype)
+        result = func(*args, **kwargs)
         if func in (torch.ops.aten.all.default, torch.ops.aten.le.Tensor):
             self._true[result] = True
         return result
+
+
+_MOST = 1 << 22
+"""Elements of a tensor up to which its values are followed."""
 
 
 class _KnownForms(UncompiledMode):
@@ -188,8 +272,11 @@ def swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def without_storage(device: str = "paper") -> Iterator[None]:
-    """Inside, no new tensor on ``device`` has storage: a FakeTensor, or on ``meta`` what that device has."""
+def without_storage(device: str = "paper", *, knows: bool = False) -> Iterator[None]:
+    """Inside, no new tensor on ``device`` has storage: a FakeTensor, or on ``meta`` what that device has.
+
+    ``knows``: Whether numbers that are written down are followed, as ids and sizes of pictures.
+    """
     with torch.device("cpu"):
         torch.empty(0)  # at the first such call torch notes for good which functions make tensors: its own
     with ExitStack() as stack:
@@ -200,7 +287,7 @@ def without_storage(device: str = "paper") -> Iterator[None]:
         )
         stack.enter_context(swapped(attention, "ending_together", _ending_together))
         stack.enter_context(swapped(F, "rms_norm", _rms_norm(F.rms_norm)))
-        stack.enter_context(swapped(torch, "tensor", _tensor(torch.tensor)))
+        stack.enter_context(swapped(torch, "tensor", _tensor(torch.tensor, knows=knows)))
         if families := sys.modules.get("transformers.utils.import_utils"):
             # Else transformers' masks and experts go the way of a graph that is traced.
             stack.enter_context(swapped(families, "is_fake_tensor", lambda _: False))
@@ -211,7 +298,8 @@ def without_storage(device: str = "paper") -> Iterator[None]:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         else:
             stack.enter_context(_known_forms())
-        stack.enter_context(_Answers())
+            stack.enter_context(swapped(torch.Tensor, "tolist", _tolist(torch.Tensor.tolist)))
+        stack.enter_context(_Answers(knows=knows, on_meta=device == "meta"))
         yield
 
 
@@ -226,10 +314,14 @@ def without_values() -> Iterator[None]:
         yield
 
 
-def _tensor(usual: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _tensor(usual: Callable[..., torch.Tensor], *, knows: bool) -> Callable[..., torch.Tensor]:
     """torch.tensor, which puts numbers on the device itself, past every mode."""
 
     def tensor(data: Any, *, device: Any = None, **options: Any) -> torch.Tensor:
+        if knows:
+            data = tree_map(lambda each: each.tolist() if isinstance(each, torch.Tensor) else each, data)
+            made = usual(data, **options)
+            return made if device is None else made.to(device)
         if device is None or torch.device(device).type not in _LIKE_CUDA:
             return usual(data, device=device, **options)
         gradient = options.pop("requires_grad", False)
@@ -237,6 +329,17 @@ def _tensor(usual: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return torch.empty(made.shape, dtype=made.dtype, device=device, requires_grad=gradient)
 
     return tensor
+
+
+def _tolist(usual: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.Tensor.tolist, number by number on ``meta``, as FakeTensors have it."""
+
+    def tolist(tensor: torch.Tensor) -> Any:
+        if not tensor.is_meta:
+            return usual(tensor)
+        return [tolist(each) for each in tensor] if tensor.dim() else tensor.item()
+
+    return tolist
 
 
 def _scale(like: torch.Tensor, probability: float, seed: int) -> torch.Tensor:
@@ -328,13 +431,13 @@ _LARGEST_FLASH_HEAD = 256
 
 
 @contextmanager
-def fake_build(device: str) -> Iterator[None]:
-    """Inside the block, layers can be built without storage, and recorded."""
+def fake_build(device: str, *, knows: bool = False) -> Iterator[None]:
+    """Inside the block, layers can be built without storage, and recorded; ``knows`` as above."""
     if device == "paper":
         install()
     # What torch raises it prints too, with its traceback (fake_tensor.py); callers say it in a line.
     quiet = swapped(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
-    with compilers_late(), quiet, without_storage(device), without_values(), _forms_unchecked():
+    with compilers_late(), quiet, without_storage(device, knows=knows), without_values(), _forms_unchecked():
         yield
 
 

@@ -42,6 +42,7 @@ class Job:
         alike: Whether tensor-parallel ranks hold the same between layers, so that each sends a part of it.
         capacity_bytes: Memory of a device for tensors, where DeepSpeed asks for it; None for enough.
         islands: The islands of which the run is one; None if it is one job.
+        supposed: What the records suppose of the run's data, in words.
     """
 
     records: LayerRecords
@@ -55,6 +56,7 @@ class Job:
     capacity_bytes: int | None = None
     left_out: int = 0
     islands: IslandSettings | None = None
+    supposed: str = ""
 
 
 Lines = tuple[tuple[Label, int], ...]
@@ -352,9 +354,10 @@ class Role:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMemory:
-    """Memory of every rank."""
+    """Memory of every rank, and what that supposes of the run's data, in words."""
 
     roles: tuple[Role, ...]
+    supposed: str = ""
 
     @property
     def highest(self) -> Role:
@@ -383,6 +386,7 @@ def estimate_run(job: Job) -> RunMemory:
     for alike in _alike(job):
         known |= _between(alike, found, [_held(job.schedule.rows[each]) for each in alike])
     return RunMemory(
+        supposed=job.supposed,
         roles=tuple(
             Role(
                 pp_rank=pp_rank,
@@ -390,7 +394,7 @@ def estimate_run(job: Job) -> RunMemory:
                 estimate=replace(found(pp_rank), rank=ranks[pp_rank][0]),
             )
             for pp_rank in range(len(plans))
-        )
+        ),
     )
 
 

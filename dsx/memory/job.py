@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -25,6 +25,9 @@ from dsx.models.flops import WIDTHS
 from dsx.models.param import PRECISIONS
 from dsx.schedules.program import Program
 from dsx.schedules.schedule import Schedule, lower
+
+if TYPE_CHECKING:
+    from dsx.memory.pictures import Pictures
 
 LION_STATE_BYTES = 8
 """DeepSpeed's Lion for CPUs also makes a second moment, which it does not use (ops/lion/cpu_lion.py)."""
@@ -297,7 +300,7 @@ def job_of(
 
     Raises:
         ConfigError: Something whose memory dsx does not know: an optimizer that nobody has declared
-            (``dsx.optimizer_bytes``), NVMe.
+            (``dsx.optimizer_bytes``), NVMe, pictures of chats that cannot be read.
     """
     mesh, stages, recompute = config.mesh, config.stage_map, config.dsx.recompute
     if recompute == "auto":
@@ -314,6 +317,7 @@ def job_of(
     states = state_settings(
         config.deepspeed, config.dsx.zero, config.dsx.optimizer_bytes, device, reduces_micro_batches=each
     )
+    seen = _pictures_of(config)
     shape = Shape(
         model=config.model,
         tensor=mesh.tp,
@@ -331,6 +335,7 @@ def job_of(
         mlp_tiles=config.mlp_tiles,
         expert=mesh.ep,
         imbalance=min(imbalance, float(mesh.ep)),  # which all rows on one rank are
+        pictures=() if seen is None else seen.inputs,
     )
     return Job(
         records=ModelRecords(shape),
@@ -342,7 +347,17 @@ def job_of(
         device=device,
         capacity_bytes=capacity_bytes,
         islands=islands_of(config),
+        supposed="" if seen is None else seen.said,
     )
+
+
+def _pictures_of(config: RunConfig) -> Pictures | None:
+    """Those of a micro-batch; None where none are read."""
+    if not config.dsx.data.pictures:
+        return None
+    from dsx.memory.pictures import pictures_of  # here: other runs need none of it
+
+    return pictures_of(config.dsx.data, config.micro_batch_size)
 
 
 @lru_cache(maxsize=64)

@@ -91,6 +91,7 @@ class Shape:
         device: The device whose kernels run.
         documents: Whether documents of a pack are kept apart, for which positions travel along.
         loss_chunk: Tokens whose logits the head makes at a time, with the loss; 0 for all, and a loss apart.
+        pictures: Ids and what goes with them in a micro-batch with pictures; none where there are none.
     """
 
     model: Model
@@ -109,6 +110,7 @@ class Shape:
     mlp_tiles: int = 1
     expert: int = 1
     imbalance: float = 1.0
+    pictures: tuple[PictureInput, ...] = ()
 
     @property
     def length(self) -> int:
@@ -137,6 +139,7 @@ class LayerRequest:
         hooked: Whether ZeRO-3 gathers its parameters.
         frozen: Those of its parameters, by their paths in it, that are not trained.
         entered: Whether its input wants a gradient, where it is no token.
+        told: Of pictures, the forms of what comes to it beside hidden states.
 
     A head that makes the logits of some tokens at a time has the loss in its record.
     """
@@ -147,6 +150,7 @@ class LayerRequest:
     hooked: bool = False
     frozen: tuple[str, ...] = ()
     entered: bool = True
+    told: tuple[TensorForm, ...] = ()
 
 
 class TensorForm(NamedTuple):
@@ -172,8 +176,30 @@ class TensorForm(NamedTuple):
     def size_bytes(self) -> int:
         return self.numel * self.width
 
+    @property
+    def is_added(self) -> bool:
+        """Of what is told of pictures: whether a block adds it (:class:`dsx.nn.documents.Told`)."""
+        return "float" in self.dtype and len(self.shape) == _HIDDEN_DIMS
+
     def __str__(self) -> str:
         return f"{' x '.join(map(str, self.shape)) or '1'} {self.dtype}"
+
+
+_HIDDEN_DIMS = 3
+
+
+class PictureInput(NamedTuple):
+    """A tensor that the first layer is given where a micro-batch has pictures.
+
+    Attributes:
+        name: As the family's forward calls it; empty for ids.
+        form: Its form.
+        values: Whole numbers as JSON, on which shapes depend; empty for others.
+    """
+
+    name: str
+    form: TensorForm
+    values: str = ""
 
 
 class RecordedParameter(NamedTuple):

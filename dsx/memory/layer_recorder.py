@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
+import json
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -17,40 +17,24 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from dsx.errors import ModelError
-from dsx.hub.context_probe import mixers
 from dsx.memory import device as paper
-from dsx.memory.device import DetachedExpertParallel, DetachedTensorParallel, fake_build
 from dsx.memory.layer_record import (
-    LOSS,
     Event,
     Kept,
     LayerRecord,
-    LayerRequest,
+    PictureInput,
     RecordedParameter,
     RecordedUse,
-    Shape,
     TensorForm,
 )
 from dsx.memory.ledger import Label
 from dsx.memory.meter import ADD, would_be_in_place
 from dsx.memory.module_gathers import GATHERED, ModuleGathers, linear_of_zero3
-from dsx.models import families
-from dsx.models.config_values import at
-from dsx.models.params import layer_kinds, vocabulary_rows
-from dsx.models.spec import HubModel
-from dsx.models.transformers_settings import first_line
 from dsx.nn import collectives
-from dsx.nn.context import ContextParallel, DetachedContextParallel
+from dsx.nn.context import ContextParallel
 from dsx.nn.documents import PerMicroBatch
-from dsx.nn.embedding import TiedUse
 from dsx.nn.loss import loss_of
-from dsx.nn.parallel import TensorParallel
-from dsx.nn.quantized import quantize
 from dsx.nn.split import WeightGradients
-
-DEVICES = {"cuda": "meta", "cpu": "cpu"}
-"""Where layers are recorded for each kind of device: a GPU's on what torch itself has without storage."""
 
 KEY = (0, 0)
 """Under which the recorded micro-batch keeps its weight gradients."""
@@ -174,7 +158,7 @@ class LayerRecorder(paper.UncompiledMode):
         replaced = None
         if func is ADD and would_be_in_place(args):
             replaced = self.id_of(args[0])
-        if func.overloadpacket is _aten.convolution and args[1].shape[1] != 1:
+        if func.overloadpacket is _aten.convolution and args[1].shape[1] != 1 and not _of_patches(args):
             # That of one filter for each channel takes nothing besides its result (DepthwiseConv2d.cu).
             raise NotImplementedError("dsx does not know what the kernels of convolutions over channels take")
         result = func(*args, **kwargs)
@@ -358,6 +342,12 @@ class _Work:
         self._recorder.emit("wait", self._number)
 
 
+def _of_patches(given: Sequence[Any]) -> bool:
+    """Whether a convolution goes from one patch to the next, none of them padded: a matrix product."""
+    _, weight, _, stride, padding, dilation = given[:6]
+    return [*weight.shape[2:]] == [*stride] and not any(padding) and {*dilation} == {1}
+
+
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
@@ -436,6 +426,7 @@ class _LayerTracing:
         forms: The forms of its inputs, which it gets as one tensor or one tuple.
         more: Forms of further arguments, which get no gradient: a loss's labels.
         loss_fn: The pipeline's loss, if the layer computes it, to which the labels then go.
+        pictures: What the inputs are where they have pictures.
     """
 
     def __init__(
@@ -446,8 +437,9 @@ class _LayerTracing:
         category: str,
         more: Sequence[TensorForm],
         loss_fn: Layer | None,
+        pictures: Sequence[PictureInput],
     ) -> None:
-        self.layer, self.device, self.loss_fn = layer, device, loss_fn
+        self.layer, self.device, self.loss_fn, self._pictures = layer, device, loss_fn, pictures
         self.recorder = LayerRecorder(device, category)
         self.forms = (*forms, *more)
         self._first = len(forms)
@@ -465,6 +457,9 @@ class _LayerTracing:
         form = self.forms[place]
         with self.recorder.paused():
             made = self._positions.get(place)
+            if made is None and self._pictures and self._pictures[place].values:
+                values = json.loads(self._pictures[place].values)
+                made = torch.tensor(values, dtype=getattr(torch, form.dtype)).to(self.device)
             if made is None:
                 made = torch.empty(form.shape, dtype=getattr(torch, form.dtype), device=self.device)
             if 0 < place < self._first and not form.differentiable:
@@ -474,8 +469,11 @@ class _LayerTracing:
         return made
 
     def call(self, inputs: Sequence[Tensor]) -> Any:
-        first = inputs[0] if self._first == 1 else tuple(inputs[: self._first])
+        first: Any = inputs[0] if self._first == 1 else tuple(inputs[: self._first])
         labels = inputs[self._first :]
+        if self._pictures:
+            names = (each.name for each in self._pictures[1:])
+            first = inputs[0], dict(zip(names, inputs[1:], strict=True))
         return (
             self.layer(first, *labels)
             if self.loss_fn is None
@@ -694,6 +692,7 @@ def record_layer(
     divided: WeightGradients | None = None,
     hooked: bool = False,
     loss_fn: Layer | None = None,
+    pictures: Sequence[PictureInput] = (),
 ) -> LayerRecord:
     """Record a layer. Call it inside :func:`fake_build`, where the layer was built too.
 
@@ -706,92 +705,7 @@ def record_layer(
         divided: Takes the weight gradients of a layer that was built with it; None to divide no backward.
         hooked: Whether ZeRO-3 gathers parameters module by module.
         loss_fn: The pipeline's loss, if the layer computes it with its head: it gets ``more`` then.
+        pictures: What the inputs are where they have pictures: ids first, and then what goes by name.
     """
-    tracing = _LayerTracing(layer, inputs, device, category, more, loss_fn)
+    tracing = _LayerTracing(layer, inputs, device, category, more, loss_fn, pictures)
     return tracing.record(hooked=hooked, divided=divided)
-
-
-_SUMS = 3
-"""Rows of what an auxiliary loss is computed of (:mod:`dsx.hub.balance`)."""
-
-
-def _built(
-    frozen: Sequence[str],
-    layer: type[nn.Module],
-    *arguments: Any,
-    use: Callable[..., Any] | None = None,
-    **_: bool,
-) -> nn.Module:
-    """A layer of which ``frozen`` is not trained, and matrices quantised where their specs say so."""
-    module = layer(*arguments)
-    for path in frozen:
-        module.get_parameter(path).requires_grad_(False)
-    # Rows' scales are numbers, which ranks that are not there need not agree on.
-    with paper.swapped(collectives, "start_all_reduce", lambda x, *_: collectives.done(x)):
-        quantize(module)
-    return module if use is None else TiedUse(module, use)
-
-
-def _with_loss(shape: Shape, tp: TensorParallel, labels: TensorForm) -> dict[str, Any]:
-    """How a head is recorded that computes the loss."""
-    if not shape.loss_chunk:
-        return {}
-    loss = families.loss(shape.model, tp, overwrite_logits=True, chunk_tokens=shape.loss_chunk)
-    return {"loss_fn": loss, "more": [labels], "category": "logits"}
-
-
-def record_request(request: LayerRequest) -> LayerRecord:
-    """Build and record a layer of a model."""
-    shape, device = request.shape, DEVICES[request.shape.device]
-    model = shape.model
-    tp = DetachedTensorParallel(size=shape.tensor, rank=0, sequence_parallel=shape.sequence_parallel)
-    whole = TensorForm((shape.micro_batch, shape.sequence_length), "int64", 8, False)
-    tokens = whole._replace(shape=(shape.micro_batch, shape.length))
-    name = "bfloat16" if shape.width == 2 else "float32"
-    positions, places = ([whole], [whole, whole]) if shape.documents else ([], [])
-    hub = model if isinstance(model, HubModel) else None
-    in_turn = hub is not None and any(each.passing for each in mixers(hub.config, shape.context))  # tries it
-    balance = None if hub is None else hub.balance
-    beside = [TensorForm((_SUMS, balance.experts), "float32", 4, request.entered)] if balance else []
-    if request.kind == LOSS:
-        columns = vocabulary_rows(model, shape.tensor, pad_multiple=shape.vocab_multiple)
-        logits = TensorForm((*tokens.shape, columns), name, shape.width, True)
-        loss = families.loss(model, tp, overwrite_logits=True)
-        with fake_build(device):
-            return record_layer(loss, [logits, *beside], device=device, category="logits", more=[tokens])
-    split = WeightGradients() if request.divided else None
-    length = shape.length // (shape.tensor if shape.cuts_sequence else 1)
-    kinds = layer_kinds(model)
-    index = kinds.index(request.kind) + (0 if hub is None else hub.block or 0)
-    ends = {"Block": model.stream, "FinalNorm": model.stream, "Head": (model.head_size,)}
-    sizes = ends.get(request.kind, (model.hidden_size,))
-    if request.kind == "Positions" and hub is not None and hub.padding is not None:
-        places = places or [whole]
-    hidden = TensorForm((shape.micro_batch, length, *sizes), name, shape.width, request.entered)
-    stream = [hidden, *beside, *places]
-    with fake_build(device):
-        layers = families.layers(
-            model,
-            tp,
-            dtype=getattr(torch, name),
-            device=device,
-            recompute=shape.recompute,
-            pad_multiple=shape.vocab_multiple,
-            split=split,
-            entry=partial(partial, _built, request.frozen),
-            cp=DetachedContextParallel.largest(shape.context, shape.context_method, in_turn=in_turn),
-            ep=DetachedExpertParallel(shape.expert, imbalance=shape.imbalance),
-            mlp_tiles=shape.mlp_tiles,
-        )
-        layer = layers[index]()
-        inputs = [tokens, *positions] if kinds[0] == request.kind else stream
-        try:
-            how = {"divided": split, "hooked": request.hooked} | _with_loss(shape, tp, tokens)
-            return record_layer(layer, inputs, device=device, **how)
-        except Exception as error:
-            if hub is None:
-                raise
-            what = f"layer {index} ({request.kind}) cannot run without values"
-            what += " and with its parameters gathered module by module (ZeRO-3)" if request.hooked else ""
-            fix = "train it without an estimate: dsx knows no memory of this family in this layout"
-            raise ModelError(at("model_type", hub.family), f"{what}: {first_line(error)}", fix) from error

@@ -2,7 +2,7 @@
 
 Equal layers are recorded once. Records lie in a folder of the user's cache, by a hash of what they depend on:
 the layer, its shapes and options, and the versions of torch and of dsx's own code. Without a record, torch is
-loaded and the layer is recorded (:mod:`dsx.memory.layer_recorder`).
+loaded and the layer is recorded (:mod:`dsx.memory.record_request`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dsx.kept import cache_folder, code_version, keep
-from dsx.memory.layer_record import LOSS, LayerRecord, LayerRequest, Shape
+from dsx.memory.layer_record import LOSS, LayerRecord, LayerRequest, Shape, TensorForm
 from dsx.models.param import ParamSpec
 from dsx.models.params import layer_adapters, layer_kinds, param_specs
 from dsx.models.spec import HubModel, Model, ModelSpec
@@ -72,14 +72,31 @@ class ModelRecords:
         is_block = kind == "Block"
         own = self._own(index) if is_block else ()
         frozen, entered = self._frozen(index)
-        key = kind, own, divided, hooked, frozen, entered
+        told = self._told(index, divided=divided, hooked=hooked)
+        key = kind, own, divided, hooked, frozen, entered, told
         if key not in self._found:
             shape = alone(self.shape if is_block else replace(self.shape, recompute="none"), index)
             request = LayerRequest(
-                shape=shape, kind=kind, divided=divided, hooked=hooked, frozen=frozen, entered=entered
+                shape=shape,
+                kind=kind,
+                divided=divided,
+                hooked=hooked,
+                frozen=frozen,
+                entered=entered,
+                told=told,
             )
             self._found[key] = recorded_for_many(request) if self.many else recorded(request)
         return self._found[key]
+
+    def _told(self, index: int, **how: bool) -> tuple[TensorForm, ...]:
+        """What of pictures comes to a layer: all that the first gives, but for what blocks have added."""
+        if not (index and self.shape.pictures):
+            return ()
+        beside = 1 + (isinstance(self.shape.model, HubModel) and self.shape.model.balance is not None)
+        told = self.layer(0, **how).outputs[beside:]
+        added = [form for form in told if form.is_added]
+        gone = index - self._kinds.index("Block")
+        return (*(form for form in told if not form.is_added), *added[gone:])
 
     def _own(self, index: int) -> tuple[Any, ...]:
         """What a block has of its own."""
@@ -148,7 +165,10 @@ def alone(shape: Shape, index: int) -> Shape:
     model: Model = replace(shape.model, freeze=(), adapter=layer_adapters(shape.model)[index])
     if isinstance(model, HubModel):
         block = model.block_of(index) if kinds[index] == "Block" else None
-        return replace(shape, model=replace(model, block=block, pictures="" if index else model.pictures))
+        if not index:
+            return replace(shape, model=replace(model, block=block))
+        model = replace(model, block=block, pictures="read" if shape.pictures else "")
+        return replace(shape, model=model, pictures=())
     first = index - kinds.index("Block") if kinds[index] == "Block" else 0
     own: dict[str, Any] = {name: getattr(model, name)[first : first + 1] for name in _said_by_block(model)}
     short = replace(model, **own, num_layers=1)
@@ -184,7 +204,7 @@ def recorded(request: LayerRequest) -> LayerRecord:
     collects = gc.isenabled()
     gc.disable()  # while torch is loaded, a quarter of the time would go there
     try:
-        from dsx.memory.layer_recorder import record_request
+        from dsx.memory.record_request import record_request
 
         gc.freeze()  # what was loaded is not looked through when the recorder collects
         record = record_request(request)
@@ -227,6 +247,8 @@ def _ends(request: LayerRequest) -> tuple[LayerRequest, ...]:
     With a single sequence some tensors have another form, and the loss does more steps with more tokens.
     """
     size = request.shape.micro_batch
+    if request.told or request.shape.pictures:
+        return ()  # how many pictures there are, and where, decides
     if request.kind == LOSS or request.shape.loss_chunk or size in (1, *_ENDS) or size > _ENDS[1]:
         return ()
     return tuple(replace(request, shape=replace(request.shape, micro_batch=end)) for end in _ENDS)

@@ -98,6 +98,7 @@ def describe(memory: RunMemory | Exception, precision: Precision = "fp32") -> st
         return f"not estimated: {str(memory).partition(chr(10))[0]}"
     where = f"pipeline rank {memory.highest.pp_rank}"
     told = f"estimated peak {amount(memory.peak_bytes)} on {where} ({memory.highest.estimate.peak.when})"
+    told += f", {memory.supposed}" if memory.supposed else ""
     if device_kind() == "cuda" or precision != "bf16":
         return told
     from dsx.memory.table import beyond_tensors  # here: other runs need none of it

@@ -44,7 +44,7 @@ class Told(tuple[Tensor, ...]):
     """What blocks are told of a micro-batch with pictures, in the order of travel.
 
     Positions, integers [..., B, S]; masks [B, 1, S, S], one for each kind of attention; what is added to the
-    hidden states in front of the next blocks, [B, s, H] each (:mod:`dsx.hub.tower`). Each may be missing.
+    hidden states behind the next blocks, [B, s, H] each (:mod:`dsx.hub.tower`). Each may be missing.
     """
 
     __slots__ = ()

@@ -71,7 +71,7 @@ if not late:
 
 from dsx.checkpoint.claims import model_of
 from dsx.memory.layer_record import LayerRequest, Shape
-from dsx.memory.layer_recorder import record_request
+from dsx.memory.record_request import record_request
 from dsx.models.presets import find_preset
 
 model = model_of(find_preset("llama", "tiny").config)

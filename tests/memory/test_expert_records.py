@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dsx.memory import layer_recorder
+from dsx.memory import record_request
 from dsx.memory.layer_record import LayerRecord, LayerRequest, Shape
 from dsx.memory.record_cache import alone, recorded, recorded_for_many
 from dsx.planner.cluster import read_cluster
@@ -66,13 +66,13 @@ def test_three_expert_degrees_give_all_others(
     }
     shape = alone(Shape(**{"model": model, "expert": 4, **usual, **changes}), 1)
     made: list[LayerRequest] = []
-    record = layer_recorder.record_request
+    record = record_request.record_request
 
     def counted(request: LayerRequest) -> LayerRecord:
         made.append(request)
         return record(request)
 
-    monkeypatch.setattr(layer_recorder, "record_request", counted)
+    monkeypatch.setattr(record_request, "record_request", counted)
     requests = [
         LayerRequest(shape=replace(shape, expert=degree), kind="Block", divided=True)
         for degree in (4, 16, 64)

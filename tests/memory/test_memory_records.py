@@ -17,8 +17,9 @@ from dsx.memory.device import fake_build
 from dsx.memory.estimate import estimate
 from dsx.memory.job import job_of
 from dsx.memory.layer_record import LOSS, LayerRecord, LayerRequest, Shape, TensorForm
-from dsx.memory.layer_recorder import record_layer, record_request
+from dsx.memory.layer_recorder import record_layer
 from dsx.memory.record_cache import ModelRecords, alone
+from dsx.memory.record_request import record_request
 from dsx.models.hf_config import FAMILIES
 from dsx.models.params import layer_kinds
 from dsx.models.presets import presets
@@ -96,9 +97,9 @@ def test_a_gpus_paths_are_the_same_on_meta_tensors_and_on_the_paper_device(kind,
         found.append(device)
         return record_layer(layer, inputs, device="paper", **options)
 
-    monkeypatch.setattr("dsx.memory.layer_recorder.fake_build", lambda _: fake_build("paper"))
-    monkeypatch.setattr("dsx.memory.layer_recorder.record_layer", moved)
-    monkeypatch.setattr("dsx.memory.layer_recorder.DEVICES", {"cuda": "paper", "cpu": "cpu"})
+    monkeypatch.setattr("dsx.memory.record_request.fake_build", lambda _, **__: fake_build("paper"))
+    monkeypatch.setattr("dsx.memory.record_request.record_layer", moved)
+    monkeypatch.setattr("dsx.memory.record_request.DEVICES", {"cuda": "paper", "cpu": "cpu"})
     assert record_request(request) == on_meta
     assert found == ["paper"]
 

@@ -12,10 +12,10 @@ from all_families import tiny
 from dsx.hub.read import hub_model
 from dsx.memory import record_cache
 from dsx.memory.layer_record import LayerRecord, LayerRequest, Shape
-from dsx.memory.layer_recorder import record_request
 from dsx.memory.ledger import Leaf, Ledger, Storage, dropped
 from dsx.memory.record_cache import alone
 from dsx.memory.record_loops import folded
+from dsx.memory.record_request import record_request
 from dsx.memory.walk import RecordedLayer, _Shared
 from dsx.models.params import layer_kinds
 from often import often
@@ -96,7 +96,7 @@ LOOPS = (
 def test_short_records_give_that_of_a_long_sequence(family, changes, monkeypatch):
     recorded = []
     monkeypatch.setattr(
-        "dsx.memory.layer_recorder.record_request",
+        "dsx.memory.record_request.record_request",
         lambda asked: recorded.append(asked.shape.length) or record_request(asked),
     )
     ranks = changes.get("context", 1)

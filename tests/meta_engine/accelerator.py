@@ -109,7 +109,7 @@ def install() -> PaperAccelerator:
 
 
 @contextmanager
-def engine_without_storage() -> Iterator[None]:
+def engine_without_storage(*, knows: bool = False) -> Iterator[None]:
     """:func:`dsx.memory.device.without_storage` for a whole engine: builds, conversions and updates."""
     with ExitStack() as stack:
         stack.enter_context(device.swapped(nn.Module, "_apply", _apply))
@@ -117,7 +117,7 @@ def engine_without_storage() -> Iterator[None]:
         # Else torch takes FakeTensors for tensors of a kind that its many-at-a-time updates cannot do.
         kinds = [torch.Tensor, nn.Parameter, FakeTensor]
         stack.enter_context(device.swapped(optimizer, "_foreach_supported_types", kinds))
-        stack.enter_context(device.without_storage())
+        stack.enter_context(device.without_storage(knows=knows))
         yield
 
 

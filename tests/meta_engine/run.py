@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import repeat
@@ -22,6 +22,7 @@ from dsx.engine.engine import PipelineEngine
 from dsx.engine.initialize import initialize
 from dsx.engine.p2p import Signature, TensorMeta
 from dsx.engine.pipeline_module import PipelineModule
+from dsx.hub.tower import Tower
 from dsx.memory.device import Device, swapped, without_values
 from dsx.memory.meter import CUDA_ROUNDING_BYTES, StorageMeter
 from dsx.models.params import layer_kinds
@@ -69,6 +70,7 @@ def trace(
     label: Callable[[], str] | None = None,
     host: bool = False,
     capacity_bytes: int | None = None,
+    pictures: Any = None,
 ) -> TracedPeaks:
     """Build and train rank ``rank`` of ``config`` on paper. Once per process: it changes torch and DeepSpeed.
 
@@ -79,6 +81,7 @@ def trace(
         label: As for :class:`StorageMeter`.
         host: Also count what ``paper`` keeps on the host (offload). Takes longer.
         capacity_bytes: What ``paper`` has, if DeepSpeed asks; None for enough.
+        pictures: A micro-batch with pictures, and what of it each stage is told; None for one of text.
     """
     config = replace(config, weights=None)  # a folder's take the same memory as fresh ones, and time to read
     return trace_pipeline(
@@ -87,12 +90,13 @@ def trace(
         rank,
         mesh=config.mesh,
         sequence_parallel=config.dsx.parallel.sequence_parallel,
-        inputs=signatures(config),
-        batch=lambda: batch(config),
+        inputs=signatures(config, *(pictures or ())[1:]),
+        batch=lambda: batch(config) if pictures is None else pictures[0],
         device=device,
         label=label,
         host=host,
         capacity_bytes=capacity_bytes,
+        knows=pictures is not None,
     )
 
 
@@ -109,6 +113,7 @@ def trace_pipeline(
     label: Callable[[], str] | None = None,
     host: bool = False,
     capacity_bytes: int | None = None,
+    knows: bool = False,
 ) -> TracedPeaks:
     """:func:`trace` of any pipeline.
 
@@ -125,7 +130,7 @@ def trace_pipeline(
     other = StorageMeter("cpu", label=label)
     if accelerator is not None and capacity_bytes is not None:
         accelerator.free_bytes = lambda: capacity_bytes - meter.current_bytes
-    with paper.engine_without_storage(), meter, other if host else nullcontext():
+    with paper.engine_without_storage(knows=knows), meter, other if host else nullcontext():
         # Ranks that are not there agree on everything.
         alike = swapped(layer_parameters, "_make_alike", lambda *_: None)
         agreed = swapped(initializing, "_require_same_everywhere", lambda *_: None)
@@ -133,7 +138,10 @@ def trace_pipeline(
         # Values would take a minute of arithmetic and hold no memory afterwards.
         with meter.phase("build"), other.phase("build"), without_values(), alike:
             model = build(groups)
+            for tower in (each for each in model.modules() if isinstance(each, Tower)):
+                tower.fill_empty()
             model.proof = "not: nothing is trained on paper"
+            model.dynamic_shape = False  # shapes of pictures are announced, too
         told = swapped(dist, "broadcast_object_list", lambda *_, **__: None)
         with meter.phase("engine"), other.phase("engine"), agreed, here, told:
             engine = initialize(model=model, config=config)[0]
@@ -188,8 +196,8 @@ def announce(inputs: Mapping[int, Signature], engine: PipelineEngine) -> None:
         engine._signatures.announce(stage, True, signature)
 
 
-def signatures(config: RunConfig) -> dict[int, Signature]:
-    """What every virtual stage from 1 on is sent."""
+def signatures(config: RunConfig, told: Mapping[int, Sequence[TensorMeta]] = {}) -> dict[int, Signature]:
+    """What every virtual stage from 1 on is sent, with what each is ``told`` of pictures."""
     length = config.sequence_length // config.mesh.cp
     if config.dsx.parallel.sequence_parallel:
         length //= config.mesh.tp
@@ -211,6 +219,7 @@ def signatures(config: RunConfig) -> dict[int, Signature]:
         if config.dsx.data.keeps_apart:
             tokens = (config.micro_batch_size, config.sequence_length)
             sent += [TensorMeta(tokens, torch.int64, requires_grad=False)] * 2  # positions, documents
+        sent += told.get(stage, ())
         return Signature(tuple(sent), is_tuple=len(sent) > 1)
 
     return {stage: received(stage) for stage in range(1, stages.num_stages)}

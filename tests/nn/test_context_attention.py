@@ -23,7 +23,7 @@ from dsx.checkpoint.formats.huggingface.weights import split
 from dsx.checkpoint.formats.slices import merge
 from dsx.errors import ModelError
 from dsx.memory.layer_record import LayerRequest, Shape
-from dsx.memory.layer_recorder import record_request
+from dsx.memory.record_request import record_request
 from dsx.models.families import layers
 from dsx.nn import LearnedPositions, attention, collectives
 from dsx.nn.attention import CausalMask, scaled_dot_product
