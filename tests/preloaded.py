@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from contextlib import suppress
 from importlib import import_module
 
@@ -27,9 +28,11 @@ MODULES = (
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
 )
 
+logging.disable(logging.WARNING)  # of what packages lack that no test needs, which would be on the terminal
 for _name in MODULES:
     with suppress(ImportError):
         import_module(_name)
+logging.disable(logging.NOTSET)
 with suppress(ImportError):
     import_module("dsx.config.keys").reference()  # 13 files that every engine's settings need
 with suppress(ImportError):
