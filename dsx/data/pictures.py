@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -33,6 +34,8 @@ from dsx.terminal import shortened
 Span = tuple[int, int]
 _KEYS = ("path", "image", "url")
 _NOT_TOLD = ("input_ids", "attention_mask")
+_DEEP = ("I", "F")  # of Pillow, whose conversion to eight bits makes white of all above 255
+_TOKEN = re.compile("(image|video|audio)_token_(id|index)")
 
 
 class Chat(NamedTuple):
@@ -107,6 +110,7 @@ class Processor:
                     str(Path(name).expanduser()), local_files_only=True, trust_remote_code=False
                 )
                 self._made.image_processor  # noqa: B018 - a tokenizer alone has none
+            self._ids_of_model = _ids_in(Path(name).expanduser() / "config.json")
         except Exception as error:
             fix = "name a composite model's folder; what it asks for comes with pip install dsx[pictures]"
             raise DataError(self._where, f"cannot be loaded ({first_line(error)})", fix) from error
@@ -131,16 +135,7 @@ class Processor:
         Raises:
             ValueError: A picture cannot be read or is another one, or the processor refuses them.
         """
-        from transformers.image_utils import load_image
-
-        images = []
-        for path, digest in chat.files:
-            try:
-                if digest_of(path) != digest:
-                    raise ValueError(f"the picture {path} is another one than when the chat was prepared")
-                images.append(load_image(path))
-            except (OSError, SyntaxError) as error:
-                raise ValueError(f"the picture {path} cannot be read ({first_line(error)})") from error
+        images = [_opened(path, digest) for path, digest in chat.files]
         try:
             with quiet_transformers():
                 made = self._made(
@@ -174,9 +169,15 @@ class Processor:
 
     @cached_property
     def _marks(self) -> list[str]:
-        """What stands for a picture in a text: before its tokens are there, and one of these."""
-        told = (getattr(each, "image_token", None) for each in (self._made, self._made.tokenizer))
-        return [str(mark) for mark in told if mark]
+        """What stands for a picture in a text: before its tokens are there, and one of these.
+
+        The model may read another token as a picture than the processor names: Llama 4's is a patch.
+        """
+        words = self._made.tokenizer
+        told = [getattr(each, "image_token", None) for each in (self._made, words)]
+        added = getattr(words, "added_tokens_decoder", {})
+        told += [added[each] for each in self._ids_of_model if each in added]
+        return [str(mark) for mark in dict.fromkeys(told) if mark]
 
     def _of_text(self, part: str) -> str:
         """What stands between pictures. Raises ValueError if a part of it stands for a picture."""
@@ -184,6 +185,31 @@ class Processor:
         if found is not None:
             raise ValueError(f"its text has {found}, which stands for a picture, and there is none")
         return part
+
+
+def _ids_in(config: Path) -> list[int]:
+    """Tokens that the model of a folder reads as pictures, video or sound; none where there is no config."""
+    given = json.loads(config.read_text()) if config.is_file() else {}
+    return [value for key, value in given.items() if _TOKEN.fullmatch(key) and isinstance(value, int)]
+
+
+def _opened(path: str, digest: str) -> Any:
+    """A picture, upright, in red, green and blue. Raises ValueError if there is none that can be had."""
+    from PIL import Image
+    from transformers.image_utils import load_image
+
+    try:
+        if digest_of(path) != digest:
+            raise ValueError(f"the picture {path} is another one than when the chat was prepared")
+        with Image.open(path) as found:
+            if found.mode.startswith(_DEEP):
+                what = (
+                    f"has more than eight bits a number (mode {found.mode}), of which the upper would be cut"
+                )
+                raise ValueError(f"the picture {path} {what}")
+            return load_image(found)
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"the picture {path} cannot be read ({first_line(error)})") from error
 
 
 def digest_of(path: str) -> str:
@@ -293,7 +319,9 @@ def together(rows: Sequence[Sample], multiple_of: int = 1) -> MicroBatch:
     inputs, labels, seen = zip(*rows, strict=True)
     unit = -(-len(inputs[0]) // (_LENGTHS * multiple_of)) * multiple_of
     end = -(-max(each.length for each in seen) // unit) * unit or unit  # beyond S, slices end there
-    made = {key: torch.stack([each.tokens[key][:end] for each in seen]) for key in seen[0].tokens}
+    none, made = torch.zeros_like(inputs[0]), dict[str, Tensor]()
+    for key in dict.fromkeys(key for each in seen for key in each.tokens):  # 0 is text, as in padding
+        made[key] = torch.stack([each.tokens.get(key, none)[:end] for each in seen])
     for key in dict.fromkeys(key for each in seen for key in each.pictures):
         held = [each.pictures[key] for each in seen if key in each.pictures]
         most = [max(sizes) for sizes in zip(*(each.shape[1:] for each in held), strict=True)]

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import picture_chats
 import pytest
 import torch
@@ -17,7 +18,7 @@ from dsx.config.schema import DataConfig
 from dsx.data.batches import Batches, Shuffled
 from dsx.data.corpus import Corpus, prepare
 from dsx.data.packs import Seen
-from dsx.data.pictures import together
+from dsx.data.pictures import Chat, Processor, together
 from dsx.errors import DataError
 
 SEQUENCE = 96
@@ -100,6 +101,14 @@ def test_a_micro_batch_fills_up_pictures_of_several_sizes() -> None:
     assert seen["pixels"].sum() == small.numel() + large.numel()
 
 
+def test_rows_of_which_some_have_kinds_of_tokens_share_a_micro_batch() -> None:
+    """Text is of kind 0, which is what a processor that gives kinds beside pictures alone leaves out."""
+    ids = torch.arange(1, 5)
+    given = [Seen({}, {}, 4), Seen({"kinds": ids}, {}, 4)]
+    (_, seen), _ = together([(ids, ids, each) for each in given])
+    assert torch.equal(seen["kinds"], torch.stack([torch.zeros_like(ids), ids]))
+
+
 def test_a_step_has_its_chats_in_rows_of_like_lengths(tmp_path: Path) -> None:
     """The same chats as in the order without lengths, no token of them lost, over two ranks of two rows."""
     picture_chats.save_processor(tmp_path / "model")
@@ -149,6 +158,24 @@ def test_what_cannot_be_read_is_named(case: str, tmp_path: Path) -> None:
         opened(tmp_path)
 
 
+def test_pictures_that_would_be_read_otherwise_than_they_are_drawn_are_named(tmp_path: Path) -> None:
+    """Pillow makes white of all above 255 in sixteen bits."""
+    picture_chats.save_processor(tmp_path / "model")
+    deep = np.arange(64 * 64, dtype=np.uint16).reshape(64, 64) * 16
+    Image.fromarray(deep).save(tmp_path / "deep.png")
+    (tmp_path / "chats.jsonl").write_text(chat_with({"type": "image", "path": "deep.png"}))
+    with pytest.raises(DataError, match=r"deep\.png has more than eight bits a number \(mode I"):
+        opened(tmp_path)
+
+
+def test_a_picture_too_large_to_be_opened_is_named(tmp_path: Path) -> None:
+    picture_chats.save_processor(tmp_path / "model")
+    (tmp_path / "large.ppm").write_bytes(b"P6 20000 20000 255\n")
+    (tmp_path / "chats.jsonl").write_text(chat_with({"type": "image", "path": "large.ppm"}))
+    with pytest.raises(DataError, match=r"large\.ppm cannot be read \(.*exceeds limit"):
+        opened(tmp_path)
+
+
 def test_a_token_of_a_picture_beside_another_picture_is_named(tmp_path: Path) -> None:
     picture_chats.save_processor(tmp_path / "model")
     picture_chats.chats(tmp_path)
@@ -160,6 +187,18 @@ def test_a_token_of_a_picture_beside_another_picture_is_named(tmp_path: Path) ->
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": turns}))
     with pytest.raises(DataError, match="its text has <image>, which stands for a picture"):
         opened(tmp_path)
+
+
+def test_a_token_that_the_model_alone_reads_as_a_picture_is_named(tmp_path: Path) -> None:
+    """As Llama 4's patch, which its processor writes around the token that it names."""
+    picture_chats.save_processor(tmp_path / "model")
+    picture_chats.chats(tmp_path)
+    (tmp_path / "chats.jsonl").write_text(chat_with({"type": "text", "text": "<done>"}))
+    assert len(opened(tmp_path).train) == 1
+    told = {"image_token_index": picture_chats.DONE, "video_token_id": -200}
+    (tmp_path / "model/config.json").write_text(json.dumps(told))
+    with pytest.raises(ValueError, match="its text has <done>, which stands for a picture"):
+        Processor(str(tmp_path / "model")).expanded(Chat("a <done>", ()))
 
 
 @pytest.mark.parametrize("beside", [{"image": "pictures/0.png"}, {"images": ["pictures/0.png"]}], ids=str)
