@@ -7,7 +7,7 @@ is all that it holds. Whoever needs the whole model puts both together (:func:`c
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -194,20 +194,26 @@ def under_known_names(source: Catalog, model: Model | None) -> Catalog:
     """A checkpoint with the names that its model knows, whatever wrote the folder that it is."""
     if source.format != hugging_face.FORMAT or model is None:
         return source
-    names_of = names_in(source.facts.get("hf_config") or {}, model)
+    names_of, apart = names_in(source.facts.get("hf_config") or {}, model)
     if names_of is None:
         return source
-    return hugging_face.under_model_names(source, names_of(source.by_name, source.root))
+    return hugging_face.under_model_names(source, names_of(source.by_name, source.root), apart)
 
 
-def names_in(config: Mapping[str, Any], model: Model) -> hugging_face.NamesOf | None:
-    """What gives a model's names of tensors in a folder of a config.json; None if they are the same."""
+def names_in(
+    config: Mapping[str, Any], model: Model
+) -> tuple[hugging_face.NamesOf | None, Sequence[ParamSpec]]:
+    """What gives a model's names of tensors in a folder of a config.json; None if they are the same.
+
+    With those of which the folder has parts, as :func:`~hugging_face.under_model_names` takes them.
+    """
     if text_key(config) is not None:
         from dsx.hub.composite import CompositeNames  # here: as below
 
-        return CompositeNames(config, [spec.hf_whole for spec in tower_specs(model) if not spec.adapts]).of
+        beside = [spec.hf_whole for spec in tower_specs(model) if not spec.adapts]
+        return (names := CompositeNames(config, beside)).of, names.apart
     if not isinstance(model, HubModel):
-        return None
+        return None, ()
     from dsx.hub.read import folder_names  # here: dsx's own families need neither torch nor transformers
 
-    return folder_names(model).of
+    return folder_names(model).of, ()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from dsx.checkpoint.base import digest_of, folder_of, moved_below
 from dsx.checkpoint.catalog import Catalog, Entry, Skeleton
 from dsx.checkpoint.claims import modules_in, text_key
 from dsx.checkpoint.formats.huggingface import catalog as hugging_face
+from dsx.checkpoint.formats.huggingface.catalog import parted
 from dsx.checkpoint.formats.huggingface.names import PROCESSOR_FILES, TOKENIZER_FILES, read_config
 from dsx.checkpoint.merge import Merge
 from dsx.config.run import RunConfig
@@ -34,6 +36,7 @@ class Composite:
         folder: Its tensors under its own names.
         key: The part of its config that is the language model's.
         names: The folder's name of each tensor of the language model, by that in a folder of its own.
+        apart: Tensors of the language model of which the folder has parts, by the same name.
         beside: The folder's name of each of the tower's, by that which transformers writes.
         architecture: transformers' class of it.
     """
@@ -41,6 +44,7 @@ class Composite:
     folder: Catalog
     key: str
     names: Mapping[str, str]
+    apart: Mapping[str, ParamSpec]
     beside: Mapping[str, str]
     architecture: str
 
@@ -55,9 +59,32 @@ class Composite:
         return own | {self.key: hugging_face.with_dtype(text, ())}
 
     def inside(self, spec: ParamSpec) -> ParamSpec:
-        """A parameter under the folder's names."""
+        """A parameter in the folder's form, under its names."""
         names = self.beside if spec.tower else self.names
+        if not spec.tower:
+            spec = replace(self.apart.get(spec.hf[0], spec), name=spec.name)
         return replace(spec, hf=tuple(names[name] for name in spec.hf))
+
+    def around(self, source: Catalog) -> Catalog:
+        """Tensors of the language model by itself in the folder's form, under its names."""
+        parts = {name: spec.hf for name, spec in self.apart.items()}
+        entries = (
+            parted(self.apart[one.name], one) if one.name in parts else (one,) for one in source.entries
+        )
+        kept = {own: types for name, types in source.float32.items() for own in parts.get(name, (name,))}
+        divided = replace(source, entries=tuple(chain.from_iterable(entries)), float32=kept)
+        return hugging_face.under_model_names(divided, {**self.names, **self.beside})
+
+    def merged(self, merge: Merge) -> Merge:
+        """The same of what is added to weights."""
+        products = {}
+        for name, product in merge.products.items():
+            first, spec = product.rows.start, self.apart.get(name)
+            boxes = () if spec is None else spec.hf_boxes
+            spans = {own: slice(first + box[0][0], first + box[0][1]) for own, box in boxes}
+            for own, rows in (spans or {name: product.rows}).items():
+                products[{**self.names, **self.beside}[own]] = replace(product, rows=rows)
+        return replace(merge, source=self.around(merge.source), products=products)
 
 
 def composite_at(root: Path | None, *, tower: bool = False) -> Composite | None:
@@ -80,7 +107,14 @@ def composite_at(root: Path | None, *, tower: bool = False) -> Composite | None:
     names = known.names | {own: name for name, own in found.items() if own is not None}
     others = known.of_tower(folder.by_name, root) if tower else {}
     beside = {own: name for name, own in others.items() if own is not None}
-    return Composite(folder=folder, key=key, names=names, beside=beside, architecture=known.architecture)
+    return Composite(
+        folder=folder,
+        key=key,
+        names=names,
+        apart={spec.name: spec for spec in known.apart},
+        beside=beside,
+        architecture=known.architecture,
+    )
 
 
 def fact_of(root: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -114,11 +148,8 @@ def whole(source: Catalog, merge: Merge | None, folder: Path | None) -> tuple[Ca
     root, tower = folder_of(source, fact, folder, "the other parts of the model"), source.facts.get("model")
     found = composite_at(root, tower="pictures" in (tower or {}))
     assert found is not None, "a digest tells one folder from another"
-    names = {**found.names, **found.beside}
-    if merge is not None:
-        products = {names[name]: product for name, product in merge.products.items()}
-        merge = replace(merge, source=hugging_face.under_model_names(merge.source, names), products=products)
-    source = hugging_face.under_model_names(source, names)
+    merge = None if merge is None else found.merged(merge)
+    source = found.around(source)
     others = (replace(each, pieces=moved_below(_HOME, each)) for each in found.tower(source.by_name))
     sums = (replace(one, file=f"{_HOME}/{one.file}") for one in found.folder.checksums)
     return replace(
