@@ -28,7 +28,7 @@ from dsx.checkpoint.open import open_checkpoint
 from dsx.checkpoint.reshard import WantedTarget, prepare
 from dsx.errors import CheckpointError, ModelError
 from dsx.hub.composite import language_config
-from dsx.hub.model_structure import hf_config_of
+from dsx.hub.model_structure import hf_config_of, structure_of
 from dsx.models.adapters import placed
 from dsx.models.params import stored_specs
 from hub.test_hub_weights import CASE, config_of, engine_of, same, tensors_in
@@ -333,3 +333,12 @@ def test_folders_of_such_parts_go_in_and_out_and_are_merged(tmp_path: Path) -> N
     assert sum(not torch.equal(ours[name], known[name]) for name in known) >= 4
     for name, tensor in theirs.items():
         torch.testing.assert_close(ours[name], tensor, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["glm4v_moe", "qwen3_vl_moe", "minimax_m3_vl"])
+def test_experts_run_as_the_composite_class_has_them(family: str) -> None:
+    """Not as eager loops, whose replicas wait for each other for ever at ZeRO-3."""
+    config = tiny.tiny_composite(family)
+    theirs = AutoModelForImageTextToText.from_config(config).config.get_text_config()
+    ours = structure_of(json.dumps(language_config(json.loads(config.to_json_string())), sort_keys=True))
+    assert ours.model.config._experts_implementation == theirs._experts_implementation == "grouped_mm"
