@@ -12,9 +12,10 @@ names that the folder has for them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from dsx.checkpoint.claims import MISFITS, forms_of, model_of_fact, modules_in, 
 from dsx.checkpoint.file_io import blamed
 from dsx.checkpoint.formats.deepspeed.module import as_model
 from dsx.checkpoint.formats.huggingface import catalog as hugging_face
+from dsx.checkpoint.formats.huggingface.catalog import parted
 from dsx.checkpoint.formats.huggingface.names import PROCESSOR_FILES, TOKENIZER_FILES, read_config
 from dsx.checkpoint.merge import Merge
 from dsx.config.run import RunConfig
@@ -201,23 +203,29 @@ def under_known_names(source: Catalog, model: Model | None) -> Catalog:
     """A checkpoint with the names that its model knows, whatever wrote the folder that it is."""
     if source.format != hugging_face.FORMAT or model is None:
         return source
-    names_of = names_in(source.facts.get("hf_config") or {}, model)
+    names_of, apart = names_in(source.facts.get("hf_config") or {}, model)
     if names_of is None:
         return source
-    return hugging_face.under_model_names(source, names_of(source.by_name, source.root))
+    return hugging_face.under_model_names(source, names_of(source.by_name, source.root), apart)
 
 
-def names_in(config: Mapping[str, Any], model: Model) -> hugging_face.NamesOf | None:
-    """What gives a model's names of tensors in a folder of a config.json; None if they are the same."""
+def names_in(
+    config: Mapping[str, Any], model: Model
+) -> tuple[hugging_face.NamesOf | None, Sequence[ParamSpec]]:
+    """What gives a model's names of tensors in a folder of a config.json; None if they are the same.
+
+    With those of which the folder has parts, as :func:`~hugging_face.under_model_names` takes them.
+    """
     if text_key(config) is not None:
         from dsx.hub.composite import CompositeNames  # here: as below
 
-        return CompositeNames(config, [spec.hf_whole for spec in tower_specs(model) if not spec.adapts]).of
+        beside = [spec.hf_whole for spec in tower_specs(model) if not spec.adapts]
+        return (names := CompositeNames(config, beside)).of, names.apart
     if not isinstance(model, HubModel):
-        return None
+        return None, ()
     from dsx.hub.read import folder_names  # here: dsx's own families need neither torch nor transformers
 
-    return folder_names(model).of
+    return folder_names(model).of, ()
 
 
 _HOME = "composite"
@@ -232,6 +240,7 @@ class Composite:
         folder: Its tensors under its own names.
         key: The part of its config that is the language model's.
         names: The folder's name of each tensor of the language model, by that in a folder of its own.
+        apart: Tensors of the language model of which the folder has parts, by the same name.
         beside: The folder's name of each of the tower's, by that which transformers writes.
         architecture: transformers' class of it.
     """
@@ -239,6 +248,7 @@ class Composite:
     folder: Catalog
     key: str
     names: Mapping[str, str]
+    apart: Mapping[str, ParamSpec]
     beside: Mapping[str, str]
     architecture: str
 
@@ -253,9 +263,32 @@ class Composite:
         return own | {self.key: hugging_face.with_dtype(text, ())}
 
     def inside(self, spec: ParamSpec) -> ParamSpec:
-        """A parameter under the folder's names."""
+        """A parameter in the folder's form, under its names."""
         names = self.beside if spec.tower else self.names
+        if not spec.tower:
+            spec = replace(self.apart.get(spec.hf[0], spec), name=spec.name)
         return replace(spec, hf=tuple(names[name] for name in spec.hf))
+
+    def around(self, source: Catalog) -> Catalog:
+        """Tensors of the language model by itself in the folder's form, under its names."""
+        parts = {name: spec.hf for name, spec in self.apart.items()}
+        entries = (
+            parted(self.apart[one.name], one) if one.name in parts else (one,) for one in source.entries
+        )
+        kept = {own: types for name, types in source.float32.items() for own in parts.get(name, (name,))}
+        divided = replace(source, entries=tuple(chain.from_iterable(entries)), float32=kept)
+        return hugging_face.under_model_names(divided, {**self.names, **self.beside})
+
+    def merged(self, merge: Merge) -> Merge:
+        """The same of what is added to weights."""
+        products = {}
+        for name, product in merge.products.items():
+            first, spec = product.rows.start, self.apart.get(name)
+            boxes = () if spec is None else spec.hf_boxes
+            spans = {own: slice(first + box[0][0], first + box[0][1]) for own, box in boxes}
+            for own, rows in (spans or {name: product.rows}).items():
+                products[{**self.names, **self.beside}[own]] = replace(product, rows=rows)
+        return replace(merge, source=self.around(merge.source), products=products)
 
 
 def composite_at(root: Path | None, *, tower: bool = False) -> Composite | None:
@@ -278,7 +311,14 @@ def composite_at(root: Path | None, *, tower: bool = False) -> Composite | None:
     names = known.names | {own: name for name, own in found.items() if own is not None}
     others = known.of_tower(folder.by_name, root) if tower else {}
     beside = {own: name for name, own in others.items() if own is not None}
-    return Composite(folder=folder, key=key, names=names, beside=beside, architecture=known.architecture)
+    return Composite(
+        folder=folder,
+        key=key,
+        names=names,
+        apart={spec.name: spec for spec in known.apart},
+        beside=beside,
+        architecture=known.architecture,
+    )
 
 
 def fact_of(root: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -312,11 +352,8 @@ def whole(source: Catalog, merge: Merge | None, folder: Path | None) -> tuple[Ca
     root, tower = folder_of(source, fact, folder, "the other parts of the model"), source.facts.get("model")
     found = composite_at(root, tower="pictures" in (tower or {}))
     assert found is not None, "a digest tells one folder from another"
-    names = {**found.names, **found.beside}
-    if merge is not None:
-        products = {names[name]: product for name, product in merge.products.items()}
-        merge = replace(merge, source=hugging_face.under_model_names(merge.source, names), products=products)
-    source = hugging_face.under_model_names(source, names)
+    merge = None if merge is None else found.merged(merge)
+    source = found.around(source)
     others = (replace(each, pieces=moved_below(_HOME, each)) for each in found.tower(source.by_name))
     sums = (replace(one, file=f"{_HOME}/{one.file}") for one in found.folder.checksums)
     return replace(

@@ -292,7 +292,7 @@ def _float32_within(folder: Catalog) -> dict[str, tuple[str, ...]]:
     if config is None or (found := composite_at(folder.root)) is None:
         return {}
     specs = stored_specs(model_of(language_config(config)))
-    return {found.names.get(name, name): spec.float32 for spec in specs for name in spec.hf}
+    return {name: spec.float32 for spec in specs for name in found.inside(spec).hf}
 
 
 def _in_form(source: Catalog, tensor: int) -> tuple[ParamSpec, ...]:

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from dsx.errors import ModelError
-from dsx.hub.disk_names import FolderNames, disk_forms
+from dsx.hub.disk_names import DiskForm, FolderNames, disk_forms
 from dsx.hub.model_structure import ModelStructure, hf_config_of, structure_of
 from dsx.hub.on_meta import parameters_on_meta
 from dsx.hub.shrunk import random_model, shrunk
@@ -36,6 +36,7 @@ _OF_ALL = ("quantization_config", "auto_map")
 """Keys of a composite config that are about its language model too."""
 
 _AGREED = 1e-5
+_MATRIX = 2  # dims
 _SAMPLES, _TOKENS = 2, 12
 
 
@@ -184,9 +185,15 @@ def with_tower(model: HubModel, config: str, trained: Sequence[str]) -> HubModel
     return replace(model, pictures=config, tower=tuple(trained), tower_params=params)
 
 
-def _homes(text: Any, whole: Any, modules: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """What a composite model stores a language model's tensors as, by their names there; and the inverse."""
+def _homes(
+    text: Any, whole: Any, modules: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, str], tuple[ParamSpec, ...]]:
+    """What a composite model stores a language model's tensors as, by their names there; and the inverse.
+
+    The third are those that the composite model alone has in parts.
+    """
     here, there = disk_forms(text), disk_forms(whole)
+    apart = list[ParamSpec]()
     kept = {copy: name for name, form in there.items() for copy in form.copies}
     names = {name: placed(name, modules) for name in text.state_dict()}
     inside = {home: name for name, home in names.items()}
@@ -194,10 +201,24 @@ def _homes(text: Any, whole: Any, modules: Mapping[str, str]) -> tuple[dict[str,
         home = names[name]
         other = there[kept.get(home, home)]
         if replace(form, names=(), copies=()) != replace(other, names=(), copies=()):
-            raise _refusal(whole.config, f"{home} is stored otherwise than {name} by itself")
+            shape = tuple(text.get_parameter_or_buffer(name).shape)
+            if not (_divides(form, other, shape) and names.keys().isdisjoint(other.names)):
+                raise _refusal(whole.config, f"{home} is stored otherwise than {name} by itself")
+            (own,) = form.names
+            apart.append(ParamSpec(name=own, layer=0, shape=shape, init=Init(kind="zeros"), **other.in_spec))
+            names |= {each: each for each in other.names}
+            inside |= {home: own} | {each: each for each in other.names}
+            continue
         names |= dict(zip(form.names, other.names, strict=True))
         inside |= dict(zip(other.names, form.names, strict=True))
-    return names, inside
+    return names, inside, tuple(apart)
+
+
+def _divides(form: DiskForm, other: DiskForm, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor that one form stores as it is comes in parts of the other, a matrix's by its rows."""
+    as_it_is = replace(form, names=(), copies=()) == DiskForm(names=()) and len(form.names) == 1
+    rows = len(shape) > _MATRIX or not (other.transposed or other.split)
+    return as_it_is and other.exact and not other.buffer and rows
 
 
 class CompositeNames:
@@ -212,6 +233,7 @@ class CompositeNames:
         architecture: Name of transformers' class of it.
         modules: As :func:`modules_in` gives them.
         names: What that stores each of the language model's tensors as, by its name in a folder of its own.
+        apart: Those of which it stores parts, such as experts one by one: of that name, with what it has.
 
     Raises:
         ModelError: The language model cannot be trained by itself; names the reason.
@@ -221,7 +243,7 @@ class CompositeNames:
         self.whole, self.modules = _empty(_described(config)), modules_in(config)
         whole, modules = self.whole, self.modules
         text = structure_of(json.dumps(language_config(config), sort_keys=True)).model
-        self.names, self._inside = _homes(text, whole, modules)
+        self.names, self._inside, self.apart = _homes(text, whole, modules)
         self.architecture, there = type(whole).__name__, disk_forms(whole)
         self._inside |= {each: each for name in beside for each in (name, *there[name].names)}
         inside = {*(placed(name, modules) for name in text.state_dict()), *beside}

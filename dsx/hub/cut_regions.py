@@ -81,12 +81,14 @@ class UnnamedUses:
         partial: Those that met values of one rank by themselves: their gradients are partial.
         lost: Those that met them in another way: what is given to them gets a wrong gradient too.
         given: Whether what the region is given met them by itself: its gradient is partial.
+        whole: Linears cut by inputs that were given what every rank has whole.
     """
 
     used: set[str] = field(default_factory=set)
     partial: set[str] = field(default_factory=set)
     lost: set[str] = field(default_factory=set)
     given: bool = False
+    whole: set[str] = field(default_factory=set)
 
 
 class _Splits(TorchDispatchMode):
@@ -192,11 +194,17 @@ def completed(block: nn.Module, plan: BlockPlan, call: BlockCall) -> BlockPlan:
     looked at if its experts have such parts; others stay as they are, and the proof at start tells whether
     that is right.
 
+    A linear cut by inputs that nothing cuts, as a plan may name it for other kinds of blocks, takes a rank's
+    part of them.
+
     Args:
         block: The block.
         plan: What is said of it.
         call: What it is called with.
     """
+    plan = replace(
+        plan, styles={**plan.styles, **dict.fromkeys(_alone(block, plan, call), "rowwise_split_input")}
+    )
     for path, child in children(block):
         inside = {name: style for name, style in plan.styles.items() if name.startswith(f"{path}.")}
         if isinstance(child, nn.Linear) or not COLUMN - GATHERS & {*inside.values()}:
@@ -214,6 +222,19 @@ def completed(block: nn.Module, plan: BlockPlan, call: BlockCall) -> BlockPlan:
             continue
         plan = _right(block, plan, call, unnamed, path, whole.used) or replace(plan, styles=left)
     return _between_own_linears(block, plan, call)
+
+
+def _alone(block: nn.Module, plan: BlockPlan, call: BlockCall) -> set[str]:
+    """Linears that are cut by inputs which are whole; sought in modules that have no outputs cut."""
+    own = {name for name, style in plan.styles.items() if style in COLUMN - GATHERS}
+    found = set[str]()
+    for path, child in children(block):
+        for name, inner in child.named_modules(prefix=path):
+            row = isinstance(inner, nn.Linear) and plan.styles.get(name) in ROW - SPLITS
+            if row and not any(each.startswith(name.removesuffix(name.rpartition(".")[2])) for each in own):
+                seen = seen_in(block, plan, call, (), "" if name == path else path, ranks=1)
+                found |= {name} & (seen.whole if seen else set())
+    return found
 
 
 def _between_own_linears(block: nn.Module, plan: BlockPlan, call: BlockCall) -> BlockPlan:
@@ -397,6 +418,7 @@ def _listen(path: str, module: nn.Module, plan: BlockPlan, watch: _Watch, ranks:
             partial(_told, watch=watch, kind=_GIVEN if gathers else _OWN, times=ranks if gathers else 1)
         )
     elif isinstance(module, nn.Linear) and style in ROW:
+        module.register_forward_pre_hook(partial(_met, path=path, watch=watch))
         if style in SPLITS:
             module.register_forward_pre_hook(lambda _, given: (given[0][..., : module.in_features],))
         module.register_forward_hook(partial(_told, watch=watch, kind=_GIVEN))
@@ -405,6 +427,11 @@ def _listen(path: str, module: nn.Module, plan: BlockPlan, watch: _Watch, ranks:
     elif style in ("moe_tp_experts", "all_reduce"):
         module.register_forward_pre_hook(partial(_copied, watch=watch), with_kwargs=True)
         module.register_forward_hook(partial(_told, watch=watch, kind=_GIVEN))
+
+
+def _met(_module: nn.Module, given: Any, *, path: str, watch: _Watch) -> None:
+    if not watch.kind(given[0]).own:
+        watch.seen.whole.add(path)
 
 
 def _told(_module: nn.Module, _given: Any, gave: Any, *, watch: _Watch, kind: Kind, times: int = 1) -> Any:

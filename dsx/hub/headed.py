@@ -66,6 +66,11 @@ class _Headed(GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        # transformers reads the source of a class's module; replicas of eager loops gather in other orders.
+        return bool(cls.text_class._can_set_experts_implementation())  # noqa: SLF001 - as above
+
     def forward(
         self, input_ids: Tensor | None = None, labels: Tensor | None = None, **others: Any
     ) -> CausalLMOutputWithPast:

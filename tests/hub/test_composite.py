@@ -18,19 +18,26 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import dsx
 import ranks
-from dsx.checkpoint.base import composite_at
+from dsx.checkpoint.base import composite_at, names_in
+from dsx.checkpoint.claims import model_of, modules_in
 from dsx.checkpoint.execute import ConversionOptions
+from dsx.checkpoint.formats.huggingface import weights as hf
+from dsx.checkpoint.formats.huggingface.names import read_config
 from dsx.checkpoint.open import open_checkpoint
 from dsx.checkpoint.reshard import WantedTarget, prepare
 from dsx.errors import CheckpointError, ModelError
 from dsx.hub.composite import language_config
-from dsx.hub.model_structure import hf_config_of
+from dsx.hub.model_structure import hf_config_of, structure_of
+from dsx.models.adapters import placed
+from dsx.models.params import stored_specs
 from hub.test_hub_weights import CASE, config_of, engine_of, same, tensors_in
 from often import often
 from parity import dsx_run
+from parity.dsx_run import Case
 
 SOME = ["gemma3", "llama4", "qwen2_5_vl", "mistral3", "qwen3_vl", "internvl", "audioflamingo3"]
 IMAGE = 258
+APART = Case(family="llama", tp=2, zero=1, accumulation=2)
 ONCE = ConversionOptions(workers=1)
 
 
@@ -253,3 +260,84 @@ def test_a_quantised_folder_comes_out_plain_and_whole(tmp_path: Path) -> None:
             {name: tensor.to(torch.bfloat16) for name, tensor in known.items()},
         )
     torch.testing.assert_close(of_images(tmp_path / "plain1"), of_images(folder), rtol=0, atol=2e-2)
+
+
+def apart_in_and_out(_rank: int, world_size: int, folder: Path) -> None:
+    settings = config_of(folder / "model", APART)
+    engine = engine_of(settings, world_size)
+    dsx.export_hf(engine, folder / "unchanged")
+    engine.train_batch(dsx_run.batches(APART, 0, engine.groups.dp_rank))
+    engine.save_checkpoint(str(folder / "run"))
+    dsx.export_hf(engine, folder / "trained")
+    settings["dsx"]["adapter"] = {"rank": 4, "targets": ["gate_up_proj"], "type": "dora"}
+    tuned = engine_of(settings, world_size)
+    for step in range(2):
+        tuned.train_batch(dsx_run.batches(APART, step, tuned.groups.dp_rank))
+    tuned.save_checkpoint(str(folder / "tuned"))
+    dsx.export_hf(tuned, folder / "peft")
+
+
+@pytest.mark.parametrize("in_parts", [True, False])
+def test_parts_that_the_composite_class_alone_stores_are_tensors_of_the_text(
+    in_parts: bool, tmp_path: Path
+) -> None:
+    """transformers' folder in its files' form and in memory's, beside its module's own values."""
+    made = parity.random_model(tiny.tiny_composite("glm4v_moe"))
+    made.save_pretrained(tmp_path / "a", save_original_format=in_parts)
+    made.save_pretrained(tmp_path / "b")
+    config = read_config(tmp_path / "a")
+    model, modules, state = model_of(config), modules_in(config), made.state_dict()
+    (names_of, apart), found = names_in(config, model), composite_at(tmp_path / "a")
+    specs = stored_specs(model, pad_multiple=1)
+    assert found is not None
+    written = dict[str, torch.Tensor]()
+    with hf.HfWeights(tmp_path / "a", names_of, apart=apart) as weights:
+        weights.check(specs)
+        for spec in specs:
+            value = weights.read(spec)
+            assert torch.equal(value, state[placed(spec.in_module, modules)]), spec.name
+            written |= hf.split(found.inside(spec), value)
+    known = tensors_in(tmp_path / "b")
+    assert len([name for name in known if ".experts." in name]) > 3 * 2
+    assert same(written, {name: known[name] for name in written})
+    assert not any("language_model" in name for name in known.keys() - written.keys())
+    assert not any("language_model" in entry.name for entry in found.tower(written))
+
+
+@pytest.mark.slow
+def test_folders_of_such_parts_go_in_and_out_and_are_merged(tmp_path: Path) -> None:
+    """Experts one by one, gate and up of a dense MLP apart, which the text class has in one tensor each."""
+    parity.random_model(tiny.tiny_composite("minimax_m3_vl", vocab_size=260)).save_pretrained(
+        tmp_path / "model"
+    )
+    known = tensors_in(tmp_path / "model")
+    assert "language_model.model.layers.1.block_sparse_moe.experts.3.w1.weight" in known
+    ranks.run(apart_in_and_out, 2, tmp_path)
+    assert same(tensors_in(tmp_path / "unchanged"), known)
+    trained = tensors_in(tmp_path / "trained")
+    assert trained.keys() == known.keys()
+    assert not torch.equal(*(held[next(n for n in known if ".w3." in n)] for held in (trained, known)))
+    prepare(open_checkpoint(tmp_path / "run"), tmp_path / "hf", WantedTarget(format="hf")).run(ONCE)
+    prepare(open_checkpoint(tmp_path / "hf"), tmp_path / "dsx", WantedTarget()).run(ONCE)
+    prepare(open_checkpoint(tmp_path / "dsx"), tmp_path / "again", WantedTarget(format="hf")).run(ONCE)
+    assert all(same(tensors_in(tmp_path / name), trained) for name in ("hf", "again"))
+    base, told = AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "model", dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(told.values())
+    PeftModel.from_pretrained(base, tmp_path / "peft").merge_and_unload().save_pretrained(tmp_path / "theirs")
+    prepare(open_checkpoint(tmp_path / "tuned"), tmp_path / "ours", WantedTarget(format="hf")).run(ONCE)
+    theirs, ours = (tensors_in(tmp_path / name) for name in ("theirs", "ours"))
+    assert ours.keys() == theirs.keys() == known.keys()
+    assert sum(not torch.equal(ours[name], known[name]) for name in known) >= 4
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["glm4v_moe", "qwen3_vl_moe", "minimax_m3_vl"])
+def test_experts_run_as_the_composite_class_has_them(family: str) -> None:
+    """Not as eager loops, whose replicas wait for each other for ever at ZeRO-3."""
+    config = tiny.tiny_composite(family)
+    theirs = AutoModelForImageTextToText.from_config(config).config.get_text_config()
+    ours = structure_of(json.dumps(language_config(json.loads(config.to_json_string())), sort_keys=True))
+    assert ours.model.config._experts_implementation == theirs._experts_implementation == "grouped_mm"

@@ -151,6 +151,25 @@ def test_a_region_is_left_whole_where_a_rank_would_use_other_parts_or_give_other
     assert styles_of(Block(kind)) == styles_of(Region(kind), OWN) == {}
 
 
+def test_a_linear_cut_by_inputs_that_are_whole_takes_a_part_of_them() -> None:
+    """As a plan names it for other kinds of blocks; not where they are cut in front of its child."""
+    row = {"layers.*.a.c": "rowwise"}
+    assert styles_of(Block("behind"), row) == {"a.c": "rowwise_split_input"}
+    assert styles_of(Block("behind"), PLAN)["a.c"] == "rowwise"
+
+    class InFront(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.b, self.a = nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(self.b(x))
+
+    row = {"layers.*.a.*": "rowwise"}
+    assert styles_of(InFront(), row)["a.1"] == "rowwise_split_input"
+    assert styles_of(InFront(), row | {"layers.*.b": "colwise"})["a.1"] == "rowwise"
+
+
 def test_a_block_and_its_child_each_have_a_region() -> None:
     """The child's ends sum the gradient of what it is given, the block has none for its own linears."""
     kind = "its input by the way"

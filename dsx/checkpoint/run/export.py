@@ -65,7 +65,8 @@ def layer_weights(
         adapter: PEFT's folder of the model's adapter, of which the same holds; None leaves it fresh.
         given: Gives layers the model's own weights in place of the folder.
     """
-    names_of = None if folder is None or given is not None else names_in(read_config(folder), model)
+    theirs = (None, ()) if folder is None or given is not None else names_in(read_config(folder), model)
+    names_of, apart = theirs
     specs = stored_specs(model)
     buffers = [spec for spec in specs if spec.buffer]
     at = groups.at
@@ -75,7 +76,7 @@ def layer_weights(
             fills.append(given)
         elif folder is not None:
             own = [spec for spec in specs if not spec.adapts]
-            base = files.enter_context(_checked(lambda: hf.HfWeights(folder, names_of), own))
+            base = files.enter_context(_checked(lambda: hf.HfWeights(folder, names_of, apart=apart), own))
             read = base.read if model.adapter is None else partial(_read_left, base, model.adapter)
             fills.append(partial(fill_base, read, buffers, at))
             fills.append(partial(_fill_tower, folder, model.adapter))

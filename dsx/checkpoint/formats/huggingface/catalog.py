@@ -21,6 +21,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import isfinite, prod
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -312,14 +313,25 @@ NamesOf: TypeAlias = Callable[[Collection[str], str | Path], Mapping[str, str | 
 """Gives the model's names of a folder's tensors, by their names there; None for what is no tensor of it."""
 
 
-def under_model_names(source: Catalog, homes: Mapping[str, str | None]) -> Catalog:
-    """A folder's tensors under the names that its model has for them; None leaves a tensor out."""
+def under_model_names(
+    source: Catalog, homes: Mapping[str, str | None], apart: Sequence[ParamSpec] = ()
+) -> Catalog:
+    """A folder's tensors under the names that its model has for them; None leaves a tensor out.
+
+    ``apart`` are tensors of the model of which the folder has the parts that ``hf`` names.
+    """
     named = ((entry, homes.get(entry.name, entry.name)) for entry in source.entries)
-    return replace(
+    found = replace(
         source,
         entries=tuple(replace(entry, name=name) for entry, name in named if name is not None),
         float32={homes.get(name) or name: dtypes for name, dtypes in source.float32.items()},
     )
+    by_name = found.by_name
+    joined = [spec for spec in apart if not by_name.keys().isdisjoint(spec.hf)]
+    parts = {name for spec in joined for name in spec.hf}
+    whole = chain.from_iterable(states_of(found, spec, by_name)[1] for spec in joined)
+    others = (entry for entry in found.entries if entry.name not in parts)
+    return replace(found, entries=(*others, *whole))
 
 
 def with_names(source: Catalog, patterns: Sequence[tuple[str, str]], where: str) -> Catalog:

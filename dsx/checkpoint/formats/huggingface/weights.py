@@ -51,12 +51,19 @@ class HfWeights:
         names_of: The model's names of the files' tensors, by the names that they have there, where these may
             differ: :meth:`dsx.hub.disk_names.FolderNames.of`.
         file: The one file that counts, an adapter's for example; None for those of the model.
+        apart: As of :func:`under_model_names`.
     """
 
-    def __init__(self, folder: str | Path, names_of: NamesOf | None = None, file: str | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        names_of: NamesOf | None = None,
+        file: str | None = None,
+        apart: Sequence[ParamSpec] = (),
+    ) -> None:
         self._source = catalog_of(Path(folder), file)
         if names_of is not None:
-            self._source = under_model_names(self._source, names_of(self._source.by_name, folder))
+            self._source = under_model_names(self._source, names_of(self._source.by_name, folder), apart)
         self._by_name = self._source.by_name
         self.reader = Reader(self._source)
 
