@@ -43,10 +43,9 @@ def test_a_holder_that_is_killed_lets_go(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
         lock = RunLock(tmp_path)
-        worker = os.fork()  # which outlives it
-        if worker:
-            assert lock._lock.is_locked
-            os.write(write, b"%-12d" % worker)
+        assert lock._lock.is_locked
+        if os.fork() == 0:  # a worker, which outlives it, and lets go of what it inherits as it begins
+            os.write(write, b"%-12d" % os.getpid())
         signal.pause()
     worker = int(os.read(read, 12))
     with pytest.raises(RunError, match=f"process {child} on "):
