@@ -120,12 +120,14 @@ def check_keys(config: Mapping[str, Any]) -> None:
 def with_family_floats(config: Mapping[str, Any], part: type | None = None) -> dict[str, Any]:
     """The config with floats where its family wants them: DeepSpeed reads the 1.0 of a JSON as 1.
 
-    ``part`` is the class of one that is a part of another's, which may have no family of its own.
+    ``part`` is the class of one that is a part of another's. Its config may name no family, or the whole's:
+    transformers makes it of its class all the same, unless that is one for any family.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind, wanted = config.get("model_type"), dict[str, str]()
-    family = CONFIG_MAPPING[kind] if isinstance(kind, str) and kind in CONFIG_MAPPING else part
+    named = CONFIG_MAPPING[kind] if isinstance(kind, str) and kind in CONFIG_MAPPING else part
+    family = part if getattr(part, "model_type", None) else named
     for parent in reversed(family.__mro__ if family else ()):
         wanted |= {name: str(hint) for name, hint in getattr(parent, "__annotations__", {}).items()}
     floats = {name for name, hint in wanted.items() if "float" in hint and "int" not in hint}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -34,23 +35,29 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+_FORMS = threading.RLock()
+"""Held while settings of the whole process are changed: threads would put back each other's."""
+
+
 @contextmanager
 def torch_forms() -> Iterator[None]:
     """Have transformers compute in torch inside the block, whatever kernels for GPUs are installed.
 
     It chooses kernels by package, not by device, and passes them over only where a model is exported.
-    FlexAttention is not compiled: a few tokens of a small model are no work for a compiler.
+    FlexAttention is not compiled: a few tokens of a small model are no work for a compiler. Threads are
+    inside one after another.
     """
     import torch
     from transformers.integrations import hub_kernels
 
-    asks = getattr(hub_kernels, "is_torchdynamo_exporting", None)
-    hub_kernels.is_torchdynamo_exporting = lambda: True
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        hub_kernels.is_torchdynamo_exporting = asks
+    with _FORMS:
+        asks = getattr(hub_kernels, "is_torchdynamo_exporting", None)
+        hub_kernels.is_torchdynamo_exporting = lambda: True
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                yield
+        finally:
+            hub_kernels.is_torchdynamo_exporting = asks
 
 
 @contextmanager

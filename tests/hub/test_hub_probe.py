@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from all_families import tiny
 from torch import Tensor, nn
 from transformers import AutoConfig
+from transformers.integrations import hub_kernels
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 from transformers.models.falcon_mamba import modeling_falcon_mamba
 
@@ -22,6 +24,7 @@ from dsx.errors import ConfigError, ModelError
 from dsx.hub.model_structure import BlockCall
 from dsx.hub.read import hub_model
 from dsx.hub.shrunk import random_model, shrunk
+from dsx.models.transformers_settings import torch_forms
 from dsx.verify import alone
 from dsx.verify.alone import Probe, Small, probe, require_probed
 from dsx.verify.shrunk import trial
@@ -295,3 +298,28 @@ def test_slices_show_what_mixes_tokens_outside_of_modules(beside: bool) -> None:
     with torch.no_grad():
         told = alone._sliced(block, {"mixer": block.mixer}, BlockCall.of((torch.randn(2, 8, 8),), {}))
     assert (told is not None) == beside, told
+
+
+def test_threads_that_compute_in_torch_leave_compilers_and_kernels_as_they_were() -> None:
+    """The first to leave would put back what the last one then puts away for good."""
+    compiled, asks, left = list[Any](), hub_kernels.is_torchdynamo_exporting, threading.Event()
+
+    def backend(graph: Any, _: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    def inside() -> None:
+        with torch_forms():
+            left.wait()
+
+    doubled = torch.compile(lambda x: x * 2, backend=backend)
+    other = threading.Thread(target=inside)
+    with torch_forms():
+        other.start()
+        other.join(0.2)  # long enough to come in, if it may
+        assert doubled(torch.ones(2)).tolist() == [2, 2]
+        assert (hub_kernels.is_torchdynamo_exporting(), compiled) == (True, [])
+    left.set()
+    other.join()
+    assert doubled(torch.ones(2)).tolist() == [2, 2]
+    assert (hub_kernels.is_torchdynamo_exporting, len(compiled)) == (asks, 1)
