@@ -206,7 +206,7 @@ def test_numbers_of_parts_that_are_no_family_are_read_as_their_classes_want_them
     adaptor = hf_config_of(config).adaptor_config
     assert type(adaptor.hidden_dropout) is float
     config = json.loads(tiny.tiny_composite("florence2").to_json_string())
-    config["vision_config"] |= {"model_type": "florence2", "mlp_ratio": 4}  # the whole's name, as some have it
+    config["vision_config"] |= {"model_type": "florence2", "mlp_ratio": 4}  # the whole's name
     assert type(hf_config_of(config).vision_config.mlp_ratio) is float
 
 
