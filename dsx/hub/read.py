@@ -29,6 +29,7 @@ from dsx.hub.tensor_plan import (
     GATHERS,
     LOCAL_COLUMN,
     ROW,
+    SEGMENTS,
     STYLES,
     SUMMED,
     BlockPlan,
@@ -199,6 +200,11 @@ def _plan_of(
         derived = derived_plan(config).within(structure.blocks, whole)
     plan |= derived.patterns(structure.blocks)
     plan = {key: style or None for key, style in plan.items()}
+    back = {pattern for pattern, style in changes if style is None}
+    for region in derived.regions:  # a convolution and what counts heads need all of a mixer's, or none
+        together = {f"{structure.blocks}.*.{path}" for path in region}
+        if together & back and any((plan[pattern] or "").startswith(SEGMENTS) for pattern in together):
+            plan |= dict.fromkeys(together)
     return plan | dict(changes), derived
 
 

@@ -131,6 +131,20 @@ def test_a_mixer_whose_heads_ranks_cannot_share_is_whole_on_each(family: str, op
     assert four.whole == whole.for_tensor(4).whole != model.whole
 
 
+@pytest.mark.parametrize(
+    ("family", "taken"),
+    [("qwen3_next", "linear_attn.in_proj_ba"), ("bailing_hybrid", "self_attn.k_proj")],
+)
+def test_a_mixer_of_which_an_entry_is_taken_back_is_whole(family: str, taken: str) -> None:
+    """Ranks cannot run the others of its entries without it."""
+    config = config_of(family)
+    model = hub_model(config)
+    changed = hub_model(config, {f"model.layers.*.{taken}": None})
+    whole = hub_model(config, dict.fromkeys(model.mixers[0]))
+    assert changed.params == whole.params != model.params
+    assert changed.uncut(2) is None
+
+
 def test_flat_lists_of_tokens_and_parameters_that_are_handed_on_refuse_sequence_parallelism() -> None:
     assert "a flat list of tokens" in found_for("opt").no_sequence
     assert "parameters that modules in them hand on" in found_for("gpt_neox_japanese").no_sequence
