@@ -72,7 +72,13 @@ def pictures_of(data: DataConfig, micro_batch: int) -> Pictures:
     Raises:
         ConfigError: No chat with a picture can be read.
     """
-    rows, count = _fullest(data.model_dump_json(), micro_batch)
+    return _supposed(data.model_dump_json(), micro_batch)
+
+
+@lru_cache(maxsize=8)
+def _supposed(settings: str, micro_batch: int) -> Pictures:
+    """The same of the settings as JSON: a plan asks for each of its layouts."""
+    rows, count = _fullest(DataConfig.model_validate_json(settings), micro_batch)
     rows = tuple(islice(cycle(rows), micro_batch))
     (ids, given), _ = together([row.sample for row in rows])
     largest = " x ".join(f"{size:,}" for size in max(row.pixels for row in rows))
@@ -90,10 +96,8 @@ def _values(x: Tensor) -> str:
     return "" if x.is_floating_point() else json.dumps(x.tolist(), separators=(",", ":"))
 
 
-@lru_cache(maxsize=8)
-def _fullest(settings: str, count: int) -> tuple[tuple[_Row, ...], int]:
+def _fullest(data: DataConfig, count: int) -> tuple[tuple[_Row, ...], int]:
     """So many rows at most, the fullest first, and of how many chats they are."""
-    data = DataConfig.model_validate_json(settings)
     try:
         parts = [data.of_part(part) for part in data.parts()]
         known = [[*islice(_chats(part), _LOOKED_AT)] for part in parts]
