@@ -11,10 +11,10 @@ from typing import Annotated, Final
 import typer
 
 from dsx import __version__
+from dsx.cli.begin import init, islands, train
 from dsx.cli.check import check
 from dsx.cli.data import data
 from dsx.cli.estimate import estimate
-from dsx.cli.init import init, islands, train
 from dsx.cli.inspect import diff, inspect
 from dsx.cli.options import Command, CommandGroup
 from dsx.cli.output import BAD_INPUT, say, tell, writing

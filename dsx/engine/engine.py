@@ -27,7 +27,7 @@ from dsx.engine.stock_engine import EngineNames
 from dsx.engine.stock_module import ENGINE_HOOKS, NoHook, no_hook, require_engine_unpatched, require_kept
 from dsx.engine.zero import adapt, count_samples
 from dsx.engine.zero.calls import Backwards, calls
-from dsx.engine.zero.loss_scale import Refuses
+from dsx.engine.zero.norm import Refuses
 from dsx.errors import CheckpointError, ConfigError, DataError, ModelError, UnavailableError
 from dsx.nn.collectives import gather_rows
 from dsx.nn.loss import TokenMean

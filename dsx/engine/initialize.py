@@ -47,7 +47,7 @@ from dsx.engine.stock_module import clips_by_itself, require_engine_unpatched
 from dsx.engine.zero import given_optimizer_kept, require_supported
 from dsx.engine.zero.experts import experts_apart
 from dsx.engine.zero.float32 import float32_kept
-from dsx.engine.zero.loss_scale import require_precision
+from dsx.engine.zero.norm import require_precision
 from dsx.errors import ConfigError, ModelError
 from dsx.kept import cache_folder, code_version, keep
 from dsx.launch.entry import AGREED

@@ -22,8 +22,8 @@ from deepspeed.runtime.utils import set_random_seed
 from torch import nn
 
 from dsx.engine.chunks import Chunks, Loss, Recompute, Tie, checkpoint_non_reentrant
-from dsx.engine.layer_parameters import require_context, require_mean, settle
 from dsx.engine.p2p import Shards
+from dsx.engine.ready_layers import require_context, require_mean, settle
 from dsx.engine.settings import Config, settings_of
 from dsx.engine.stock_module import (
     NOT_HERE,

@@ -19,7 +19,7 @@ from dsx.checkpoint.run.names import Names
 from dsx.config.run import RunConfig
 from dsx.config.schema import Policy
 from dsx.engine.engine import PipelineEngine
-from dsx.engine.layer_parameters import checksum
+from dsx.engine.ready_layers import checksum
 from dsx.errors import DsxError, RunError
 from dsx.fault_tolerance.health import Health, StepFinding
 from dsx.fault_tolerance.keepalive import Keepalive, Peer, hosts_of

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 import ranks
 from dsx.engine.initialize import say_once
-from dsx.engine.layer_parameters import VOUCHED, require_context
+from dsx.engine.ready_layers import VOUCHED, require_context
 from dsx.engine.settings import settings_of
 from dsx.errors import ConfigError, ModelError
 from dsx.nn import ContextParallel, as_head, gather_rows

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ranks
-from dsx.engine.layer_parameters import checksum
+from dsx.engine.ready_layers import checksum
 from dsx.errors import RunError
 from dsx.fault_tolerance.guard import differences
 from fault_tolerance.guarded import Run
@@ -35,7 +35,7 @@ def test_every_bit_and_every_place_counts(dtype: torch.dtype) -> None:
 def test_tiles_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.randn(100, generator=torch.manual_seed(0))
     whole = int(checksum(values))
-    monkeypatch.setattr("dsx.engine.layer_parameters._TILE", 7)
+    monkeypatch.setattr("dsx.engine.ready_layers._TILE", 7)
     assert int(checksum(values)) == whole
 
 

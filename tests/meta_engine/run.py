@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dsx.config.run import RunConfig
 from dsx.engine import initialize as initializing
-from dsx.engine import layer_parameters, optimizers
+from dsx.engine import optimizers, ready_layers
 from dsx.engine.engine import PipelineEngine
 from dsx.engine.initialize import initialize
 from dsx.engine.p2p import Signature, TensorMeta
@@ -132,7 +132,7 @@ def trace_pipeline(
         accelerator.free_bytes = lambda: capacity_bytes - meter.current_bytes
     with paper.engine_without_storage(knows=knows), meter, other if host else nullcontext():
         # Ranks that are not there agree on everything.
-        alike = swapped(layer_parameters, "_make_alike", lambda *_: None)
+        alike = swapped(ready_layers, "_make_alike", lambda *_: None)
         agreed = swapped(initializing, "_require_same_everywhere", lambda *_: None)
         here = swapped(optimizers, "_pipeline_ranks_where", lambda model, yes: [model.groups.pp_rank] * yes)
         # Values would take a minute of arithmetic and hold no memory afterwards.

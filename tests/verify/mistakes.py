@@ -58,7 +58,7 @@ def adapter_with(**changes: Callable[[Any], Any]) -> Fault:
 
 def counting(rule: Callable[[Any, Any], bool]) -> Fault:
     """The norm with another rule of what counts."""
-    return replaced("dsx.engine.zero.loss_scale.NormScope.counts", lambda _: rule)
+    return replaced("dsx.engine.zero.norm.NormScope.counts", lambda _: rule)
 
 
 def in_backward(change: Callable[[Any, dict[str, Any]], Any]) -> Fault:
@@ -442,11 +442,11 @@ FAULTS: dict[str, Fault] = {
         lambda _: lambda *_: None,
     ),
     "loss scaled twice": replaced(
-        "dsx.engine.zero.loss_scale.LossScale.scaled",
+        "dsx.engine.zero.norm.LossScale.scaled",
         lambda original: lambda self, loss: original(self, loss) * self.value,
     ),
     "norm with the loss scale": replaced(
-        "dsx.engine.zero.loss_scale.LossScale.judge",
+        "dsx.engine.zero.norm.LossScale.judge",
         lambda original: lambda self, scaled, refuses: (original(self, scaled, refuses), scaled)[1],
     ),
     # Fine-tuning.

@@ -28,8 +28,8 @@ from dsx.checkpoint.open import open_checkpoint
 from dsx.checkpoint.plain import as_numpy
 from dsx.checkpoint.run.names import CheckpointedRun, Names, specs_here
 from dsx.checkpoint.run.stored import ALL, Wanted, load_stored
-from dsx.engine.zero.loss_scale import scaler_of
 from dsx.engine.zero.master_shards import master_shards, refresh_weights
+from dsx.engine.zero.norm import scaler_of
 from dsx.errors import CheckpointError, DsxError, ModelError
 from dsx.launch.entry import AGREED
 from dsx.launch.processes import agree

@@ -22,8 +22,8 @@ from dsx.config.resolve import zero_problems
 from dsx.config.schema import ZeroConfig
 from dsx.engine.chunks import Tie
 from dsx.engine.zero.calls import changed
-from dsx.engine.zero.loss_scale import LossScale, NormScope
 from dsx.engine.zero.master_shards import owners
+from dsx.engine.zero.norm import LossScale, NormScope
 from dsx.engine.zero.partitioned import PartitionedAdapter
 from dsx.engine.zero.reduction import (
     GradientStore,

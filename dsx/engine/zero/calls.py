@@ -17,7 +17,7 @@ from torch import nn
 
 from dsx.engine.executor import Calls
 from dsx.engine.p2p import Tensors
-from dsx.engine.zero.loss_scale import LossScale
+from dsx.engine.zero.norm import LossScale
 
 _EPILOGUE = "overlapping_partition_gradients_reduce_epilogue"
 

@@ -16,8 +16,8 @@ from torch import nn
 
 from dsx.engine.chunks import Tie
 from dsx.engine.executor import StepHooks
-from dsx.engine.zero.loss_scale import LossScale, NormScope, Refuses
 from dsx.engine.zero.messages import empty, end_sum, start_sum
+from dsx.engine.zero.norm import LossScale, NormScope, Refuses
 from dsx.engine.zero.replica_check import Parts
 from dsx.errors import ModelError
 from dsx.parallel.reduction import GradientPiece, Interval, by_owner

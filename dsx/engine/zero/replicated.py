@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from dsx.engine.chunks import Tie
-from dsx.engine.zero.loss_scale import Refuses
 from dsx.engine.zero.master_shards import master_shards
 from dsx.engine.zero.messages import share_weights, write_sum
+from dsx.engine.zero.norm import Refuses
 from dsx.engine.zero.reduction import ZeroAdapter
 from dsx.engine.zero.replica_check import GradientPart
 
